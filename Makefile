@@ -26,7 +26,7 @@ PACKAGES := $(sort $(dir $(wildcard bankfull/*/ bankfull/*/*/ bankfull/*/*/*/)))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-console test-docs soak \
+.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-cluster test-console test-docs soak \
 	test-kernels test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
@@ -109,6 +109,10 @@ test: tools lint ## Lint, then the quick tests
 
 test-full: tools lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs
+
+# Each of these tests starts its own Ray, so they run one after another.
+test-cluster: tools ## Replicas on several Ray nodes: joining, node failures, version skew; make test has a short one
+	$(BIN)/python -m pytest -q -rs -m cluster tests/cluster
 
 # These targets use the GPU machine's own Python with torch, triton, transformers and pytest, and install nothing. Further
 # packages may lie as wheels in wheels/. Tests whose packages are missing are skipped and counted.

@@ -10,6 +10,7 @@ import typer
 
 from bankfull.cli.options import EngineOptions
 from bankfull.cli.protection import ProtectionOptions
+from bankfull.cli.replicas import ReplicaOptions
 
 
 def serve(
@@ -59,11 +60,13 @@ def serve(
             "Must be longer than loading the model takes. 0: no time-out."
         ),
     ] = 0.0,
+    replication: ReplicaOptions,
     protection: ProtectionOptions,
 ) -> None:
     """Serve a model over HTTP with an OpenAI-compatible API.
 
-    The engine runs in a separate process and is restarted if it dies. /ready reports when the model is loaded, and
+    The engine runs in a separate process and is restarted if it dies. With --replicas there are several, on one or more
+    machines, and a stream continues on another one if its replica dies. /ready reports when the model is loaded, and
     /openapi.json describes the API. Ctrl-C or SIGTERM stops the server after running requests have finished. SIGHUP
     reloads keys and certificates.
     """
@@ -99,4 +102,5 @@ def serve(
         grace=grace,
         stall_seconds=stall_seconds,
         give_up_after=give_up_after,
+        replicas=replication.factory(engine.device, grace),
     )

@@ -35,6 +35,9 @@ from tests.tiny import speaking_folder
 OWNERS = {
     # file: {what is started: (how often, who owns it)}
     "aio.py": {"Thread": (1, "AsyncEngine: its end is every caller's error, then and later")},
+    "cluster/cluster_replicas.py": {"create_task": (1, "ClusterReplicas._ended: the server ends with the reason")},
+    "cluster/manager_process.py": {"create_subprocess_exec": (1, "ClusterReplicas._supervise: started again")},
+    "cluster/replica.py": {"Thread": (1, "the replica's process, which ends with it and is started again by Ray")},
     "loading.py": {"ThreadPoolExecutor": (1, "load, which waits for it")},
     "ops/triton/ahead.py": {"ThreadPoolExecutor": (1, "compile_ahead, which waits for it")},
     "sample/grammar.py": {
@@ -83,7 +86,19 @@ STARTS = (
     "create_subprocess_exec",
     "start_new_thread",
 )
-SERVED = ("aio.py", "loading.py", "loop.py", "engine.py", "ops", "runtime", "sample", "serve", "text", "weights")
+SERVED = (
+    "aio.py",
+    "cluster",
+    "loading.py",
+    "loop.py",
+    "engine.py",
+    "ops",
+    "runtime",
+    "sample",
+    "serve",
+    "text",
+    "weights",
+)
 
 
 def started_in(source: str) -> Counter[str]:

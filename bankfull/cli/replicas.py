@@ -1,0 +1,77 @@
+"""Options of `bankfull serve` for several replicas on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bankfull.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bankfull.serve.replicas.local import SetFactory
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|N..M",
+            help="Number of engines behind the API, or bounds of autoscaling on the queue; placed by Ray.",
+            show_default="one engine, without Ray",
+        ),
+    ] = None
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="With --replicas, how one is chosen: prefix (cached prefix and load), round-robin, least-loaded or "
+            "random-two."
+        ),
+    ] = "prefix"
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="With --replicas, the Ray cluster to join.",
+            show_default="RAY_ADDRESS; without it, Ray is started on this machine",
+        ),
+    ] = None
+    replica_cpus: Annotated[
+        float | None,
+        typer.Option(help="CPUs of each replica, and its threads.", show_default="an even share of the cluster's"),
+    ] = None
+    replica_gpus: Annotated[
+        float | None, typer.Option(help="GPUs of each replica.", show_default="1 if the cluster has GPUs, else 0")
+    ] = None
+
+    def factory(self, device: str, grace: float) -> SetFactory | None:
+        """Makes the replicas, for `run_server`; None: there is one engine, without Ray."""
+        if self.replicas is None:
+            others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
+            for name, value in others.items():
+                if value is not None:
+                    raise ConfigError(f"{name} needs --replicas, the number of engines behind the API.")
+            return None
+        for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
+            if value is not None and not 0 <= value < 100_000:
+                raise ConfigError(f"{name} {value:g} is no number of processors; give 0 or more.")
+        if self.replica_cpus == 0:
+            raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
+        from bankfull.cluster.cluster_replicas import ClusterOptions, cluster_replicas
+        from bankfull.cluster.ray_version import installed_version
+        from bankfull.cluster.sizes import ReplicaRange
+
+        options = ClusterOptions(
+            ReplicaRange.parse(self.replicas),
+            self.routing,
+            self.ray or os.environ.get("RAY_ADDRESS") or None,
+            self.replica_cpus,
+            self.replica_gpus,
+            device,
+            grace,
+        )
+        installed_version()
+        return cluster_replicas(options)

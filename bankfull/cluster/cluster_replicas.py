@@ -1,0 +1,302 @@
+"""The replicas of a server on a Ray cluster: a `ReplicaSet` that grows, shrinks and follows its replicas' addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from bankfull.cluster.admin import AdminSocket
+from bankfull.cluster.autoscale import LOOK_SECONDS, Autoscaler, Demand
+from bankfull.cluster.manager_process import ManagerProcess
+from bankfull.cluster.messages import (
+    AddReplicas,
+    CannotAdd,
+    ClusterFailed,
+    ClusterUp,
+    FromManager,
+    RemoveReplica,
+    ReplicaLost,
+    ReplicaPlaced,
+    StartCluster,
+)
+from bankfull.cluster.sizes import ReplicaRange
+from bankfull.errors import ConfigError
+from bankfull.serve.engine.process import EngineConnection
+from bankfull.serve.engine.remote import RemoteEngine
+from bankfull.serve.engine.wire import FromEngine
+from bankfull.serve.replicas.local import MakeLink, SetFactory
+from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.replicas.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
+
+log = logging.getLogger("bankfull.serve")
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Back-off in seconds before the cluster is started again."""
+STARTING = "The replicas are starting; ask again in a moment."
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """What the user has asked for."""
+
+    replicas: ReplicaRange
+    routing: str = DEFAULT_POLICY
+    ray: str | None = None
+    """Address of the Ray cluster to join; None: start one on this machine."""
+    cpus: float | None = None
+    gpus: float | None = None
+    device: str = "auto"
+    grace: float = 30.0
+    """Seconds that requests may run on a replica that is removed, before they continue on another one."""
+
+
+def cluster_replicas(options: ClusterOptions) -> SetFactory:
+    """The replicas of a server, for `run_server`."""
+    policy = routing_policy(options.routing)
+    return lambda make_link: ClusterReplicas(make_link, policy, options)
+
+
+class ClusterReplicas(ReplicaSet):
+    """Runs on the server's event loop. The manager process controls Ray; each replica has a link of its own, which
+    connects to the replica's gateway and is supervised as usual."""
+
+    def __init__(self, make_link: MakeLink, policy: RoutingPolicy, options: ClusterOptions) -> None:
+        super().__init__({}, policy)
+        self._make_link, self._options = make_link, options
+        self.bounds = options.replicas
+        self.up: ClusterUp | None = None
+        self._token = secrets.token_bytes(32)
+        self._placed: dict[str, ReplicaPlaced] = {}
+        """Where each replica was last seen."""
+        self._next = 1
+        self._expected = 0
+        """Replicas that were asked for and are not placed yet."""
+        self._leaving: set[str] = set()
+        self._manager: ManagerProcess | None = None
+        self._failure = ""
+        self._problem = ""
+        """Why there are fewer replicas than wanted."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._autoscaler = Autoscaler()
+        self._admin = AdminSocket(self)
+
+    # -- life
+
+    async def start(self) -> None:
+        await super().start()
+        await self._admin.start()
+        self._begin(self._supervise())
+        self._begin(self._keep_size())
+
+    async def close(self) -> None:
+        """End the engines, their replicas, and Ray if it was started for them."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await super().close()
+        finally:
+            if self._manager is not None:
+                await self._manager.end()
+            await self._admin.close()
+
+    @property
+    def says(self) -> str:
+        return super().says if self._placed else STARTING
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise ConfigError(self._failure)
+        super()._raise_failure()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("The control of the cluster has failed.", exc_info=error)
+            self._fail(f"The control of the cluster has failed: {error!r}.")
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+        self._notify()
+
+    # -- the manager
+
+    async def _supervise(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            self._manager = manager = ManagerProcess()
+            self._expected = self.bounds.least
+            await manager.start(self._wanted())
+            why = ""
+            async for message in manager.messages():
+                if isinstance(message, ClusterFailed):
+                    why = message.why
+                else:
+                    await self._take(message)
+            status = await manager.end()
+            why = why or f"The cluster manager has ended with status {status}; its output is above."
+            if self.up is None:
+                self._fail(why)
+                return
+            log.error("%s The replicas are started again in %g seconds.", why, pause)
+            await asyncio.gather(*(self.remove(name, 0.0) for name in list(self._placed) if name not in self._leaving))
+            self._placed.clear()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _wanted(self) -> StartCluster:
+        options = self._options
+        return StartCluster(
+            replicas=self.bounds.least,
+            most=self.bounds.most,
+            token=self._token.hex(),
+            folder="",
+            address=options.ray,
+            cpus=options.cpus,
+            gpus=options.gpus,
+            device=options.device,
+            first=self._next,
+        )
+
+    async def _take(self, message: FromManager) -> None:
+        match message:
+            case ReplicaPlaced():
+                self._next = max(self._next, int(message.name.rpartition("-")[2]) + 1)
+                known = message.name in self._placed
+                self._placed[message.name] = message
+                if not known:
+                    self._expected = max(0, self._expected - 1)
+                if self.up is not None:
+                    await self._connect(message.name)
+            case ClusterUp():
+                self.up = message
+                for name in self._placed:
+                    await self._connect(name)
+            case ReplicaLost():
+                log.error("%s does not answer: %s", message.name, message.why)
+            case CannotAdd():
+                self._expected = 0
+                self.bounds = ReplicaRange(min(self.bounds.least, self.size), self.size)
+                self._problem = message.why
+                log.error("No replica is added: %s", message.why)
+
+    async def _connect(self, name: str) -> None:
+        """Open a link, or open it again if it was given up. A link that lives finds the new address by itself."""
+        links = {view.name: view for view in self.views()}
+        if name in links:
+            if links[name].state != "failed":
+                return
+            await self.remove(name, 0.0)
+        assert self.up is not None
+        await self.add(name, self._make_link(open_engine=self._opener(name), threads=self.up.threads))
+
+    def _opener(self, name: str) -> Callable[[Callable[[FromEngine], None]], EngineConnection]:
+        def open_engine(receive: Callable[[FromEngine], None]) -> EngineConnection:
+            placed = self._placed[name]
+            return RemoteEngine(receive, (placed.host, placed.port), self._token)
+
+        return open_engine
+
+    # -- size
+
+    @property
+    def size(self) -> int:
+        """Replicas that run or were asked for, without those that leave."""
+        return len(self._placed) - len(self._leaving) + self._expected
+
+    def resize(self, bounds: ReplicaRange) -> None:
+        """Have this many replicas from now on."""
+        self.bounds, self._problem = bounds, ""
+
+    def retire(self, name: str) -> None:
+        """Move the work of a replica to the others, end it, and have one less from now on."""
+        if name not in self._placed or name in self._leaving:
+            there = ", ".join(n for n in self._placed if n not in self._leaving) or "none"
+            raise ConfigError(f"There is no replica {name[:80]!r} that could be drained; there are {there}.")
+        if self.size == 1:
+            raise ConfigError(f"{name} is the only replica: add another one with `bankfull cluster scale 2` first.")
+        left = self.size - 1
+        self.bounds = ReplicaRange(min(self.bounds.least, left), max(left, self.bounds.most - 1))
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self._leaving.add(name)
+        self._begin(self._removed(name))
+
+    async def _removed(self, name: str) -> None:
+        try:
+            await self.remove(name, self._options.grace)
+        finally:
+            self._leaving.discard(name)
+            self._placed.pop(name, None)
+            if self._manager is not None:
+                self._manager.send(RemoveReplica(name))
+
+    async def _keep_size(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self.up is None or self._manager is None or not self._placed:
+                continue
+            wanted = self._autoscaler.decide(self.bounds, self.size, self._demand())
+            if wanted > self.size:
+                added = wanted - self.size
+                self._expected += added
+                self._manager.send(AddReplicas(added))
+            for _ in range(self.size - wanted):
+                self._leave(self._least_busy())
+
+    def _demand(self) -> Demand:
+        views = self.views()
+        loads = [view.load for view in views if view.load is not None]
+        return Demand(
+            running=sum(load.running for load in loads),
+            waiting=sum(load.waiting for load in loads),
+            rows=sum(view.rows for view in views),
+            settled=not self._expected and not self._leaving and all(view.state == "ready" for view in views),
+        )
+
+    def _least_busy(self) -> str:
+        """The newest of the replicas with the least work."""
+        busy = {
+            view.name: view.load.running + view.load.waiting if view.load is not None else 0 for view in self.views()
+        }
+        names = [name for name in self._placed if name not in self._leaving]
+        return min(reversed(names), key=lambda name: busy.get(name, 0))
+
+    def status(self) -> dict[str, Any]:
+        """For `bankfull cluster status`."""
+        views = {view.name: view for view in self.views()}
+        up = self.up
+        return {
+            "replicas": [
+                {
+                    "name": name,
+                    "state": views[name].state if name in views else "starting",
+                    "node": placed.node,
+                    "address": f"{placed.host}:{placed.port}",
+                    "running": view.load.running if (view := views.get(name)) and view.load is not None else 0,
+                    "waiting": view.load.waiting if view and view.load is not None else 0,
+                    "rows": view.rows if view else 0,
+                    "hit_rate": view.hit_rate if view else None,
+                    "restarts": (view.restarts if view else 0) + placed.restarts,
+                }
+                for name, placed in self._placed.items()
+            ],
+            "wanted": str(self.bounds),
+            "starting": self._expected,
+            "problem": self._problem,
+            "routing": self._options.routing,
+            "ray": "local" if up is not None and up.local else self._options.ray,
+            "nodes": up.nodes if up is not None else 0,
+            "cpus": up.cpus if up is not None else 0.0,
+            "gpus": up.gpus if up is not None else 0.0,
+        }

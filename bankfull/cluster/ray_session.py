@@ -1,0 +1,144 @@
+"""Ray on this machine, started for one server and closed to all others, or a Ray cluster that is joined."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bankfull.cluster.ray_version import import_ray
+from bankfull.cluster.sizes import NodeResources
+from bankfull.errors import ConfigError
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray's shared memory. Requests do not pass through it; this is about the least that Ray accepts."""
+LONGEST_FOLDER = 40
+"""Characters of the path below which Ray's socket names, with a time and a number in them, stay within 107."""
+JOIN_SECONDS = 10
+"""Time-out of the connection to the head node."""
+
+CLOSED = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: listen on the loopback address only
+    "RAY_enable_metrics_collection": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+"""Environment of a Ray that serves this machine only."""
+JOINED = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": str(JOIN_SECONDS),
+    "RAY_gcs_server_request_timeout_seconds": str(JOIN_SECONDS),
+}
+"""Defaults for the connection to a cluster; variables that the user has set have priority."""
+
+
+class RaySession:
+    """This process as a driver of Ray: all of its replicas end with it."""
+
+    def __init__(self, address: str | None, folder: Path) -> None:
+        """`folder`: a private one, removed with the session."""
+        self.local = address is None
+        self._folder = folder
+        if address is None:
+            os.environ.update(CLOSED, RAY_AUTH_TOKEN=secrets.token_hex(32))
+            os.environ.pop("RAY_ADDRESS", None)
+        else:
+            for name, value in JOINED.items():
+                os.environ.setdefault(name, value)
+        self.ray: Any = import_ray()
+        try:
+            if address is None:
+                self._start()
+            else:
+                self._join(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        try:
+            self.ray.init(
+                address="local",
+                num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                namespace="bankfull",
+                _temp_dir=str(self._folder / "ray"),  # Ray opens this one to all users
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except Exception as error:
+            raise ConfigError(f"Ray cannot be started on this machine: {_first_line(error)}") from error
+
+    def _join(self, address: str) -> None:
+        if (why := _unreachable(address)) is not None:
+            raise ConfigError(_join_failure(address, why))
+        try:
+            self.ray.init(address=address, namespace="bankfull", log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise ConfigError(_join_failure(address, str(error))) from error
+
+    def nodes(self) -> list[NodeResources]:
+        """The machines of the cluster that are alive."""
+        found = []
+        for node in self.ray.nodes():
+            if node["Alive"]:
+                resources = node["Resources"]
+                found.append(NodeResources(resources.get("CPU", 0.0), resources.get("GPU", 0.0)))
+        return found
+
+    def close(self) -> None:
+        """End all replicas, and Ray if it was started here."""
+        try:
+            self.ray.shutdown()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def private_folder() -> Path:
+    """A new folder that only this user can enter, with a path that is short enough for Ray's sockets in it."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="bankfull-ray-", dir=base if len(base) < LONGEST_FOLDER else "/tmp"))
+
+
+def _unreachable(address: str) -> str | None:
+    """Why the head cannot be reached. Ray ends the whole process if it finds out itself."""
+    if address == "auto":
+        return None
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return "it is not of the form HOST:PORT"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), JOIN_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        return _first_line(error)
+    return None
+
+
+def _join_failure(address: str, text: str) -> str:
+    if "Version mismatch" in text:
+        found = " ".join(line.strip() for line in text.splitlines() if line.strip().startswith(("Ray:", "Python:")))
+        return (
+            f"The Ray cluster at {address} has another version of Ray or Python than this server ({found}): "
+            "install the same versions on all nodes."
+        )
+    if "uthenticat" in text or "token" in text.lower():
+        return (
+            f"The Ray cluster at {address} does not accept this server's token: set RAY_AUTH_TOKEN or "
+            "RAY_AUTH_TOKEN_PATH to the token of the cluster (docs/cluster.md)."
+        )
+    return (
+        f"No Ray cluster answers at {address} ({_first_line(text)}): start its head with `ray start --head`, "
+        "or leave out --ray to start Ray on this machine."
+    )
+
+
+def _first_line(error: object) -> str:
+    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200].rstrip(".")

@@ -1,0 +1,118 @@
+"""`bankfull serve --replicas` on a tiny model, and the processes it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import speaking_folder
+
+ENGINE = "bankfull.serve.engine.worker"
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "seed": 7, "temperature": 1.0}
+
+
+def until(true: Callable[[], bool], seconds: float = 90.0) -> None:
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.05)
+
+
+def processes(variable: str) -> dict[int, str]:
+    """Process ids and command lines of those that have inherited this entry of the environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    return found
+
+
+class ClusterServer:
+    """A server with replicas, in an environment that marks all of its processes."""
+
+    def __init__(self, folder: Path, *options: str, **variables: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.mark = f"BANKFULL_DATA={folder}"
+        self.environment = {**os.environ, "BANKFULL_DATA": str(folder), **variables}
+        command = [sys.executable, "-m", "bankfull", "serve", str(speaking_folder()), "--port", "0"]
+        command += ["--served-model-name", "tiny", "--dtype", "float32", "--memory", "1MiB", "--page-tokens", "4"]
+        self.errors = (folder / "errors").open("w+")
+        self.process = subprocess.Popen(
+            [*command, "--threads", "1", *options],
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=self.environment,
+        )
+        assert self.process.stdout is not None
+        line = next((line for line in self.process.stdout if "browser" in line), "")
+        self.url = line.split()[-1].rstrip("/") if line else ""
+
+    def said(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()
+
+    def cluster(self, *command: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "bankfull", "cluster", *command],
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            timeout=120,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def status(self) -> dict[str, Any]:
+        code, out, error = self.cluster("status", "--json")
+        assert code == 0, error
+        told: dict[str, Any] = json.loads(out)
+        return told
+
+    def states(self) -> dict[str, str]:
+        return {replica["name"]: replica["state"] for replica in self.status()["replicas"]}
+
+    def engines(self) -> list[int]:
+        return [pid for pid, command in processes(self.mark).items() if ENGINE in command]
+
+    def stream(self, tokens: int) -> Iterator[str]:
+        """The text of an answer, part by part; raises what the server reports."""
+        body = {**BODY, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        head = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/chat/completions", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(request, timeout=60) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    yield event["choices"][0]["delta"].get("content") or ""
+
+    def answer(self, tokens: int) -> str:
+        return "".join(self.stream(tokens))
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+@contextmanager
+def serving(folder: Path, *options: str, **variables: str) -> Iterator[ClusterServer]:
+    server = ClusterServer(folder, *options, **variables)
+    try:
+        assert server.url, server.said()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.close()
+        until(lambda: not processes(server.mark), 30.0)

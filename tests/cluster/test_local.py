@@ -1,0 +1,70 @@
+"""A server with replicas on a Ray of its own: one short life, with everything in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.kit import processes, serving, until
+
+pytest.importorskip("ray", reason="replicas need the package ray")
+
+TOKENS = 200
+
+
+def test_a_stream_survives_its_replica_and_everything_ends(tmp_path: Path) -> None:
+    with serving(tmp_path / "data", "--replicas", "2", "--replica-cpus", "0.5") as server:
+        until(lambda: server.states() == {"replica-1": "ready", "replica-2": "ready"})
+        expected = server.answer(TOKENS)
+        engines = server.engines()
+        assert len(engines) == 2
+        _listen_on_loopback_only(server.mark)
+
+        parts = server.stream(TOKENS)
+        got = [next(parts) for _ in range(3)]
+        os.kill(_busy_engine(engines), signal.SIGKILL)
+        got.extend(parts)
+        assert "".join(got) == expected, "the very tokens that it would have had"
+        until(lambda: set(server.states().values()) == {"ready"} and len(server.engines()) == 2)
+
+        code, out, _ = server.cluster("down")
+        assert code == 0 and "has ended" in out
+        until(lambda: not processes(server.mark), 10.0)
+        assert server.process.wait(10) in (0, -signal.SIGTERM)
+
+
+def _busy_engine(engines: list[int]) -> int:
+    """The engine that has used more processor time since it was last seen."""
+
+    def ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = {pid: ticks(pid) for pid in engines}
+    until(lambda: any(ticks(pid) > before[pid] + 2 for pid in engines))
+    return max(engines, key=lambda pid: ticks(pid) - before[pid])
+
+
+def _listen_on_loopback_only(mark: str) -> None:
+    """No socket of these processes listens on another address of this machine."""
+    inodes = set()
+    for pid in processes(mark):
+        for file in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                link = os.readlink(file)
+            except OSError:
+                continue
+            if link.startswith("socket:["):
+                inodes.add(link[8:-1])
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    open_to_all = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            host, _, port = fields[1].partition(":")
+            if fields[3] == "0A" and fields[9] in inodes and host not in loopback:
+                open_to_all.append((host, int(port, 16)))
+    assert open_to_all == []
