@@ -117,18 +117,17 @@ class Configuration:
         return None if price is None else price * self.devices
 
     def commands(self, model: str) -> list[str]:
-        """One command per replica; empty if this version cannot run it."""
+        """The command that starts it; none if this version cannot run it."""
         if self.not_yet is not None:
             return []
-        found = []
-        for number in range(self.replicas):
-            device = self.site.name if self.site.here else self.site.kind
-            words = ["bankfull", "serve", model, "--device", device, *self.prepared.stored.options]
-            words += ["--rows", str(self.rows), "--step-tokens", str(self.step_tokens)]
-            if self.replicas > 1:
-                words += ["--port", str(8000 + number)]
-            found.append(shlex.join(words))
-        return found
+        # A replica of several sees only the devices that Ray gives it.
+        here = self.site.here and self.replicas == 1
+        device = self.site.name if here else self.site.kind
+        words = ["bankfull", "serve", model, "--device", device, *self.prepared.stored.options]
+        words += ["--rows", str(self.rows), "--step-tokens", str(self.step_tokens)]
+        if self.replicas > 1:
+            words += ["--replicas", str(self.replicas), "--routing", self.route]
+        return [shlex.join(words)]
 
     def sizes(self, longest: int) -> Sizes:
         """The engine's allocation; ConfigError if it cannot hold the longest request."""

@@ -115,7 +115,8 @@ def sentences(plan: DeploymentPlan) -> Iterator[str]:
         for command in best.configuration.commands(asked.model):
             yield f"  {command}"
         if best.configuration.replicas > 1:
-            yield f"  behind a load balancer with {best.configuration.route} routing"
+            devices = best.configuration.devices
+            yield f"  on a Ray cluster with {devices} devices of this kind: add --ray HOST:PORT (docs/cluster.md)"
         if best.lossy:
             yield "  It is lossy (quantized): check it with `bankfull quality` first." + _exact(plan)
         yield _latencies(best)
