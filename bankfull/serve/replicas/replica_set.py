@@ -150,6 +150,7 @@ class ReplicaSet:
         self._replicas: dict[str, RoutedReplica] = {}
         self._facts: Facts | None = None
         """Those of the first replica that was ready: the others must fit to them."""
+        self._all_facts: Facts | None = None
         self._numbers = count(1)
         self._seeds = SystemRandom()
         self._started = self._closing = False
@@ -168,12 +169,8 @@ class ReplicaSet:
 
     @property
     def facts(self) -> Facts | None:
-        """Of the model, with the rows and pages of all replicas. The ceilings of one machine are not those of all."""
-        known = [r.link.facts for r in self._replicas.values() if r.link.facts is not None and not r.refusal]
-        if self._facts is None or len(known) < 2:
-            return self._facts
-        rows, pages = sum(facts.rows for facts in known), sum(facts.pages for facts in known)
-        return msgspec.structs.replace(self._facts, rows=rows, pages=pages, ceilings=None)
+        """Of the model, with the rows and pages of all replicas."""
+        return self._all_facts
 
     @property
     def load(self) -> Load | None:
@@ -292,8 +289,17 @@ class ReplicaSet:
             replica.lose()
         self._notify()
 
+    def _sum_facts(self) -> Facts | None:
+        known = [r.link.facts for r in self._replicas.values() if r.link.facts is not None and not r.refusal]
+        if self._facts is None or len(known) < 2:
+            return self._facts
+        rows, pages = sum(facts.rows for facts in known), sum(facts.pages for facts in known)
+        # The ceilings of one machine are not those of all.
+        return msgspec.structs.replace(self._facts, rows=rows, pages=pages, ceilings=None)
+
     def _notify(self) -> None:
-        """Wake all tasks that wait for a change of state."""
+        """A replica has joined, left or changed its state: wake all tasks that wait for that."""
+        self._all_facts = self._sum_facts()
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from random import Random
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.serve.engine_kit import OPTIONS, until
 from tests.tiny import speaking_folder
 
 PROMPT = list(range(40, 60))
+ATTEMPTS = 10
 Items = list[Delta | RequestDone]
 
 
@@ -54,6 +55,9 @@ class Replicas:
         pid = self.links[name].engine_pid
         assert pid
         os.kill(pid, signal.SIGKILL)
+
+    def resumed(self) -> int:
+        return sum(view.resumed for view in self.set.views())
 
     def where(self) -> str:
         """The replica of the only request."""
@@ -86,6 +90,18 @@ async def collect(stream: AsyncIterator[Items]) -> Items:
     return [item async for items in stream for item in items]
 
 
+async def collect_with_kill(made: Replicas, params: SamplingParams) -> Items:
+    """Kill the engine after a few tokens. It may have generated all of them before."""
+    items: Items = []
+    killed = False
+    async for step in made.set.generate(PROMPT, params):
+        items += step
+        if not killed and sum(len(item.token_ids) for item in items if isinstance(item, Delta)) >= 5 * params.n:
+            killed = True
+            made.kill(made.where())
+    return items
+
+
 def told(items: Items) -> dict[int, tuple[list[int], str, list[Any], str | None]]:
     """Of each sample: tokens, text, log-probabilities of the chosen tokens, and the reason of its end."""
     found: dict[int, tuple[list[int], str, list[Any], str | None]] = {}
@@ -101,14 +117,14 @@ def told(items: Items) -> dict[int, tuple[list[int], str, list[Any], str | None]
 
 
 CASES = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
-    "sampled": SamplingParams(seed=5, max_tokens=60, ignore_eos=True, top_p=0.95, logprobs=2),
-    "samples": SamplingParams(seed=6, max_tokens=40, ignore_eos=True, n=3),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
+    "sampled": SamplingParams(seed=5, max_tokens=150, ignore_eos=True, top_p=0.95, logprobs=2),
+    "samples": SamplingParams(seed=6, max_tokens=100, ignore_eos=True, n=3),
     "penalties": SamplingParams(
-        seed=7, max_tokens=60, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=30
+        seed=7, max_tokens=150, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=30
     ),
-    "grammar": SamplingParams(seed=8, max_tokens=60, structured=StructuredOutput(regex="[ab]{30}[cd]{25}")),
-    "prompt logprobs": SamplingParams(seed=9, max_tokens=50, ignore_eos=True, prompt_logprobs=1),
+    "grammar": SamplingParams(seed=8, max_tokens=150, structured=StructuredOutput(regex="[ab]{80}[cd]{60}")),
+    "prompt logprobs": SamplingParams(seed=9, max_tokens=150, ignore_eos=True, prompt_logprobs=1),
 }
 
 
@@ -119,17 +135,14 @@ def test_a_killed_engine_costs_a_stream_no_token(replicas: Replicas, case: str) 
     async def check(made: Replicas) -> None:
         await made.both_ready()
         usual = await collect(made.set.generate(PROMPT, params))
-        stream = made.set.generate(PROMPT, params)
-        items: Items = []
-        killed = ""
-        async for step in stream:
-            items += step
-            if not killed and sum(len(item.token_ids) for item in items if isinstance(item, Delta)) >= 5 * params.n:
-                killed = made.where()
-                made.kill(killed)
-        assert killed and told(items) == told(usual)
-        [view] = [view for view in made.set.views() if view.name == killed]
-        assert view.resumed
+        items, before = [], made.resumed()
+        for _ in range(ATTEMPTS):
+            await made.both_ready()
+            items = await collect_with_kill(made, params)
+            assert told(items) == told(usual)
+            if made.resumed() > before:
+                break
+        assert made.resumed() > before
         if params.prompt_logprobs is not None:
             assert isinstance(items[-1], RequestDone) and isinstance(usual[-1], RequestDone)
             assert items[-1].prompt_logprobs == usual[-1].prompt_logprobs is not None
@@ -142,22 +155,22 @@ def test_a_request_without_a_seed_goes_on_as_it_began(replicas: Replicas) -> Non
 
     async def check(made: Replicas) -> None:
         await made.both_ready()
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        params = SamplingParams(max_tokens=150, ignore_eos=True)
         seeds: list[int | None] = []
         for link in made.links.values():
             _record_seeds(link, seeds)
+        items: Items = []
         try:
-            items: Items = []
-            killed = False
-            async for step in made.set.generate(PROMPT, params):
-                items += step
-                if not killed and len(items) > 5:
-                    killed = True
-                    made.kill(made.where())
+            for _ in range(ATTEMPTS):
+                await made.both_ready()
+                seeds.clear()
+                items = await collect_with_kill(made, params)
+                if len(seeds) == 2:
+                    break
         finally:
             for link in made.links.values():
                 del link.generate  # type: ignore[method-assign]
-        assert len(seeds) == 2 and seeds[0] == seeds[1] is not None
+        assert len(seeds) == 2 and seeds[0] is not None and seeds[0] == seeds[1]
         await made.both_ready()
         again = await collect(made.set.generate(PROMPT, params.seeded(seeds[0])))
         assert told(items) == told(again)
@@ -196,7 +209,7 @@ def test_an_embedding_and_batch_work_survive_too(replicas: Replicas) -> None:
 
 
 def test_a_drained_replica_hands_its_streams_over(replicas: Replicas) -> None:
-    params = SamplingParams(seed=2, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(seed=2, max_tokens=150, ignore_eos=True)
 
     async def check(made: Replicas) -> None:
         await made.both_ready()
@@ -222,18 +235,19 @@ async def kills(made: Replicas, random: Random, pause: float) -> AsyncIterator[l
 
     async def kill() -> None:
         while True:
-            await asyncio.sleep(pause * random.random())
             await until(lambda: made.set.ready)
-            name = random.choice([name for name, link in made.links.items() if link.ready])
-            made.kill(name)
-            killed.append(name)
+            await asyncio.sleep(pause * (0.2 + random.random()))  # a request without any token is given up some time
+            if ready := [name for name, link in made.links.items() if link.ready]:
+                killed.append(random.choice(ready))
+                made.kill(killed[-1])
 
     task = asyncio.ensure_future(kill())
     try:
         yield killed
     finally:
         task.cancel()
-        await asyncio.wait({task})
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def test_a_storm_of_kills_loses_and_doubles_nothing(replicas: Replicas) -> None:
@@ -256,14 +270,17 @@ def test_a_storm_of_kills_loses_and_doubles_nothing(replicas: Replicas) -> None:
     async def check(made: Replicas) -> None:
         await made.both_ready()
         usual = [told(await client(made, *request)) for request in requests]
-        resumed = sum(view.resumed for view in made.set.views())
+        before = made.resumed()
         async with kills(made, random, 0.5) as killed:
             found: list[Any] = []
-            while len(killed) < 4:
+            for _ in range(200):
                 found += await asyncio.gather(*(client(made, *request) for request in requests))
+                if len(killed) >= 4:
+                    break
+        assert len(killed) >= 4
         for number, items in enumerate(found):
             assert told(items) == usual[number % len(requests)]
-        assert sum(view.resumed for view in made.set.views()) > resumed
+        assert made.resumed() > before
         await until(lambda: all(view.requests == 0 for view in made.set.views()))
 
-    replicas.run(check, timeout=240.0)
+    replicas.run(check, timeout=180.0)
