@@ -20,6 +20,7 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Unavailable
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.wire import RequestDone
+from bankfull.serve.replicas.prefixes import PromptKeys
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.routing import routing_policy
 from tests.serve.engine_kit import OPTIONS, until
@@ -224,6 +225,31 @@ def test_a_drained_replica_hands_its_streams_over(replicas: Replicas) -> None:
         made.links[name] = make_link()
         await made.set.add(name, made.links[name])
         await made.both_ready()
+
+    replicas.run(check)
+
+
+def test_the_set_knows_which_real_engine_holds_a_prefix(replicas: Replicas) -> None:
+    """The keys that a real engine reports reach its replica's digest, and leave it when the engine ends."""
+    params = SamplingParams(seed=2, max_tokens=4, ignore_eos=True)
+    prompt = list(range(100, 180))
+
+    async def check(made: Replicas) -> None:
+        await made.both_ready()
+        await made.set.reset_cache()
+        stream = made.set.generate(prompt, params)
+        name = made.where()
+        await collect(stream)
+        keys = PromptKeys(prompt, "", OPTIONS["page_tokens"])
+        held = {one: made.set._replicas[one] for one in made.links}
+        await until(lambda: held[name].cached_tokens(keys) >= 76)
+        [other] = made.links.keys() - {name}
+        assert held[other].cached_tokens(keys) == 0
+        other_salt = PromptKeys(prompt, "another key", OPTIONS["page_tokens"])
+        assert held[name].cached_tokens(other_salt) == 0
+        made.kill(name)
+        await until(lambda: not made.links[name].ready)
+        assert held[name].cached_tokens(keys) == 0
 
     replicas.run(check)
 
