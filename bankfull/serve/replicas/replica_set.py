@@ -283,7 +283,7 @@ class ReplicaSet:
             replica.refusal = _difference(replica.name, facts, self._facts)
             if replica.refusal:
                 log.error("%s", replica.refusal)
-            else:
+            elif replica.held is None:  # else it is the engine of before, which reports its prefixes only once
                 replica.begin(facts)
         else:
             replica.lose()
