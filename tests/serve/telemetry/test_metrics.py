@@ -20,6 +20,7 @@ from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.replica_metrics import replica_families
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted
@@ -266,7 +267,7 @@ def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
     named = set(re.findall(r"`([^`]+)`", "".join(rows)))
     assert named == {
         family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "")
-        for family in ServiceMetrics().families
+        for family in [*ServiceMetrics().families, *replica_families([])]
     }
 
 
