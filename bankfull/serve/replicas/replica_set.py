@@ -252,6 +252,8 @@ class ReplicaSet:
         self._notify()
         await replica.link.drain(grace)
         await replica.link.close()
+        if self._replicas.get(name) is not replica:
+            return  # another call has removed it meanwhile
         self._settle_counters()
         if replica.seen is not None:
             self._count_past(replica.seen)
@@ -377,7 +379,7 @@ class ReplicaSet:
     async def start(self) -> None:
         """Returns at once; `wait_ready` waits until a replica has loaded the model."""
         self._started = True
-        for replica in self._replicas.values():
+        for replica in list(self._replicas.values()):
             await replica.link.start()
 
     async def wait_ready(self) -> None:
@@ -400,11 +402,13 @@ class ReplicaSet:
     async def drain(self, grace: float) -> None:
         """Refuse new requests; running ones may finish within `grace` seconds."""
         self._closing = True
+        self._notify()
         await asyncio.gather(*(replica.link.drain(grace) for replica in self._replicas.values()))
 
     async def close(self) -> None:
         """End all engines; requests that still run get an error."""
         self._closing = True
+        self._notify()
         await asyncio.gather(*(replica.link.close() for replica in self._replicas.values()))
 
 

@@ -20,6 +20,7 @@ from bankfull.errors import BankfullError
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.backend import (
+    STOPPED,
     Busy,
     Continuation,
     DeadlineExceeded,
@@ -270,7 +271,9 @@ class ResumableStream:
                 self._leg = self._replicas.dispatch(self._parts, left, begun)
                 return
             except (Busy, Unavailable) as refusal:
-                if now >= ends or self._replicas.closing:
+                if self._replicas.closing:
+                    raise Unavailable(STOPPED) from refusal
+                if now >= ends:
                     raise EngineDied(
                         f"The engine has ended while the request was running, and no other one was ready within "
                         f"{self._replicas.patience:g} seconds; ask again."

@@ -156,6 +156,7 @@ class FakeLink:
         pass
 
     async def drain(self, grace: float) -> None:
+        await asyncio.sleep(0)
         self.ready = False
         self._end(Unavailable(STOPPED))
 

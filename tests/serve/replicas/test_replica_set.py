@@ -200,6 +200,16 @@ def test_a_replica_joins_and_leaves_and_its_streams_go_on() -> None:
     run(check())
 
 
+def test_a_replica_that_is_removed_twice_is_counted_once() -> None:
+    async def check() -> None:
+        links = [FakeLink(restarts=3), FakeLink()]
+        replicas = replica_set(*links)
+        await asyncio.gather(replicas.remove("r0"), replicas.remove("r0"))
+        assert [view.name for view in replicas.views()] == ["r1"] and replicas.restarts == 3
+
+    run(check())
+
+
 def test_the_server_ends_only_when_every_replica_is_given_up() -> None:
     async def check() -> None:
         links = [FakeLink(ready=False, facts=None), FakeLink(ready=False, facts=None)]

@@ -338,6 +338,21 @@ def test_a_closing_server_resumes_nothing() -> None:
     run(check())
 
 
+def test_a_stream_that_waits_for_a_replica_ends_with_the_server() -> None:
+    async def check() -> None:
+        link = FakeLink()
+        replicas = replica_set(link, patience=1000.0)
+        reading = asyncio.ensure_future(read(replicas.generate(PROMPT, FIVE)))
+        await settled()
+        link.kill()
+        await settled()
+        await replicas.drain(0.0)
+        with pytest.raises(Unavailable, match="shut down"):
+            await reading
+
+    run(check())
+
+
 def test_a_storm_of_ends_loses_no_token_and_doubles_none() -> None:
     """Four hundred requests, each with its own pace of reading, on four replicas that end again and again. Time is
     counted in turns of the event loop, so that every run is the same."""
