@@ -129,7 +129,8 @@ def _join_failure(address: str, text: str) -> str:
             f"The Ray cluster at {address} has another version of Ray or Python than this server ({found}): "
             "install the same versions on all nodes."
         )
-    if "uthenticat" in text or "token" in text.lower():
+    # Ray reports a wrong token as a connection that fails, although the head was reached before.
+    if "uthenticat" in text or "token" in text.lower() or "Failed to connect to Ray cluster" in text:
         return (
             f"The Ray cluster at {address} does not accept this server's token: set RAY_AUTH_TOKEN or "
             "RAY_AUTH_TOKEN_PATH to the token of the cluster (docs/cluster.md)."

@@ -1,0 +1,159 @@
+"""Replicas on several Ray nodes, and the ways in which a cluster fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.kit import ClusterServer, processes, serving, until
+
+pytest.importorskip("ray", reason="replicas need the package ray")
+pytestmark = [pytest.mark.full, pytest.mark.cluster]
+
+NODES = """
+import json, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
+    "object_store_memory": 80 << 20})
+nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
+print(json.dumps({"address": cluster.address}), flush=True)
+for line in sys.stdin:
+    if line.strip() == "kill":
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        print("{}", flush=True)
+cluster.shutdown()
+"""
+
+
+class RayNodes:
+    """A Ray cluster of three nodes with one CPU each, all on this machine, with a token."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token = secrets.token_hex(32)
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        environment.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", NODES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self.address = str(self._answer()["address"])
+
+    def kill_node(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("kill\n")
+        self.process.stdin.flush()
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        told: dict[str, Any] = json.loads(next(line for line in self.process.stdout if line.startswith("{")))
+        return told
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        finally:
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def ray_nodes() -> Iterator[RayNodes]:
+    folder = Path(tempfile.mkdtemp(prefix="bf-nodes-"))  # short: Ray puts sockets below it
+    nodes = RayNodes(folder)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_stream_survives_a_node_and_the_cluster_is_left_as_it_was(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    options = ("--replicas", "3", "--ray", ray_nodes.address)
+    with serving(tmp_path / "data", *options, RAY_AUTH_TOKEN=ray_nodes.token) as server:
+        until(lambda: list(server.states().values()) == ["ready"] * 3)
+        told = server.status()
+        assert told["nodes"] == 3 and told["ray"] == ray_nodes.address
+        expected = server.answer(200)
+        streams = [server.stream(200) for _ in range(3)]
+        got = [[next(parts) for _ in range(3)] for parts in streams]
+        ray_nodes.kill_node()
+        for parts, text in zip(streams, got, strict=True):
+            text.extend(parts)
+            assert "".join(text) == expected
+        until(lambda: sorted(server.states().values()).count("ready") == 2)
+        assert server.answer(200) == expected
+        code, _, error = server.cluster("scale", "2")
+        assert code == 0, error
+        until(lambda: list(server.states().values()) == ["ready"] * 2)
+        assert server.answer(200) == expected
+    assert ray_nodes.process.poll() is None, "the server has not started this Ray, and does not end it"
+    with serving(tmp_path / "data", "--replicas", "2", RAY_ADDRESS=ray_nodes.address, RAY_AUTH_TOKEN=ray_nodes.token):
+        pass  # all CPUs are free again
+
+
+def test_a_cluster_with_another_token_is_not_joined(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    for token in ("0" * 64, ""):
+        options = ("--replicas", "1", "--ray", ray_nodes.address)
+        refused(tmp_path, "does not accept this server's token", *options, RAY_AUTH_TOKEN=token)
+
+
+def test_an_unreachable_head_is_named(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    refused(tmp_path, f"No Ray cluster answers at {address}", "--replicas", "1", "--ray", address)
+    refused(tmp_path, "not of the form HOST:PORT", "--replicas", "1", "--ray", "ray://x")
+
+
+def test_too_few_processors_are_named(tmp_path: Path) -> None:
+    refused(tmp_path, "room for 0; give fewer --replicas", "--replicas", "1", "--replica-cpus", "4096")
+    refused(tmp_path, "or a smaller --replica-gpus", "--replicas", "1", "--replica-gpus", "64")
+
+
+def test_a_lost_manager_is_replaced_with_its_replicas(tmp_path: Path) -> None:
+    with serving(tmp_path / "data", "--replicas", "1") as server:
+        expected = server.answer(50)
+        (manager,) = (pid for pid, command in processes(server.mark).items() if "bankfull.cluster.manager" in command)
+        os.kill(manager, signal.SIGKILL)
+        until(lambda: server.states() == {"replica-2": "ready"})
+        assert server.answer(50) == expected
+        assert "The replicas are started again" in server.said()
+
+
+def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
+    server = ClusterServer(tmp_path / "data", "--replicas", "1")
+    assert server.url, server.said()
+    server.process.kill()
+    server.process.wait()
+    until(lambda: not processes(server.mark), 30.0)
+    code, _, error = server.cluster("status")
+    assert code == 2 and "No server with replicas runs" in error
+
+
+def refused(tmp_path: Path, sentence: str, *options: str, **variables: str) -> None:
+    """The server ends with one sentence, and nothing that it has started is left."""
+    server = ClusterServer(tmp_path / "data", *options, **variables)
+    assert server.process.wait(120) == 2
+    (line,) = [line for line in server.said().splitlines() if line.startswith("bankfull: ")]
+    assert sentence in line
+    until(lambda: not processes(server.mark), 10.0)
