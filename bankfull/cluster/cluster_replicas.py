@@ -88,7 +88,10 @@ class ClusterReplicas(ReplicaSet):
 
     async def start(self) -> None:
         await super().start()
-        await self._admin.start()
+        try:
+            await self._admin.start()
+        except OSError as error:
+            log.error("`bankfull cluster` cannot reach this server: %s.", error)
         self._begin(self._supervise())
         self._begin(self._keep_size())
 
@@ -265,12 +268,13 @@ class ClusterReplicas(ReplicaSet):
         )
 
     def _least_busy(self) -> str:
-        """The newest of the replicas with the least work."""
-        busy = {
-            view.name: view.load.running + view.load.waiting if view.load is not None else 0 for view in self.views()
+        """The newest of the replicas with the least work; one without an engine before all others."""
+        work = {
+            view.name: (view.state == "ready", view.load.running + view.load.waiting if view.load is not None else 0)
+            for view in self.views()
         }
         names = [name for name in self._placed if name not in self._leaving]
-        return min(reversed(names), key=lambda name: busy.get(name, 0))
+        return min(reversed(names), key=lambda name: work.get(name, (False, 0)))
 
     def status(self) -> dict[str, Any]:
         """For `bankfull cluster status`."""
