@@ -94,7 +94,9 @@ def test_the_answers_are_those_of_a_child_process() -> None:
         async with gateway() as (made, address), linked(lambda: address) as link:
             await link.wait_ready()
             assert link.engine_pid == made.engine_pid != os.getpid()
-            assert link._engine is not None and link._engine.progress > 0, "it was warmed up"
+            engine = link._engine
+            assert engine is not None
+            await until(lambda: engine.progress > 0)  # it was warmed up, and the next heartbeat says so
             assert text_of(await collect(link, PROMPT, FEW)) == expected
 
     run(ask())
