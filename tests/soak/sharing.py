@@ -16,6 +16,9 @@ from tests.soak.served import Served, serving, until
 
 PROMPT_WORDS = 128
 LINE_TOKENS = 64
+BATCH_ROWS = 16
+"""Running lines of the batch before it is measured. On slow cores, lines end about as fast as prompts are computed, and
+no more than 24 run at once."""
 PAUSE = 1.0
 """Average seconds between two online calls, a light load."""
 
@@ -30,7 +33,7 @@ def sharing(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
         for _ in range(rounds):
             idle += asyncio.run(_calls(served.port, max(2, int(seconds / PAUSE)), PAUSE, random))
             batch = _submit(served, random, lines=int(40 * seconds) + 400)
-            assert until(lambda: served.metrics()["num_requests_running"] >= 32, 30.0) is not None, (
+            assert until(lambda: served.metrics()["num_requests_running"] >= BATCH_ROWS, 30.0) is not None, (
                 "the batch did not start"
             )
             alone.append(_rate(served, seconds, None))
