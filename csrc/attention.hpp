@@ -82,12 +82,21 @@ static constexpr int SCORE_ROWS = 2, MIX_ROWS = 2, MIX_LANES = 2;
 struct Rows {
     const AttentionJob& job;
     int64_t token, kv_head, queries, groups, count, position;  // position: of the first query in its sequence
+    const uint64_t* paths = nullptr;  // of the queries, if they belong to a tree
+    int64_t tree = INT64_MAX;         // the tree's first position
 
     Rows(const AttentionJob& j, const AttentionItem& item)
         : job(j), token(j.q_start[item.sequence] + item.first), kv_head(item.kv_head), queries(item.queries),
           groups(j.heads / j.kv_heads), count(queries * groups) {
         const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
         position = j.kv_len[item.sequence] - all + item.first;
+        if (!j.ancestors || !j.ancestors[token]) return;
+        paths = j.ancestors + token;
+        tree = position - item.first;
+    }
+    int64_t position_of(int64_t row) const {
+        const int64_t query = query_of(row);
+        return paths ? tree + __builtin_popcountll(paths[query]) - 1 : position + query;
     }
     // Decode has one query, and divisions would be too slow.
     int64_t query_of(int64_t row) const { return queries == 1 ? 0 : row / groups; }
@@ -96,11 +105,11 @@ struct Rows {
     const float* query(int64_t row) const { return job.q + token_of(row) * job.q_token + head_of(row) * job.size; }
     // Positions that the row sees in [begin, end) of a chunk; none if from >= to.
     int64_t to(int64_t row, int64_t end) const {
-        const int64_t last = position + query_of(row) + 1;
+        const int64_t last = position_of(row) + 1;
         return last < end ? last : end;
     }
     int64_t from(int64_t row, int64_t begin) const {
-        const int64_t start = job.window ? position + query_of(row) + 1 - job.window : 0;
+        const int64_t start = job.window ? position_of(row) + 1 - job.window : 0;
         return start > begin ? start : begin;
     }
 };
@@ -306,11 +315,11 @@ static void mix(const Rows& rows, int64_t row, float* partial, const float* scor
     for (int r = 0; r < R; ++r) mix_rows<E, 1>(mixed + r, weights + r, values, end, b[r]);
 }
 
-// Addresses of the positions [from, to). One division, then counting: more divisions would cost as much as the
-// products.
+// Addresses of the positions [from, to) of consecutive KV slots. One division, then counting: more divisions would cost
+// as much as the products.
 template <class E>
-static void locate(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
-                   const uint8_t** at) {
+static void locate_run(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
+                       const uint8_t** at) {
     const int64_t* table = job.table + item.sequence * job.table_stride;
     int64_t page = from / job.page_tokens, token = from - page * job.page_tokens;
     const int64_t stride = pages.token * E::bytes;
@@ -320,6 +329,25 @@ static void locate(const AttentionJob& job, const Pages& pages, const AttentionI
         for (int64_t i = 0; i < count; ++i) at[i] = head + (token + i) * stride;
         at += count;
         position += count;
+    }
+}
+
+// The same for any positions that the item's first query sees. In a tree, the slots of its path are not consecutive:
+// lanes and chunks follow positions, so a draft's bits are those of plain decoding.
+template <class E>
+static void locate(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
+                   const uint8_t** at) {
+    const int64_t first = job.q_start[item.sequence];
+    uint64_t path = job.ancestors ? job.ancestors[first + item.first] : 0;
+    const int64_t tree = job.kv_len[item.sequence] - (job.q_start[item.sequence + 1] - first);
+    if (!path || to <= tree) return locate_run<E>(job, pages, item, from, to, at);
+    if (from < tree) {
+        locate_run<E>(job, pages, item, from, tree, at);
+        at += tree - from;
+    }
+    for (int64_t position = tree; position < to; ++position, path &= path - 1) {
+        const int64_t slot = tree + __builtin_ctzll(path);
+        if (position >= from) locate_run<E>(job, pages, item, slot, slot + 1, at++);
     }
 }
 

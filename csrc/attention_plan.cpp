@@ -23,6 +23,16 @@ void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
 }
 
+// Each token's mask is its parent's and its own bit; parents come first.
+void check_tree(const uint64_t* ancestors, int64_t tokens) {
+    require(tokens <= 64, "paged_attention: a tree has more than 64 tokens");
+    for (int64_t token = 0; token < tokens; ++token) {
+        const uint64_t own = uint64_t(1) << token, path = ancestors[token] & ~own;
+        require((ancestors[token] & own) && path < own && (!path || ancestors[63 - __builtin_clzll(path)] == path),
+                "paged_attention: a mask is not a path of its tree");
+    }
+}
+
 // Pages visible to any query must exist; other entries may be invalid.
 void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t width, int64_t frames) {
     require(job.page_tokens > 0 && job.kv_heads > 0 && job.heads > 0 && job.heads % job.kv_heads == 0 && job.size > 0 &&
@@ -38,6 +48,7 @@ void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t w
                 "paged_attention: a sequence is longer than its pages or shorter than its queries");
         if (queries == 0) continue;
         const int64_t seen = job.window ? std::max<int64_t>(0, length - queries + 1 - job.window) : 0;
+        if (job.ancestors && job.ancestors[job.q_start[i]]) check_tree(job.ancestors + job.q_start[i], queries);
         const int64_t* pages = job.table + i * job.table_stride;
         for (int64_t page = seen / job.page_tokens; page * job.page_tokens < length; ++page)
             require(pages[page] >= 0 && pages[page] < frames,
@@ -46,14 +57,70 @@ void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t w
 }
 
 struct Plan {
-    std::vector<AttentionItem> tiles, items, split;
+    std::vector<AttentionItem> tiles, shared, items, split;  // shared: queries of trees, over all of their chunks
     std::vector<float> partials;
     int64_t products = 0;
     bool alone = false;
 
+    static int64_t end_of(const AttentionJob& job, int64_t sequence, int64_t past, int64_t query) {
+        return past + __builtin_popcountll(job.ancestors[job.q_start[sequence] + query]);
+    }
+
+    // Queries of a tree see the same keys before it. A window begins at another position for each depth, so with one
+    // they share nothing. Returns the number of chunks.
+    int64_t add_tree(const AttentionJob& job, int64_t sequence, int64_t past, int64_t queries, int64_t most) {
+        int64_t chunks = 0;
+        const bool shares = !job.window && past >= CHUNK && queries > 1;
+        const int64_t each = shares ? most : 1;
+        for (int64_t first = 0; first < queries; first += each) {
+            AttentionItem tile{sequence, 0, first, std::min(each, queries - first), 0, 0, -1};
+            int64_t from = INT64_MAX, end = 0;
+            for (int64_t query = first; query < first + tile.queries; ++query) {
+                const int64_t last = end_of(job, sequence, past, query);
+                from = std::min(from, job.window ? std::max<int64_t>(0, last - job.window) : 0);
+                end = std::max(end, last);
+                products += (last - from) * job.heads * (job.size + job.values);
+            }
+            tile.chunk_begin = from / CHUNK;
+            tile.chunk_end = (end + CHUNK - 1) / CHUNK;
+            for (; tile.kv_head < job.kv_heads; ++tile.kv_head) (shares ? shared : tiles).push_back(tile);
+            chunks += (tile.chunk_end - tile.chunk_begin) * job.kv_heads;
+        }
+        return chunks;
+    }
+
+    // Items for the chunks before the tree, with all queries of the tile, and items of one query and chunk from there on.
+    int64_t split_tree(const AttentionJob& job, AttentionItem tile, int64_t share, int64_t groups, int64_t floats,
+                       int64_t used) {
+        const int64_t each = tile.queries * groups * floats;
+        const int64_t past = job.kv_len[tile.sequence] - (job.q_start[tile.sequence + 1] - job.q_start[tile.sequence]);
+        const int64_t tree = past / CHUNK;
+        tile.partial = used;
+        split.push_back(tile);
+        for (int64_t chunk = 0; chunk < tree; chunk += share) {
+            AttentionItem piece = tile;
+            piece.chunk_begin = chunk;
+            piece.chunk_end = std::min(chunk + share, tree);
+            piece.partial = used + chunk * each;
+            items.push_back(piece);
+        }
+        for (int64_t query = tile.first; query < tile.first + tile.queries; ++query)
+            for (int64_t chunk = tree; chunk * CHUNK < end_of(job, tile.sequence, past, query); ++chunk) {
+                AttentionItem piece = tile;
+                piece.first = query;
+                piece.queries = 1;
+                piece.chunk_begin = chunk;
+                piece.chunk_end = chunk + 1;
+                piece.partial = used + chunk * each + (query - tile.first) * groups * floats;
+                items.push_back(piece);
+            }
+        return used + tile.chunk_end * each;
+    }
+
     // Items of at most `rows` rows, and at least `pieces` of them if there is enough work.
     void build(const AttentionJob& job, int64_t sequences, int64_t rows, int64_t pieces) {
         tiles.clear();
+        shared.clear();
         items.clear();
         split.clear();
         products = 0;
@@ -63,6 +130,10 @@ struct Plan {
         int64_t chunks = 0;
         for (int64_t i = 0; i < sequences; ++i) {
             const int64_t queries = job.q_start[i + 1] - job.q_start[i], past = job.kv_len[i] - queries;
+            if (job.ancestors && queries && job.ancestors[job.q_start[i]]) {
+                chunks += add_tree(job, i, past, queries, most);
+                continue;
+            }
             // The last queries see the most keys, so they come first.
             for (int64_t first = (queries - 1) / most * most; first >= 0 && queries > 0; first -= most) {
                 const int64_t count = std::min(most, queries - first), end = past + first + count;
@@ -78,10 +149,11 @@ struct Plan {
         }
         // A tile with more than its share of the chunks is split, so that one long sequence keeps every thread busy.
         // With enough tiles for that, they stay whole: splits have to be merged.
-        const int64_t share = int64_t(tiles.size()) >= pieces ? chunks : std::max<int64_t>(1, chunks / pieces);
+        const int64_t share = int64_t(tiles.size() + shared.size()) >= pieces ? chunks : std::max<int64_t>(1, chunks / pieces);
         alone = products <= ALONE * rows;
         const int64_t floats = (job.values + 15) / 16 * 16 + 2;
         int64_t used = 0;
+        for (const AttentionItem& tile : shared) used = split_tree(job, tile, share, groups, floats, used);
         for (AttentionItem tile : tiles) {
             if (tile.chunk_end - tile.chunk_begin <= share || alone) {
                 items.push_back(tile);

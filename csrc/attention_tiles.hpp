@@ -14,7 +14,7 @@
 //
 // A masked key may contain anything, even NaN: its score is overwritten before use. Its value is multiplied by 0, so a
 // value that no row sees is replaced by zeros, and if a value that only some queries of an item see is not finite, the
-// queries are processed one by one.
+// queries are processed one by one. (Queries of a tree share only chunks that all of them see.)
 //
 // Included inside a namespace per instruction set.
 
@@ -57,7 +57,7 @@ static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item
 static void attend_item(const AttentionJob& job, const AttentionItem& item, float* partials, int64_t step,
                         Ahead& ahead) {
     const Rows rows(job, item);
-    if (rows.queries > 1 && !hidden_values_are_finite(rows, item)) {
+    if (rows.queries > 1 && !rows.paths && !hidden_values_are_finite(rows, item)) {
         for (int64_t i = 0; i < item.queries; ++i) {
             AttentionItem one = item;
             one.first += i;

@@ -243,7 +243,7 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
     if (from >= to) return;
     const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
     Keys keys;
-    if (job.page_tokens % SIDE == 0 && !job.k.scales)
+    if (job.page_tokens % SIDE == 0 && !job.k.scales && to <= rows.tree)
         find_keys(job, item, start, from, to, keys);
     else
         copy_keys(rows, item, start, from, to, work, keys);

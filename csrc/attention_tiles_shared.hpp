@@ -146,7 +146,7 @@ struct Work {
         ends = reinterpret_cast<int32_t*>(parts[8]);
         __builtin_memset(parts[9], 0, size_t(line) * 2);
         for (int64_t row = 0; row < blocks * SIDE; ++row)
-            ends[row] = int32_t(all.position + 1 + all.query_of(row < all.count ? row : all.count - 1));
+            ends[row] = int32_t(all.position_of(row < all.count ? row : all.count - 1) + 1);
     }
     uint8_t* queries_of(const AttentionJob& job, int64_t block) const { return queries + block * SIDE * job.size * 2; }
     float* partial_of(const AttentionJob& job, int64_t block) const {

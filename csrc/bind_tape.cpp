@@ -240,12 +240,12 @@ void bind_tape(nb::module_& m) {
              nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"), nb::arg("half"), nb::arg("type"), nb::arg("joined"),
              "joined: fused into the previous packed instruction, which computes q, k and v")
         .def("attention",
-             [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At table,
+             [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At ancestors, At table,
                 PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,
                 int64_t kv_heads, int64_t size, int64_t values, int64_t window, float scale, float cap, int type) {
                  auto& made = append<AttentionStep>(tape, name);
                  made.q = place(q), made.y = place(y), made.encoded = place(encoded), made.q_start = place(q_start);
-                 made.kv_len = place(kv_len), made.table = place(table);
+                 made.kv_len = place(kv_len), made.ancestors = place(ancestors), made.table = place(table);
                  made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
                  made.q_token = q_token, made.frames = frames, made.page_tokens = page_tokens, made.heads = heads;
                  made.kv_heads = kv_heads, made.size = size, made.values = values, made.window = window;
@@ -253,8 +253,8 @@ void bind_tape(nb::module_& m) {
                  type_of(type, made.v_pages);
              },
              nb::arg("name"), nb::arg("q"), nb::arg("y"), nb::arg("encoded"), nb::arg("q_start"), nb::arg("kv_len"),
-             nb::arg("table"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"), nb::arg("frames"),
-             nb::arg("page_tokens"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"),
+             nb::arg("ancestors"), nb::arg("table"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"),
+             nb::arg("frames"), nb::arg("page_tokens"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"),
              nb::arg("window"), nb::arg("scale"), nb::arg("cap"), nb::arg("type"))
         .def("conv",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At state, At y, At q_start, At kept, At read,

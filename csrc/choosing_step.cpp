@@ -6,7 +6,7 @@
 namespace bankfull {
 namespace {
 
-constexpr int64_t SINGLE = 4;  // inputs that do not belong to a table: tokens, positions, q_start, kv_len
+constexpr int64_t SINGLE = 4;  // inputs that do not belong to a table: tokens, positions, q_start, kv_len (and ancestors)
 
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
@@ -16,7 +16,7 @@ void require(bool fine, const char* message) {
 
 ChoosingStep::ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, ParamsAt params)
     : tape_(tape), chosen_(chosen), rows_(std::move(rows)), at_(params) {
-    require(tape.inputs == SINGLE + 2 * int64_t(rows_.tables.size()), "choosing step: the tape has unexpected inputs");
+    require(tape.inputs == SINGLE + 1 + 2 * int64_t(rows_.tables.size()), "choosing step: the tape has unexpected inputs");
     require(chosen.kind == Place::ARENA, "choosing step: the tape outputs no tokens");
     require(rows_.count > 0 && rows_.longest > 0 && rows_.tokens && rows_.known && rows_.computed,
             "choosing step: the rows have a null address");
@@ -62,6 +62,7 @@ void ChoosingStep::gather(const std::vector<int64_t>& rows) {
         kv_len[i] = positions[i] + 1;
     }
     q_start[count] = count;
+    inputs_.push_back({0, 1});  // no ancestors: one token per row is no tree
     for (const RowsAt::Table& table : rows_.tables) {
         const int64_t width = furthest / table.page_tokens + 1;
         int64_t* pages = take(count, width);

@@ -189,7 +189,8 @@ struct IntakeJob {
     int64_t all_heads() const { return heads + (v ? 2 : 1) * kv_heads; }
 };
 
-// Queries [first, first + queries) of a sequence and all query heads of one KV head, over chunks of its keys.
+// Queries [first, first + queries) of a sequence and all query heads of one KV head, over chunks of its keys. In a tree of
+// drafts, queries share an item only for chunks before the tree: from there on, each has its own path of keys.
 struct AttentionItem {
     int64_t sequence, kv_head, first, queries, chunk_begin, chunk_end;
     int64_t partial;  // offset of its chunks' partial results, in floats; -1: it owns all chunks and finishes its rows
@@ -200,6 +201,7 @@ struct AttentionJob {
     float* y;
     Pages k, v;
     const int64_t *q_start, *kv_len, *table;
+    const uint64_t* ancestors;  // per token: which new tokens of its sequence it sees; 0: no tree. Null: no trees at all
     int64_t table_stride, page_tokens, heads, kv_heads, size, values;
     int64_t q_token;  // in floats
     Encoded out;  // if data is set, results are encoded there and y is not written

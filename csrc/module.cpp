@@ -154,6 +154,14 @@ void write_tokens(uintptr_t rows, uintptr_t pages, uintptr_t slots, int64_t toke
                 tokens, frames);
 }
 
+void move(uintptr_t frames, uintptr_t source, uintptr_t target, uintptr_t first, uintptr_t size, int64_t rows,
+          int64_t moves, int64_t segments, int64_t count, int64_t page_tokens, int64_t frame) {
+    if (rows * moves == 0) return;
+    require(frames && source && target && first && size, "move_tokens: a null address");
+    move_tokens({pointer<uint8_t>(frames), pointer<int64_t>(source), pointer<int64_t>(target), pointer<int64_t>(first),
+                 pointer<int64_t>(size), rows, moves, segments, page_tokens, frame}, count);
+}
+
 // Addresses and strides of pages (frames, tokens, heads, elements) and of their scales (frames, tokens, heads), which
 // may be 0: none.
 using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
@@ -187,7 +195,7 @@ void round_tokens(uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int6
 }
 
 void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, uintptr_t y, nb::handle q_start, nb::handle kv_len,
-               uintptr_t table, int64_t table_stride, int64_t width, int64_t frames, int64_t page_tokens,
+               uintptr_t ancestors, uintptr_t table, int64_t table_stride, int64_t width, int64_t frames, int64_t page_tokens,
                int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, float scale,
                int64_t window, float cap) {
     const Integers starts(q_start), lengths(kv_len);
@@ -195,7 +203,8 @@ void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, 
     if (tokens == 0) return;
     require(q && y && table, "paged_attention: a null address");
     const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, type), pages_at(v, type),
-                           starts.data(), lengths.data(), pointer<int64_t>(table), table_stride, page_tokens, heads,
+                           starts.data(), lengths.data(), pointer<int64_t>(table),
+                           pointer<uint64_t>(ancestors), table_stride, page_tokens, heads,
                            kv_heads, size, values, heads * size, {}, window, scale, cap, nullptr, nullptr, nullptr};
     const nb::gil_scoped_release free;
     paged_attention(job, PageType(type), lengths.size(), tokens, width, frames);
@@ -379,12 +388,15 @@ NB_MODULE(_native, m) {
     m.def("embedding", &embedding, Free(), "format, ids, table, y: addresses; tokens, rows of the table, columns, scale");
     m.def("write_pages", &write_tokens, Free(),
           "rows, pages, slots: addresses; tokens, bytes of a row, frames, page_tokens, bytes of a frame and of a token");
+    m.def("move_tokens", &move, Free(),
+          "frames, source, target, segments' first bytes and sizes: addresses; rows, moves of a row, segments, number of "
+          "frames, page_tokens, bytes of a frame");
     m.def("write_pages_int8", &round_tokens, Free(),
           "rows, pages (address, strides, scales' address and strides), slots, tokens, heads, size, frames, page_tokens");
     m.def("page_types", &page_types, "name -> code for paged_attention");
     m.def("paged_attention", &attention,
-          "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, table, its "
-          "stride and width, "
+          "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, ancestors (0: no "
+          "trees), table, its stride and width, "
           "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), cap (0: none)");
     m.def("causal_conv", &causal_conv,
           "x, weight, bias (0: none), state, y, q_start, kept, read, write, its stride and width, slots, tokens, channels, "

@@ -23,4 +23,24 @@ void write_pages(const WriteJob& job, int64_t tokens, int64_t frames) {
     }, &job);
 }
 
+void move_tokens(const MoveJob& job, int64_t frames) {
+    if (job.page_tokens <= 0) throw std::invalid_argument("move_tokens: sizes must be positive");
+    const int64_t places = frames * job.page_tokens, count = job.rows * job.moves;
+    for (int64_t i = 0; i < count; ++i)
+        for (const int64_t slot : {job.source[i], job.target[i]})
+            if (slot < 0 || slot >= places) throw std::invalid_argument("move_tokens: a slot is out of range");
+    for (int64_t s = 0; s < job.segments; ++s)
+        if (job.first[s] < 0 || job.size[s] < 0 || job.first[s] + job.page_tokens * job.size[s] > job.frame)
+            throw std::invalid_argument("move_tokens: a segment exceeds the frame");
+    for (int64_t i = 0; i < count; ++i) {
+        if (job.source[i] == job.target[i]) continue;
+        const uint8_t* from = job.frames + job.source[i] / job.page_tokens * job.frame;
+        uint8_t* to = job.frames + job.target[i] / job.page_tokens * job.frame;
+        const int64_t there = job.source[i] % job.page_tokens, here = job.target[i] % job.page_tokens;
+        for (int64_t s = 0; s < job.segments; ++s)
+            std::memcpy(to + job.first[s] + here * job.size[s], from + job.first[s] + there * job.size[s],
+                        size_t(job.size[s]));
+    }
+}
+
 }  // namespace bankfull

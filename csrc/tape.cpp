@@ -204,6 +204,7 @@ void AttentionStep::run(const Step& step) const {
     job.kv_len = kv_len.in<int64_t>(step);
     job.table = table.in<int64_t>(step);
     job.table_stride = table.width(step);
+    job.ancestors = ancestors.in<uint64_t>(step);
     job.page_tokens = page_tokens;
     job.heads = heads;
     job.kv_heads = kv_heads;

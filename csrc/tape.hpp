@@ -211,7 +211,7 @@ struct PackedStep : Instruction {
 };
 
 struct AttentionStep : Instruction {
-    Place q, y, encoded, q_start, kv_len, table;
+    Place q, y, encoded, q_start, kv_len, ancestors, table;
     PagesAt k_pages, v_pages;
     int64_t q_token, frames, page_tokens, heads, kv_heads, size, values, window;
     float scale, cap;

@@ -15,7 +15,7 @@ import bankfull.loading
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
-from bankfull.decode.verify import verify_chain
+from bankfull.decode.verify import verify
 from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
 from bankfull.ops import Kit
@@ -172,6 +172,7 @@ class Guess:
 
     needs: frozenset[str] = frozenset()
     idle = False
+    trees = False
 
     def __init__(self, truths: Sequence[Sequence[int]], width: int = 3, seed: int = 0) -> None:
         self.truths = [list(t) for t in truths]
@@ -196,9 +197,42 @@ class Guess:
         return Draft(tokens)
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
-        return verify_chain(scores, sampling)
+        return verify(scores, sampling)
 
     def observe(self, view: View, verdict: Verdict) -> None:
         if verdict.counts is not None:
             self.accepted += int((verdict.counts - 1).sum())
             self.proposed += len(verdict.counts)
+
+
+class GuessTree(Guess):
+    """Proposes random trees: somewhere in them is a part of what greedy decoding will choose."""
+
+    trees = True
+
+    def propose(self, view: View) -> Draft | None:
+        lines, parents = [], []
+        for row in view.host_rows:
+            so_far = view.tokens[row, : int(view.known[row])].tolist()
+            truth = next((t for t in self.truths if t[: len(so_far)] == so_far), so_far)
+            tree = random_tree(self._random, truth[len(so_far) :], self._width)
+            lines.append([token for token, _ in tree])
+            parents.append([parent for _, parent in tree])
+        device = view.tokens.device
+        return Draft(torch.tensor(lines, device=device), torch.tensor(parents, device=device))
+
+
+def random_tree(rng: random.Random, right: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """Drafts (token, parent) that parents precede; right ones often, wrong ones beside and after them, some twice."""
+    drafts: list[tuple[int, int]] = []
+    correct = {-1: 0}
+    """Nodes on the right path, by how many right tokens have passed."""
+    for node in range(width):
+        parent = rng.choice([max(correct), rng.randrange(-1, node)])
+        at = correct.get(parent)
+        if at is not None and at < len(right) and rng.random() < 0.6:
+            drafts.append((right[at], parent))
+            correct[node] = at + 1
+        else:
+            drafts.append((rng.randrange(7), parent))
+    return drafts

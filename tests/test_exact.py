@@ -16,15 +16,17 @@ import torch
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy
+from bankfull.errors import ConfigError
 from bankfull.runtime import naive
 from bankfull.sched.pace import Pace
-from tests.kit import Bench, Guess, device_of
+from tests.kit import Bench, Guess, GuessTree, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
 NEW = 20
 STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
     "plain": lambda truths, seed: Plain(),
     "drafts": lambda truths, seed: Guess(truths, seed=seed),
+    "trees": lambda truths, seed: GuessTree(truths, width=5 + seed % 9, seed=seed),
 }
 """Factories, called for each case with the sequences that greedy decoding gives and a seed."""
 SETTINGS: dict[str, Sequence[object]] = {
@@ -111,6 +113,10 @@ def check(
     expected = [list(truth(shape, tuple(p), *how)) for p in asked]
     truths = [list(p) + tokens for p, tokens in zip(asked, expected, strict=True)]
     chosen = STRATEGIES[strategy](truths, chunk)
+    if strategy == "trees" and shape == "mamba":
+        with pytest.raises(ConfigError, match="recurrent state verifies chains"):
+            Bench(model, device_of(depth), depth, strategy=chosen)
+        return
     bench = Bench(
         model,
         device_of(depth, seed=chunk + page),
@@ -172,7 +178,8 @@ def test_greedy_tokens_equal_the_naive_loop(
 @pytest.mark.parametrize("depth", (0, 1))
 def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
     for resumed in (False, True):
-        check(shape, "warm", 7, depth, True, 4, 3, 4, "drafts", resumed, torch.float32, "auto")
+        for strategy in ("drafts", "trees"):
+            check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, torch.float32, "auto")
 
 
 class Moody(Pace):

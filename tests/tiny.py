@@ -63,11 +63,15 @@ def folder_of(shape: str) -> Path:
     return save(shape, folder)
 
 
-@lru_cache
 def kit_of(
     shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch", kv_dtype: torch.dtype | None = None
 ) -> Kit:
-    """The kit that `model_of` builds with."""
+    """The kit that `model_of` builds with: the same object, however the arguments are given."""
+    return _kit_of(shape, dtype, providers, kv_dtype)
+
+
+@lru_cache
+def _kit_of(shape: str, dtype: torch.dtype, providers: str, kv_dtype: torch.dtype | None) -> Kit:
     return kit_for(DEVICE.type, providers)
 
 

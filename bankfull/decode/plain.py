@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bankfull.decode.strategy import Draft, Sampling, Scores, Verdict, View
-from bankfull.decode.verify import verify_chain
+from bankfull.decode.verify import verify
 
 
 class Plain:
     needs: frozenset[str] = frozenset()
     idle = True
+    trees = False
 
     def width(self, load: int) -> int:
         return 0
@@ -22,7 +23,7 @@ class Plain:
         return None
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
-        return verify_chain(scores, sampling)
+        return verify(scores, sampling)
 
     def observe(self, view: View, verdict: Verdict) -> None:
         pass

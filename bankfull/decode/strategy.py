@@ -19,10 +19,13 @@ Ship = Callable[[Sequence[int] | np.ndarray], Tensor]
 
 @dataclass(slots=True)
 class Draft:
-    """Draft tokens of some rows: a chain (rows, width). A row with fewer drafts is padded with any token, which
-    verification rejects like every wrong draft."""
+    """Draft tokens of some rows (rows, width): a chain each, or a tree. A row with fewer drafts is padded with any
+    tokens, which verification rejects like all wrong drafts."""
 
     tokens: Tensor
+    parents: Tensor | np.ndarray | None = None
+    """The index of each draft's parent among its row's drafts, -1 for the row's last known token; smaller than its own.
+    A tensor (rows, width); an array (width) if all rows have the same tree; None: chains."""
 
 
 class LogitsHead(Protocol):
@@ -65,15 +68,17 @@ class Sampling:
         table: SamplingTable,
         ship: Ship,
         mask: Tensor | None = None,
+        tree: DraftTree | None = None,
     ) -> None:
-        """`positions`: of all tokens of the step. `index`: the token of each line."""
+        """`positions`: of all tokens of the step. `index`: the token of each line. `tree`: set if the drafts of a row
+        may be a tree."""
         self.host_rows = host_rows
         """The permanent row of each line."""
         self.widths = widths
         """Lines per row of the step, in order."""
         self.tokens = tokens
         """(all rows, longest) token ids of every permanent row, drafts after the known ones."""
-        self.table, self.mask = table, mask
+        self.table, self.mask, self.tree = table, mask, tree
         self.ship = ship
         """Copies integers to the device without waiting for it."""
         self._positions, self._index = positions, index
@@ -85,8 +90,24 @@ class Sampling:
 
     @cached_property
     def length(self) -> Tensor:
-        """(lines) tokens before the position to sample, drafts included."""
+        """(lines) tokens before the position to sample, drafts on the path to it included."""
         return self._positions[self.ship(self._index)] + 1
+
+    @cached_property
+    def history(self) -> tuple[Tensor, Tensor]:
+        """Token ids before the position of each line, and the line of the tensor that holds them. In a tree, each line
+        has its own, with the drafts on its path."""
+        needed = any(self.table.facts[row].reads_tokens for row in self.host_rows)
+        if self.tree is None or not needed:
+            return self.tokens, self.rows
+        tokens = self.tokens[self.rows]
+        lines = torch.arange(len(self.host_rows), device=tokens.device)
+        first = lines - self.tree.within(self.widths, self.ship)
+        node, ids = lines, self.tree.ids
+        for _ in range(max(self.widths) - 1):  # from the line's own draft up to the row's last known token
+            tokens[lines, self.length[node] - 1] = ids[node]
+            node = first + self.tree.parents[node]
+        return tokens, lines
 
     @property
     def plain_greedy(self) -> bool:
@@ -103,6 +124,24 @@ class Verdict:
     tokens: Tensor
     counts: Tensor | None
     sampled: Sampled
+    path: Tensor | None = None
+    """Like `tokens`: the row's line after which each token was sampled. The first one is 0; the next ones are the lines
+    of accepted drafts, in ascending order. None if drafts are chains: then path[i, j] = j."""
+
+
+class DraftTree:
+    """The lines of a step's drafts as trees. A row's line 0 is its last known token, line j + 1 its draft j."""
+
+    def __init__(self, parents: Tensor, ids: Tensor) -> None:
+        self.parents = parents
+        """(lines) each line's parent as the number of a line within its row; a row's first line is its own parent."""
+        self.ids = ids
+        """(lines) token ids."""
+
+    @staticmethod
+    def within(widths: Sequence[int], ship: Ship) -> Tensor:
+        """(lines) the number of each line within its row."""
+        return ship([j for width in widths for j in range(width)])
 
 
 class View:
@@ -124,8 +163,11 @@ class Strategy(Protocol):
     idle: bool
     """Whether it proposes nothing and learns nothing, so that a captured step may choose tokens without it."""
 
+    trees: bool
+    """Whether its drafts may be trees; models with recurrent state cannot verify them."""
+
     def width(self, load: int) -> int:
-        """Drafts per row to verify while `load` rows run; 0 = plain decoding."""
+        """Drafts per row to verify while `load` rows run; 0 = plain decoding. `width(0)` is the most."""
         ...
 
     def begin(self, rows: Sequence[int]) -> None:

@@ -1,35 +1,47 @@
-"""Exact verification of draft chains.
+"""Exact verification of drafts: chains and trees.
 
-Random numbers are a function of (seed, child, position), so the logits at a position determine the token that plain
-decoding would choose there. Every position of the chain is sampled, and drafts are accepted as long as they equal the
-sampled tokens. A deterministic draft is accepted with probability q(draft), which no rule can exceed, and the result is
-not only distributed as plain decoding: it is the same tokens.
+Random numbers are a function of (seed, child, position), so the logits after a path determine the token that plain
+decoding would choose there. A token is sampled after every draft, and drafts are accepted along the path on which they
+equal the sampled tokens. A deterministic draft is accepted with probability q(draft), which no rule can exceed, and the
+result is not only distributed as plain decoding: it is the same tokens.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from bankfull.decode.strategy import Sampling, Scores, Verdict, stack
+import torch
+from torch import Tensor
+
+from bankfull.decode.strategy import DraftTree, Sampling, Scores, Ship, Verdict, stack
 from bankfull.sample.logits import NO_TOKEN, Sampled, sample
 
 
-def verify_chain(scores: Scores, sampling: Sampling) -> Verdict:
+def sample_lines(scores: Scores, sampling: Sampling) -> Sampled:
+    """The token that plain decoding would choose after each line."""
     if sampling.plain_greedy:
-        sampled = Sampled(scores.best())
-    else:
-        sampled = sample(
-            scores.logits(),
-            sampling.rows,
-            sampling.table,
-            sampling.tokens,
-            sampling.length,
-            sampling.mask,
-            host_rows=sampling.host_rows,
-        )
+        return Sampled(scores.best())
+    tokens, owners = sampling.history
+    return sample(
+        scores.logits(),
+        sampling.rows,
+        sampling.table,
+        tokens,
+        sampling.length,
+        sampling.mask,
+        host_rows=sampling.host_rows,
+        owners=owners,
+    )
+
+
+def verify(scores: Scores, sampling: Sampling) -> Verdict:
+    sampled = sample_lines(scores, sampling)
     chosen = stack(sampled.tokens, sampling.widths, NO_TOKEN)
     if chosen.shape[1] == 1:
         return Verdict(chosen, None, sampled)
+    if sampling.tree is not None:
+        path, counts = accepted_path(chosen, sampling.tree, sampling.widths, sampling.ship)
+        return Verdict(chosen.gather(1, path), counts, sampled, path)
     widths = sampling.ship(sampling.widths)
     # The draft after a line's position: the next line counts only if it was sampled. The last line has none.
     length = stack(sampling.length, sampling.widths, 0)
@@ -39,3 +51,18 @@ def verify_chain(scores: Scores, sampling: Sampling) -> Verdict:
     matches = (follows == chosen) & has_next & (chosen != NO_TOKEN)
     accepted = matches.long().cumprod(dim=1).sum(dim=1)
     return Verdict(chosen, accepted + 1, sampled)
+
+
+def accepted_path(chosen: Tensor, tree: DraftTree, widths: Sequence[int], ship: Ship) -> tuple[Tensor, Tensor]:
+    """(rows, lines) the accepted lines of each row in ascending order, then the others; and the number of accepted
+    ones, at least 1. `chosen` (rows, lines): the token sampled after each line."""
+    ids, up = stack(tree.ids, widths, NO_TOKEN), stack(tree.parents, widths, 0)
+    line = torch.arange(chosen.shape[1], device=chosen.device)
+    wanted = chosen.gather(1, up)
+    # A drafter may propose the same token twice after a line: the first one counts.
+    alike = (up[:, :, None] == up[:, None, :]) & (ids[:, :, None] == ids[:, None, :]) & (line[:, None] > line[None, :])
+    good = (ids == wanted) & (wanted != NO_TOKEN) & ~alike[:, :, 1:].any(2) & (line < ship(widths)[:, None])
+    good[:, 0] = True
+    for _ in range((chosen.shape[1] - 1).bit_length()):  # pointer jumping: each round doubles the checked ancestors
+        good, up = good & good.gather(1, up), up.gather(1, up)
+    return torch.sort(~good, dim=1, stable=True).indices, good.sum(1)

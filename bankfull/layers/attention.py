@@ -86,6 +86,7 @@ class Attention:
             batch.starts,
             batch.lengths,
             batch.partition,
+            batch.ancestors,
         )
 
     def norms(self, rows: int) -> bool:

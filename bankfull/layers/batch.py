@@ -24,7 +24,7 @@ class Batch:
     tokens: Tensor
     """(t) ids."""
     positions: Tensor
-    """(t) logical positions."""
+    """(t) logical positions: those of the paths, where drafts are a tree."""
     pages: tuple[Tensor, ...] = ()
     """Per paged group: (n, widest) page tables."""
     kv_slots: tuple[Tensor, ...] = ()
@@ -43,6 +43,8 @@ class Batch:
     """(n) `kv_len` likewise."""
     kepts: Tensor | None = None
     """(n) `kept` likewise."""
+    ancestors: Tensor | None = None
+    """(t) which new tokens of its sequence each token sees, as in `PagedMeta`; None if no sequence has a tree."""
     partition: SequencePartition | None = None
     """Which kernel takes which sequence, for a step that is captured for any number of new tokens per sequence."""
     angles: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from bankfull.ops.reference.linear import (
     normed_linear,
 )
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
+from bankfull.ops.reference.pages import move_tokens
 from bankfull.ops.reference.rope import rope_angles, rotate
 from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
 from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
@@ -59,6 +60,7 @@ __all__ = [
     "linear_bf16",
     "linear_int8",
     "linear_hadamard",
+    "move_tokens",
     "normed_best_output",
     "normed_gated_linear",
     "normed_linear",

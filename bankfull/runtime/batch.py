@@ -20,13 +20,14 @@ NewTensor = Callable[[str, tuple[int, ...]], Tensor]
 def build_batch(work: Sequence[Work], rows: Rows, layout: Layout) -> Batch:
     """The batch of a planned step. Positions come from the rows' true lengths; `Work.start` is only a lower bound."""
     row = np.array([w.row for w in work], np.int64)
-    count = np.array([w.count + w.drafts for w in work], np.int64)
+    drafts = np.array([w.drafts for w in work], np.int64)
+    count = np.array([w.count for w in work], np.int64) + drafts
     start = rows.computed[row]
     q_start = np.concatenate(([0], np.cumsum(count)))
     kv_len = start + count
     logit_index = wanted_lines(work, q_start)
     gather = _gather_on_host if rows.host is not None else _gather
-    batch = gather(rows, layout, row, count, q_start, kv_len, logit_index)
+    batch = gather(rows, layout, row, count, drafts, q_start, kv_len, logit_index)
     if layout.recurrent is not None:
         batch.kept = np.array([len(w.slots) for w in work], np.int64)
         widest = int(batch.kept.max())
@@ -60,6 +61,7 @@ def blank_batch(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     kepts: Tensor | None = None,
+    ancestors: Tensor | None = None,
     angles: Mapping[str, tuple[Tensor, Tensor]] | None = None,
 ) -> Batch:
     """A batch of `tokens` tokens whose tensors `new` makes: the inputs of a captured step, or tensors without data.
@@ -77,6 +79,7 @@ def blank_batch(
         tuple(page_tokens for _, page_tokens in tables),
         starts=starts,
         lengths=lengths,
+        ancestors=ancestors,
         angles=dict(angles or {}),
     )
     if kept is not None:
@@ -137,6 +140,7 @@ def _gather(
     layout: Layout,
     row: np.ndarray,
     count: np.ndarray,
+    drafts: np.ndarray,
     q_start: np.ndarray,
     kv_len: np.ndarray,
     logit_index: np.ndarray,
@@ -144,29 +148,36 @@ def _gather(
     """For a device that alone knows its rows' lengths. All integers cross in one copy."""
     assert rows.ship is not None
     n = len(row)
-    there = rows.ship(np.concatenate((row, count, q_start)))
-    index, counts, starts = there.split((n, n, n + 1))
+    there = rows.ship(np.concatenate((row, count, drafts, q_start)))
+    index, counts, drafts_there, starts = there.split((n, n, n, n + 1))
     owners, offsets = each_of(counts, starts, int(q_start[-1]))
     begin = rows.reached[index]
-    positions = begin[owners] + offsets
+    places = begin[owners] + offsets
     lines = index[owners]
+    positions, ancestors = places, None
+    if rows.trees is not None and int(drafts.max()):
+        inside = drafts_there[owners] > 0
+        within = offsets.clamp_max(rows.trees.drafts)
+        ancestors = torch.where(inside, rows.trees.ancestors[lines, within], 0)
+        positions = torch.where(inside, begin[owners] + rows.trees.depths[lines, within], places)
     pages, kv_slots = [], []
     longest = int(kv_len.max())
     for group, table in zip(layout.paged, rows.tables, strict=True):
         size = group.page_tokens
         pages.append(table[index, : -(-longest // size)])
-        kv_slots.append(table[lines, positions // size] * size + positions % size)
+        kv_slots.append(table[lines, places // size] * size + places % size)
     return Batch(
         q_start,
         kv_len,
         logit_index,
-        rows.tokens[lines, positions],
+        rows.tokens[lines, places],
         positions,
         tuple(pages),
         tuple(kv_slots),
         rows.page_tokens,
         starts=starts.int(),
         lengths=(begin + counts).int(),
+        ancestors=ancestors,
     )
 
 
@@ -175,6 +186,7 @@ def _gather_on_host(
     layout: Layout,
     row: np.ndarray,
     count: np.ndarray,
+    drafts: np.ndarray,
     q_start: np.ndarray,
     kv_len: np.ndarray,
     logit_index: np.ndarray,
@@ -182,21 +194,28 @@ def _gather_on_host(
     host = rows.host
     assert host is not None
     within = np.arange(int(q_start[-1])) - np.repeat(q_start[:-1], count)
-    token_row, position = np.repeat(row, count), within + np.repeat(kv_len - count, count)
+    token_row, place = np.repeat(row, count), within + np.repeat(kv_len - count, count)
+    position, ancestors = place, None
+    if rows.trees is not None and (branches := rows.trees.branch(row, drafts)).any():
+        inside, within = np.repeat(branches, count), within.clip(max=rows.trees.drafts)
+        ancestors = torch.from_numpy(np.where(inside, rows.trees.ancestors.numpy()[token_row, within], 0))
+        depth = rows.trees.depths.numpy()[token_row, within]
+        position = np.where(inside, depth + np.repeat(kv_len - count, count), place)
     longest = int(kv_len.max())
     pages: list[Tensor] = []
     kv_slots: list[Tensor] = []
     for group, table in zip(layout.paged, host.tables, strict=True):
-        page, offset = np.divmod(position, group.page_tokens)
+        page, offset = np.divmod(place, group.page_tokens)
         pages.append(torch.from_numpy(table[row, : -(-longest // group.page_tokens)]))
         kv_slots.append(torch.from_numpy(table[token_row, page] * group.page_tokens + offset))
     return Batch(
         q_start,
         kv_len,
         logit_index,
-        torch.from_numpy(host.tokens[token_row, position]),
+        torch.from_numpy(host.tokens[token_row, place]),
         torch.from_numpy(position),
         tuple(pages),
         tuple(kv_slots),
         rows.page_tokens,
+        ancestors=ancestors,
     )

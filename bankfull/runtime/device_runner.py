@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.decode.strategy import LogitsHead, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Strategy, Verdict, View
+from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
+from bankfull.ops import move_tokens
 from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch
@@ -27,7 +29,7 @@ from bankfull.sample.logits import NO_TOKEN, Sampled
 from bankfull.sample.logprobs import logprobs_of
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
-from bankfull.types import StepPlan, StepResult, Work
+from bankfull.types import NULL, StepPlan, StepResult, Work
 
 SCORE_BLOCK = 64
 """Prompt positions whose logits are in memory at once while a prompt is scored."""
@@ -105,12 +107,19 @@ class DeviceRunner:
         """`kit`: the kit of the model's build; without it, steps are not captured. `step_tokens`: the most tokens of a
         step; prompts are captured up to it."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
+        if strategy.trees and layout.recurrent is not None:
+            raise ConfigError(
+                "A model with recurrent state verifies chains of draft tokens only: its state after a token depends on "
+                "the one token before it. Choose a strategy without trees."
+            )
         self.storage = Storage(layout, frames, slots, device.torch)
         spread(self.storage.frames)
         self._commit_frames = commits(self.storage.frames)
         eager = Eager(model, layout, self.storage.layers)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
-        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)
+        drafts = strategy.width(0) if strategy.trees else 0
+        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts)
+        self._move = move_tokens.body if kit is None else kit.bind(move_tokens)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
         self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
         """`run_model` if it replays recorded steps. Checked once, since a protocol check is too slow for every step."""
@@ -204,12 +213,17 @@ class DeviceRunner:
         mask = None
         if masks:
             packed = np.full((len(lines), self.rows.sampling.words), -1, np.int32)
-            for i, row in enumerate(lines):
-                if row in masks:
-                    packed[i] = masks[row]
+            first = 0
+            for w, width in zip(work, widths, strict=True):
+                if w.row in masks:
+                    packed[first : first + width] = masks[w.row]
+                first += width
             mask = self._there(packed)
-        rows = self.rows
-        sampling = Sampling(lines, widths, batch.positions, index, rows.tokens, rows.sampling, rows.index, mask)
+        rows, tree = self.rows, None
+        if rows.trees is not None and max(widths) > 1:
+            line, within = rows.index(lines), DraftTree.within(widths, rows.index)
+            tree = DraftTree(rows.trees.parents[line, within], batch.tokens[self._there(index)])
+        sampling = Sampling(lines, widths, batch.positions, index, rows.tokens, rows.sampling, rows.index, mask, tree)
         # Where every token's logits are wanted, the hidden states are in order already.
         wanted = hidden if len(index) == len(hidden) else hidden[self._there(index)]
         return self.strategy.verify(Scores(wanted, self._head), sampling)
@@ -224,6 +238,8 @@ class DeviceRunner:
             if len(chosen) < len(work):
                 accepted = accepted.new_zeros(len(work)).index_copy_(0, rows.index(chosen), accepted)
         lines = [w.row for w in work]
+        if verdict is not None and verdict.path is not None:
+            self._move_accepted([work[i] for i in chosen], verdict)
         if accepted is None:
             rows.computed[lines] += counts
         elif self._exact:
@@ -243,7 +259,28 @@ class DeviceRunner:
         self.strategy.observe(view, verdict)
         draft = self.strategy.propose(view)
         if draft is not None:
-            rows.hint(host_rows, draft.tokens)
+            rows.hint(host_rows, draft)
+
+    def _move_accepted(self, work: list[Work], verdict: Verdict) -> None:
+        """Move the state of accepted drafts from their places in the tree to those after the known tokens. Their keys
+        were rotated for these positions already."""
+        rows, path, counts = self.rows, verdict.path, verdict.counts
+        assert path is not None and counts is not None
+        place = torch.arange(path.shape[1], device=path.device)
+        accepted = place < counts[:, None]
+        if rows.host is not None and bool((path == place)[accepted].all()):
+            return
+        lines = [w.row for w in work]
+        # A row with drafts has one known token in the step: line 0 of its tree.
+        start = torch.from_numpy(rows.computed[lines]) if rows.host is not None else rows.reached[rows.index(lines)]
+        index = rows.index(lines)[:, None]
+        for table, size, segments in zip(rows.tables, rows.page_tokens, self.storage.segments, strict=True):
+            last = table.shape[1] * size - 1
+            source, target = (
+                (table[index, at // size] * size + at % size).where(accepted, NULL)[:, 1:]
+                for at in ((start[:, None] + node).clamp_max(last) for node in (path, place))
+            )
+            self._move(self.storage.frames, segments, size, source, target)
 
     def _bring(self, landed: Landed) -> None:
         """Start the copies of everything that the host will read."""
@@ -260,6 +297,7 @@ class DeviceRunner:
                         for part in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
                     ),
                 ),
+                None if verdict.path is None or sampled.logprobs is None else fetch(verdict.path),
             )
         for i, (at, *columns) in landed.scored.items():
             own, ids, values = (fetch(column) for column in columns)
@@ -339,6 +377,7 @@ def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None
     own = None if sampled.logprobs is None else sampled.logprobs.tolist()
     top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
     top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
+    path = None if verdict.path is None else verdict.path.tolist()
     line = 0
     for j, i in enumerate(i for i, w in enumerate(work) if w.sample):
         result.tokens[i] = tokens[j][: counts[j]]
@@ -346,7 +385,7 @@ def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None
             result.errors[i] = NOTHING_LEFT
         if own is not None and own[line] == own[line]:  # not NaN: the row asked for logprobs
             extra = result.extras[i] = Extra()
-            for k in range(line, line + counts[j]):
+            for k in (line + at for at in (range(counts[j]) if path is None else path[j][: counts[j]])):
                 ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []
                 values = top_values[k][: len(ids)] if top_values is not None else []
                 extra.logprobs.append(TokenLogprobs(own[k], tuple(ids), tuple(values)))

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.decode.strategy import Draft
+from bankfull.runtime.trees import RowTrees
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.table import SamplingTable
 from bankfull.state.spec import Layout
@@ -64,9 +66,17 @@ class Rows:
     """On a device with memory of its own the tensors have one spare line, for the padding rows of captured steps."""
 
     def __init__(
-        self, count: int, max_len: int, layout: Layout, vocab: int, device: torch.device, ship: Ship | None = None
+        self,
+        count: int,
+        max_len: int,
+        layout: Layout,
+        vocab: int,
+        device: torch.device,
+        ship: Ship | None = None,
+        tree_drafts: int = 0,
     ) -> None:
-        """`ship` copies arrays to a device that does not share the host's memory."""
+        """`ship` copies arrays to a device that does not share the host's memory. `tree_drafts`: the most drafts of a
+        row, if they may be trees."""
         self.device, self.count, self.ship = device, count, ship
         lines = count if ship is None else count + 1
         self.tokens = torch.zeros(lines, max_len + 1, dtype=torch.long, device=device)
@@ -82,6 +92,7 @@ class Rows:
             torch.zeros(lines, -(-max_len // group.page_tokens), dtype=torch.long, device=device)
             for group in layout.paged
         ]
+        self.trees = RowTrees(lines, tree_drafts, device) if tree_drafts else None
         self.host = HostRows(self) if ship is None else None
         self.page_tokens = tuple(group.page_tokens for group in layout.paged)
         self.with_extras: set[int] = set()
@@ -195,9 +206,14 @@ class Rows:
         there = self.ship(np.array((rows, counts), np.int64))
         self.reached.index_add_(0, there[0], there[1] if accepted is None else there[1] + accepted)
 
-    def hint(self, rows: Sequence[int], drafts: Tensor) -> None:
+    def hint(self, rows: Sequence[int], draft: Draft) -> None:
         """Write drafts after the known tokens, where the next step's input and its verification read them."""
-        self._behind(self.index(rows), drafts)
+        index = self.index(rows)
+        self._behind(index, draft.tokens)
+        if self.trees is not None:
+            self.trees.put(index, draft.parents)
+        else:
+            assert draft.parents is None, "only a strategy with `trees` may propose them"
 
     def _behind(self, index: Tensor, tokens: Tensor) -> None:
         last = self.tokens.shape[1] - 1

@@ -122,6 +122,7 @@ def input_names(layout: Layout) -> list[str]:
         "positions",
         "q_start",
         "kv_len",
+        "ancestors",
         *(f"pages{g}" for g in groups),
         *(f"kv_slots{g}" for g in groups),
     ]
@@ -130,7 +131,7 @@ def input_names(layout: Layout) -> list[str]:
 
 def inputs_of(batch: Batch) -> list[Any]:
     """In the order of `input_names`."""
-    found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, *batch.pages, *batch.kv_slots]
+    found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, batch.ancestors, *batch.pages, *batch.kv_slots]
     return found if batch.read is None else [*found, batch.kept, batch.read, batch.write]
 
 
@@ -142,11 +143,14 @@ def recorded_batch(recorder: Recorder, layout: Layout) -> Batch:
         TOKENS,
         [(1, group.page_tokens) for group in layout.paged],
         recorder.input,
+        ancestors=recorder.input("ancestors", (TOKENS,)),
         kept=None if layout.recurrent is None else recorder.host_input("kept", ONE_SEQUENCE),
     )
 
 
-def _source(found: Tensor | np.ndarray) -> tuple[int, int]:
+def _source(found: Tensor | np.ndarray | None) -> tuple[int, int]:
+    if found is None:
+        return 0, 1
     width = found.shape[1] if found.ndim == 2 else 1
     if isinstance(found, Tensor):
         assert found.dtype is torch.int64 and found.is_contiguous()

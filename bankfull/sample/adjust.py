@@ -18,13 +18,16 @@ def adjust(
     length: Tensor,
     mask: Tensor | None,
     facts: Sequence[RowFacts],
+    owners: Tensor | None = None,
 ) -> Tensor:
-    """Penalties, biases and bans in the order that `logits` documents, as a new tensor where anything changes."""
+    """Penalties, biases and bans in the order that `logits` documents, as a new tensor where anything changes.
+    `owners`: the line of `tokens` that belongs to each line of scores; its row if not given."""
+    owners = rows if owners is None else owners
     chosen = table.choose(facts, lambda fact: fact.repeats or fact.counts)
     if chosen:
         lines, at = chosen.take(rows), chosen.take(length)
         wanted = [facts[line] for line in chosen.lines]
-        part = _penalize(chosen.take(scores), tokens[lines], at, lines, table, wanted)
+        part = _penalize(chosen.take(scores), tokens[chosen.take(owners)], at, lines, table, wanted)
         scores = chosen.put(scores, part)
     chosen = table.choose(facts, lambda fact: fact.biased)
     if chosen:
@@ -35,8 +38,10 @@ def adjust(
     scores = _mask_banned(scores, rows, table, length, mask, facts)
     chosen = table.choose(facts, lambda fact: fact.bad_words)
     if chosen:
+        assert table.bad_words is not None
         lines, at = chosen.take(rows), chosen.take(length)
-        scores = chosen.put(scores, _ban_bad_words(chosen.take(scores), tokens, at, lines, table))
+        part = _ban_bad_words(chosen.take(scores), tokens, chosen.take(owners), at, table.bad_words[lines])
+        scores = chosen.put(scores, part)
     return scores
 
 
@@ -94,15 +99,13 @@ def unpacked(bits: Tensor, vocab: int) -> Tensor:
     return (bits.unsqueeze(-1) >> places).bitwise_and_(1).bool().flatten(1)[:, :vocab]
 
 
-def _ban_bad_words(scores: Tensor, tokens: Tensor, length: Tensor, rows: Tensor, table: SamplingTable) -> Tensor:
+def _ban_bad_words(scores: Tensor, tokens: Tensor, owners: Tensor, length: Tensor, words: Tensor) -> Tensor:
     """Bans the last token of a bad word where the tokens before it are exactly the latest ones."""
-    assert table.bad_words is not None
-    words = table.bad_words[rows]
     last = words[:, :, -1]
     hit = last >= 0
     if words.shape[-1] > 1:
         before = words[:, :, :-1]
         at = length.unsqueeze(-1) - torch.arange(before.shape[-1], 0, -1, device=tokens.device)
-        latest = tokens[rows.unsqueeze(-1), at.clamp_min(0)].where(at >= 0, -2)
+        latest = tokens[owners.unsqueeze(-1), at.clamp_min(0)].where(at >= 0, -2)
         hit = hit & ((before < 0) | (before == latest.unsqueeze(1))).all(-1)
     return scores.masked_fill(_count(last.clamp_min(0), hit, scores.shape[-1]) > 0, -torch.inf)

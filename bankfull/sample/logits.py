@@ -81,11 +81,13 @@ def sample(
     mask: Tensor | None = None,
     *,
     host_rows: Sequence[int] | None,
+    owners: Tensor | None = None,
 ) -> Sampled:
     """One token per line of `logits` [n, V]; `length` [n] is the number of known tokens, the position being sampled.
-    `mask` [n, ceil(V / 32)] is a packed bitmask of the tokens that a grammar allows, all ones for rows without one."""
+    `mask` [n, ceil(V / 32)] is a packed bitmask of the tokens that a grammar allows, all ones for rows without one.
+    `owners` [n]: the line of `tokens` that holds a line's tokens; its row if not given."""
     facts = table.facts_for(host_rows, len(logits))
-    scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts)
+    scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts, owners)
     chance = table.choose(facts, lambda fact: not fact.greedy)
     if not chance:
         picked = best(scores)

@@ -49,6 +49,11 @@ class RowFacts:
     logprobs: int | None = None
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether a stage reads the tokens before the position."""
+        return self.repeats or self.counts or self.bad_words
+
+    @property
     def simple(self) -> bool:
         """Greedy, or temperature, top-k, top-p and min-p over unmodified logits: stages that a kernel does by
         itself."""

@@ -28,7 +28,9 @@ class Storage:
         # Never zeroed: on a CPU the system commits memory only where it is first written.
         self.frames = torch.empty(frames + 1, layout.frame_bytes, dtype=torch.uint8, device=device)
         own: dict[Member, StateTensors] = {}
-        for group in layout.paged:
+        self.segments: list[list[tuple[int, int]]] = [[] for _ in layout.paged]
+        """Per paged group, for each tensor: where its tokens begin in a frame, and the bytes of a token."""
+        for group, segments in zip(layout.paged, self.segments, strict=True):
             own |= {member: {} for member in group.members}
             offset = 0
             # Wide numbers first: each tensor then begins at a multiple of its numbers' size, whatever the shapes are.
@@ -36,6 +38,7 @@ class Storage:
                 for member, spec in product(group.members, group.tensors):
                     if ITEM_BYTES[spec.dtype] == item:
                         own[member][spec.name] = self._paged_view(spec, group.page_tokens, offset)
+                        segments.append((offset, spec.nbytes))
                         offset += group.page_tokens * spec.nbytes
         self.slots: list[Tensor] = []
         if layout.recurrent is not None:

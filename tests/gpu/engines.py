@@ -10,7 +10,7 @@ import torch
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
-from bankfull.decode.verify import verify_chain
+from bankfull.decode.verify import verify
 from bankfull.sample.params import SamplingParams
 from tests.gpu.place import the_device
 from tests.kit import Bench
@@ -62,6 +62,7 @@ class Echo:
 
     needs: frozenset[str] = frozenset()
     idle = False
+    trees = False
 
     def __init__(self, width: int = 3) -> None:
         self._width = width
@@ -77,7 +78,7 @@ class Echo:
         return Draft(last[:, None].expand(-1, self._width).contiguous())
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
-        return verify_chain(scores, sampling)
+        return verify(scores, sampling)
 
     def observe(self, view: View, verdict: Verdict) -> None:
         pass

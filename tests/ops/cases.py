@@ -50,7 +50,7 @@ def moved(value: Any, device: str) -> Any:
     if isinstance(value, QTensor):
         return replace(value, parts={name: moved(part, device) for name, part in value.parts.items()})
     if isinstance(value, PagedMeta):
-        names = ("pages", "slots", "starts", "lengths")
+        names = ("pages", "slots", "starts", "lengths", "ancestors")
         return replace(value, **{name: moved(getattr(value, name), device) for name in names})
     if isinstance(value, RecurrentMeta):
         names = ("read", "write", "starts", "kepts")
@@ -342,7 +342,18 @@ def paged(
         slots += [int(table[i, at // page]) * page + at % page for at in range(length - count, length)]
         table[i, : seen // page] = 0
     meta = PagedMeta(q_start, kv_len, table, torch.tensor(slots), page, on_device(q_start), on_device(kv_len))
-    return k_pages, v_pages, meta
+    return k_pages, v_pages, replace(meta, ancestors=make.pick.choice((None, trees(make, q_start))))
+
+
+def trees(make: Maker, q_start: np.ndarray) -> Tensor:
+    """Masks of random trees among the new tokens of some sequences."""
+    masks: list[int] = []
+    for count in np.diff(q_start).tolist():
+        paths = [1]
+        for token in range(1, count):
+            paths.append(paths[make.pick.choice((token - 1, make.size(0, token - 1)))] | 1 << token)
+        masks += paths if make.size(0, 3) else [0] * count
+    return torch.tensor(masks)
 
 
 def on_device(counts: np.ndarray) -> Tensor:
@@ -395,6 +406,27 @@ def write_pages(make: Maker) -> Case:
     kv, size = make.size(1, 4), make.size(1, 33)
     k_pages, _, meta = paged(make, kv, size, size, None)
     return Case((make.normal(len(meta.slots), kv, size), k_pages, meta.slots), make.dtype, written=(1,))
+
+
+def move_tokens(make: Maker) -> Case:
+    """Rows whose accepted drafts move to the front, in frames with segments of several sizes."""
+    page, rows, drafts = make.pick.choice((1, 3, 16)), make.size(1, 4), make.size(1, 9)
+    sizes = [make.pick.choice((2, 4, 6, 64, 130)) for _ in range(make.size(1, 4))]
+    firsts = np.cumsum([0, *(size * page for size in sizes)]).tolist()
+    pages = 1 + rows * -(-(drafts + 5) // page)
+    shape = (pages, firsts[-1] + make.pick.choice((0, 6)))
+    frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=make.numbers)
+    order = list(range(1, pages))
+    make.pick.shuffle(order)
+    table = torch.tensor(order).view(rows, -1)
+    places = torch.zeros(2, rows, drafts, dtype=torch.long)
+    for row in range(rows):
+        begin, path = make.size(0, 5), sorted(make.pick.sample(range(drafts), make.size(0, drafts)))
+        for move, pair in enumerate(zip(path, range(len(path)), strict=True)):
+            for side, node in enumerate(pair):
+                places[side, row, move] = table[row, (begin + node) // page] * page + (begin + node) % page
+    segments = tuple(zip(firsts[:-1], sizes, strict=True))
+    return Case((frames, segments, page, places[0], places[1]), make.dtype, written=(0,))
 
 
 def write_pages_int8(make: Maker) -> Case:
@@ -471,6 +503,7 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         rope_angles,
         rotate,
         paged_attention,
+        move_tokens,
         write_pages,
         write_pages_int8,
         causal_conv,

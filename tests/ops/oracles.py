@@ -153,6 +153,16 @@ def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> Array:
     return out
 
 
+def move_tokens(frames: Tensor, segments: Any, page_tokens: int, source: Tensor, target: Tensor) -> Array:
+    """The frames afterwards, one move after the other."""
+    out = frames.numpy().copy()
+    for first, size in segments:
+        for there, here in zip(source.flatten().tolist(), target.flatten().tolist(), strict=True):
+            (a, i), (b, j) = divmod(there, page_tokens), divmod(here, page_tokens)
+            out[b, first + j * size : first + (j + 1) * size] = out[a, first + i * size : first + (i + 1) * size].copy()
+    return out.astype(np.float64)
+
+
 def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> tuple[Array, Array]:
     """Codes and scales afterwards. The arithmetic is float32, so that ties are well defined."""
     codes, steps, numbers = pages.numpy().copy(), scales.numpy().copy(), new.to(torch.float32).numpy()
@@ -185,8 +195,10 @@ def paged_attention(
     for i, length in enumerate(meta.kv_len.tolist()):
         first, last = meta.q_start[i : i + 2].tolist()
         for t in range(first, last):
-            at = length - (last - t)
-            seen = range(0 if window is None else max(0, at - window + 1), at + 1)
+            mask = 0 if meta.ancestors is None else int(meta.ancestors[t])
+            path = [j for j in range(last - first) if mask >> j & 1] or range(t - first + 1)
+            order = [*range(length - (last - first)), *(length - (last - first) + j for j in path)]
+            seen = order[0 if window is None else max(0, len(order) - window) :]
             places = [(int(meta.pages[i, p // meta.page_tokens]), p % meta.page_tokens) for p in seen]
             for h in range(heads):
                 scores = np.array([queries[t, h] @ keys[page, o, h // per_key] for page, o in places]) * scale
@@ -318,6 +330,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
         layer_norm,
         soft_cap,
         rotate,
+        move_tokens,
         write_pages,
         write_pages_int8,
         paged_attention,

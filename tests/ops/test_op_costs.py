@@ -115,7 +115,11 @@ def test_a_fused_norm_saves_memory_traffic(name: str) -> None:
         assert together.write == apart.write - nbytes(x.x)
 
 
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - NO_SLOPE - COMPOSED - {"write_pages_int8"}))  # see below
+INTEGERS = {"write_pages_int8", "move_tokens"}
+"""They write integers, which have no gradient: see below."""
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - NO_SLOPE - COMPOSED - INTEGERS))
 def test_declared_bytes_are_the_bytes_touched(name: str) -> None:
     checked = 0
     for seed in range(90):
@@ -147,6 +151,12 @@ def test_a_weight_costs_the_bytes_of_its_scheme(scheme: str) -> None:
 def test_state_in_another_dtype_is_moved_in_that_dtype() -> None:
     new, pages, slots = torch.zeros(3, 2, 5), torch.zeros(4, 8, 2, 5, dtype=torch.bfloat16), torch.tensor([1, 9, 30])
     assert OPERATIONS["write_pages"].cost(new, pages, slots) == Cost(0, 3 * 2 * 5 * 4 + 3 * 8, 3 * 2 * 5 * 2)
+
+
+def test_a_moved_token_costs_the_bytes_of_its_segments() -> None:
+    frames, slots = torch.zeros(4, 800, dtype=torch.uint8), torch.tensor([[3, 4], [17, 30]])
+    moved = OPERATIONS["move_tokens"].cost(frames, ((0, 40), (320, 10)), 8, slots, slots)
+    assert moved == Cost(0, 4 * 50 + 2 * 4 * 8, 4 * 50)
 
 
 def test_int8_state_costs_a_byte_per_element_and_a_scale_per_head() -> None:

@@ -5,6 +5,8 @@ A query's result is bitwise identical alone, in a chunk and in a batch, for any 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from bankfull.ops.native.checks import float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages, write_pages_int8
+from bankfull.ops.reference.pages import Segment, move_tokens
 
 _native = required()
 
@@ -73,6 +76,7 @@ def run_paged_attention(
         y.data_ptr(),
         meta.q_start,
         meta.kv_len,
+        0 if meta.ancestors is None else integers(meta.ancestors).data_ptr(),
         table.data_ptr(),
         table.shape[1],
         table.shape[1],
@@ -118,6 +122,32 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
         strides[0] * item,
         strides[1] * item,
     )
+
+
+@move_tokens.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())
+def run_move_tokens(
+    frames: Tensor, segments: Sequence[Segment], page_tokens: int, source: Tensor, target: Tensor
+) -> None:
+    """Copies bytes, one row's moves after the other."""
+    if not frames.is_cpu or not frames.is_contiguous() or frames.dtype is not torch.uint8:
+        raise ValueError("move_tokens: frames must be contiguous bytes in host memory")
+    if source.shape != target.shape or source.dim() != 2:
+        raise ValueError("move_tokens: every row needs as many sources as targets")
+    parts, places = _parts(tuple(segments)), (integers(source), integers(target))
+    _native.move_tokens(
+        frames.data_ptr(),
+        *(place.data_ptr() for place in places),
+        *(part.data_ptr() for part in parts),
+        *source.shape,
+        len(segments),
+        *(frames.shape[0], page_tokens, frames.shape[1]),
+    )
+
+
+@lru_cache(maxsize=16)
+def _parts(segments: tuple[Segment, ...]) -> Tensor:
+    """First bytes and sizes of the segments as two rows."""
+    return torch.tensor(segments, dtype=torch.int64).view(-1, 2).T.contiguous()
 
 
 @write_pages_int8.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())

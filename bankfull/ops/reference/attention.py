@@ -14,6 +14,9 @@ from bankfull.ops.reference.norm import rms_norm
 from bankfull.ops.reference.rope import rotate
 from bankfull.ops.registry import op
 
+TREE_TOKENS = 64
+"""Most new tokens of a sequence whose drafts are a tree: the bits of a mask."""
+
 
 class SequencePartition(Protocol):
     """Assigns the sequences of a captured prefill step to kernels. `starts` is known only on the device, so the
@@ -34,6 +37,9 @@ class PagedMeta:
 
     Sequence i owns the queries q_start[i] .. q_start[i+1], the last ones of its kv_len[i] tokens (right-aligned causal
     mask). `pages[i]` is its page table; `slots[t]` is the KV slot (page * page_tokens + offset) of new token t.
+
+    If the new tokens of a sequence are a tree of drafts, each of them sees the tokens before the step, its ancestors
+    and itself. Its position is that of the path to it, not that of its KV slot.
     """
 
     q_start: np.ndarray
@@ -47,6 +53,10 @@ class PagedMeta:
     """kv_len as int32 on the device. Captured steps read only this one: their host arrays are those of the capture."""
     partition: SequencePartition | None = None
     """Set in captured steps whose sequences have varying numbers of new tokens."""
+    ancestors: Tensor | None = None
+    """(tokens) int64 bit masks, if any sequence has a tree: bit j is set if the sequence's new token j is visible to
+    this one. Parents come before their children, so the set bits are the path to the token, in order. 0 in sequences
+    without a tree. A tree has at most `TREE_TOKENS` tokens."""
 
 
 def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:
@@ -107,7 +117,7 @@ def _attention_cost(
 ) -> Cost:
     heads, size = q.shape[1], q.shape[2]
     token_bytes = sum(nbytes(part[0, 0]) for part in (k_pages, v_pages, k_scales, v_scales) if part is not None)
-    pairs = live = 0
+    pairs = live = 0  # of a tree: the pairs of a chain with as many tokens, since masks may be on a device
     for queries, length in zip(np.diff(meta.q_start), meta.kv_len, strict=True):
         pairs += visible_pairs(int(queries), int(length), window)
         live += int(length) - live_from(int(queries), int(length), window)
@@ -123,6 +133,16 @@ def _numbers(pages: Tensor, scales: Tensor | None, table: Tensor, dtype: torch.d
     """The dequantized tokens of the pages in `table`, concatenated."""
     numbers = pages[table].flatten(0, 1).to(dtype)
     return numbers if scales is None else numbers * scales[table].flatten(0, 1).to(dtype).unsqueeze(-1)
+
+
+def _in_tree(ancestors: Tensor, past: int, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of a tree's tokens (as queries) and of the keys at the indices `key`, and the pairs that are hidden."""
+    bits = torch.arange(len(ancestors), device=ancestors.device)
+    sees = (ancestors[:, None] >> bits & 1).bool()
+    at = past + sees.sum(1) - 1
+    inside = (key[0] - past).clamp_min(0)
+    hidden = (key >= past) & ~sees[:, inside]
+    return at[:, None], torch.where(key < past, key, at[inside]), hidden
 
 
 @op(cost=_attention_cost, shape=_attention_shape)
@@ -162,7 +182,11 @@ def paged_attention(
             scores = cap * torch.tanh(scores / cap)
         at = torch.arange(length - queries, length, device=q.device)[:, None]
         key = torch.arange(begin * page, length, device=q.device)[None, :]
-        hidden = key > at if window is None else (key > at) | (key <= at - window)
+        hidden = key > at
+        if meta.ancestors is not None and int(meta.ancestors[first]):
+            at, key, hidden = _in_tree(meta.ancestors[first:last], length - queries, key)
+        if window is not None:
+            hidden = hidden | (key <= at - window)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         mixed = torch.matmul(weights, v.permute(1, 0, 2)[:, None])
         out[first:last] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)

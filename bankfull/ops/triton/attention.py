@@ -1,7 +1,8 @@
 """Paged attention on a GPU. The kernel is chosen from host shapes alone, so a step can be captured.
 
 Sequences with few new tokens use the decode kernel, which streams their KV cache once, split over the multiprocessors.
-Others use the prefill kernel with tiles of queries. A mixed batch runs both.
+So do trees of drafts, which only this kernel supports. Others use the prefill kernel with tiles of queries. A mixed
+batch runs both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops.reference.attention import HeadNorms, PagedMeta, SequencePartition, attend, paged_attention
+from bankfull.ops.reference.attention import (
+    TREE_TOKENS,
+    HeadNorms,
+    PagedMeta,
+    SequencePartition,
+    attend,
+    paged_attention,
+)
 from bankfull.ops.triton.attention_decode import MOST_TOKENS, launch_decode
 from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
 from bankfull.ops.triton.attention_prefill import launch_prefill
@@ -77,7 +85,8 @@ def _over_pages(
     if meta.partition is not None:
         return _by_partition(q, k_pages, v_pages, scales, meta, meta.partition, out, scale, window, cap)
     counts, table = np.diff(meta.q_start), contiguous_rows(meta.pages)
-    few, fresh = counts <= MOST_TOKENS, _fresh(meta) & (own is not None)
+    few = counts <= (MOST_TOKENS if meta.ancestors is None else TREE_TOKENS)
+    fresh = _fresh(meta) & ~few & (own is not None)
     short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(fresh)
     starts, lengths = _on_device(meta, q.device)
     for sequences, (keys, values) in ((long, (k_pages, v_pages)), (new, own or (k_pages, v_pages))):
@@ -96,6 +105,7 @@ def _over_pages(
             starts,
             lengths,
             device_sequences(short, q.device) if not few.all() else None,
+            meta.ancestors,
             int(counts[short].max()),
             out,
             None,
@@ -120,7 +130,7 @@ def _by_partition(
     cap: float | None,
 ) -> Tensor:
     """`_over_pages` for captured steps, whose sequences only the device knows. Padding tokens get no result."""
-    assert meta.starts is not None and meta.lengths is not None
+    assert meta.starts is not None and meta.lengths is not None and meta.ancestors is None
     table = contiguous_rows(meta.pages)
     launch_prefill(q, k_pages, v_pages, scales, table, meta.lengths, partition.tiles, out, scale, window, cap)
     if partition.decodes is not None:
@@ -135,6 +145,7 @@ def _by_partition(
             meta.starts,
             meta.lengths,
             partition.decodes,
+            None,
             1,
             out,
             None,
@@ -199,6 +210,7 @@ def run_attend(
             meta.slots,
             *_on_device(meta, q.device),
             None,
+            meta.ancestors,
             width,
             out,
             angles,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.reference.attention import HeadNorms
+from bankfull.ops.reference.attention import TREE_TOKENS, HeadNorms
 from bankfull.ops.triton.attention_rope import normed_and_rotated
 from bankfull.ops.triton.attention_splits import (
     MERGED,
@@ -33,20 +33,39 @@ from bankfull.ops.triton.attention_tile import (
 )
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 
-WIDTHS = (1, 4, 16)
+MOST_TOKENS = 16
+"""Sequences with more new tokens use the prefill kernel, unless they may have a tree."""
+WIDTHS = (1, 4, MOST_TOKENS, TREE_TOKENS)
 """New tokens per sequence that kernels are compiled for: padding rows of queries cost less than another kernel."""
-MOST_TOKENS = WIDTHS[-1]
-"""Sequences with more new tokens use the prefill kernel."""
 
 
 @triton.jit
-def visible_keys(key, position, begin, end, window, ALL: tl.constexpr):
-    """Mask of keys visible to the queries. ALL: every query sees all of begin .. end, except for a window."""
+def bit_count(x):
+    """The number of set bits of int64."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101) >> 56
+
+
+@triton.jit
+def visible_keys(key, position, begin, end, window, path, tree, ALL: tl.constexpr):
+    """Mask of keys visible to the queries. ALL: every query sees all of begin .. end, except for a window. `path`: the
+    mask of each query's ancestors among the keys from `tree` on, 0 if its sequence has no tree; None: no trees."""
     seen = ((key >= begin) & (key < end))[None, :]
+    if path is None:
+        if not ALL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if window is not None:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        return seen
+    inside = (key >= tree)[None, :] & (path != 0)[:, None]
+    ancestors = path[:, None] >> tl.minimum(tl.maximum(key - tree, 0), 63).to(tl.int64)[None, :]
     if not ALL:
-        seen = seen & (key[None, :] <= position[:, None])
+        seen = seen & tl.where(inside, (ancestors & 1) != 0, key[None, :] <= position[:, None])
     if window is not None:
-        seen = seen & (key[None, :] > position[:, None] - window)
+        # Of two tokens on a path, as many are from one to the other as there are bits.
+        seen = seen & tl.where(inside, bit_count(ancestors) <= window, key[None, :] > position[:, None] - window)
     return seen
 
 
@@ -122,6 +141,7 @@ def attention_decode(
     starts,
     lengths,
     chosen,
+    ancestors,
     cos,
     sin,
     q_weight,
@@ -215,7 +235,13 @@ def attention_decode(
         token = first + live // GROUPS
         head = key_head * GROUPS + live % GROUPS
         row = tl.arange(0, ROWS)
-        position = length - known + (row_tile * ROWS + row % LIVE) // GROUPS
+        tree = length - known
+        position = tree + (row_tile * ROWS + row % LIVE) // GROUPS
+        path = None
+        if ancestors is not None:
+            query = (row_tile * ROWS + row % LIVE) // GROUPS
+            path = tl.load(ancestors + first + query, mask=query < width, other=0)
+            position = tl.where(path != 0, tree + bit_count(path).to(tl.int32) - 1, position)
         dims = tl.arange(0, PADDED)
         numbers = tl.arange(0, PADDED_VALUES)
         last = split == active - 1
@@ -298,7 +324,7 @@ def attention_decode(
             score = tl.dot(queries, tl.trans(early_keys.to(PRODUCT)), input_precision="ieee")
             if CAPPED:
                 score = capped(score, inner, outer)
-            early_seen = visible_keys(low + tl.arange(0, BLOCK), position, begin, high, window, FUSED)
+            early_seen = visible_keys(low + tl.arange(0, BLOCK), position, begin, high, window, path, tree, FUSED)
             score = tl.where(early_seen, score, float("-inf"))
             peak, total, acc = online_softmax(score, factor, early_values.to(PRODUCT), None, peak, total, acc, True)
             low += BLOCK
@@ -322,7 +348,7 @@ def attention_decode(
                 value_scale = tl.load(scales, mask=inside, other=0.0)
             if CAPPED:
                 score = capped(score, inner, outer)
-            score = tl.where(visible_keys(key, position, begin, high, window, FUSED), score, float("-inf"))
+            score = tl.where(visible_keys(key, position, begin, high, window, path, tree, FUSED), score, float("-inf"))
             frames = load_frames(table_base, at + BLOCK, begin, high, PAGE, BLOCK)
             peak, total, acc = online_softmax(score, factor, values.to(PRODUCT), value_scale, peak, total, acc, True)
         if FUSED and NEW == 1:
@@ -338,7 +364,7 @@ def attention_decode(
                 new_scores = tl.dot(queries, tl.trans(new_keys.to(PRODUCT)), input_precision="ieee")
                 if CAPPED:
                     new_scores = capped(new_scores, inner, outer)
-                seen = visible_keys(new_key, position, begin, length, window, False)
+                seen = visible_keys(new_key, position, begin, length, window, path, tree, False)
                 new_scores = tl.where(seen, new_scores, float("-inf"))
                 peak, total, acc = online_softmax(
                     new_scores, factor, new_values.to(PRODUCT), None, peak, total, acc, True
@@ -394,6 +420,7 @@ def launch_decode(
     starts: Tensor,
     lengths: Tensor,
     chosen: Tensor | None,
+    ancestors: Tensor | None,
     width: int,
     out: Tensor,
     angles: tuple[Tensor, Tensor] | None,
@@ -440,6 +467,7 @@ def launch_decode(
         starts,
         lengths,
         chosen,
+        ancestors,
         cos,
         sin,
         norms and norms.q,

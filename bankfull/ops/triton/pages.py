@@ -1,7 +1,10 @@
-"""KV page writes."""
+"""KV page writes and moves."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.reference.attention import LEVELS, write_pages, write_pages_int8
+from bankfull.ops.reference.pages import Segment, move_tokens
 from bankfull.ops.triton.attention_tile import FLOATS
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
@@ -163,4 +167,78 @@ def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tens
         lines,
         num_warps=4,
         **overlapped(new),
+    )
+
+
+@triton.jit(do_not_specialize=["moves"])
+def move_rows(
+    frames,
+    source,
+    target,
+    firsts,
+    sizes,
+    frame,
+    moves,
+    PAGE: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and segment. The moves of a row go in order: a later one may write where an earlier one has
+    read. All threads must have read before any writes."""
+    start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0)
+    first = tl.load(firsts + tl.program_id(1))
+    size = tl.load(sizes + tl.program_id(1))
+    within = tl.arange(0, BLOCK)
+    for move in range(moves):
+        there = tl.load(source + row * moves + move)
+        here = tl.load(target + row * moves + move)
+        if there != here:
+            for part in tl.static_range(0, MOST, BLOCK):
+                inside = part + within < size
+                moved = tl.load(frames + there // PAGE * frame + first + there % PAGE * size + part + within, inside)
+                tl.debug_barrier()
+                tl.store(frames + here // PAGE * frame + first + here % PAGE * size + part + within, moved, inside)
+        tl.debug_barrier()
+
+
+@lru_cache(maxsize=16)
+def _segments(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, int]:
+    """First elements and sizes as two rows, in units of as many bytes as all of them are multiples of, and the unit."""
+    unit = gcd(8, *(number for segment in segments for number in segment))
+    return torch.tensor(segments, dtype=torch.int64, device=device).view(-1, 2).T.contiguous() // unit, unit
+
+
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@move_tokens.provider("triton", on="cuda")
+def run_move_tokens(
+    frames: Tensor, segments: Sequence[Segment], page_tokens: int, source: Tensor, target: Tensor
+) -> None:
+    if source.shape != target.shape or source.dim() != 2:
+        raise ValueError("move_tokens: every row needs as many sources as targets")
+    parts, unit = _segments(tuple(segments), frames.device)
+    if frames.shape[1] % unit:
+        parts, unit = parts * unit, 1
+    rows, moves = source.shape
+    if not rows * moves:
+        return
+    most = power_of_two(max(size for _, size in segments) // unit)
+    units = frames.view(UNITS[unit])
+    move_rows[(rows, len(segments))](
+        units,
+        source.contiguous(),
+        target.contiguous(),
+        parts[0],
+        parts[1],
+        units.stride(0),
+        moves,
+        page_tokens,
+        most,
+        min(most, 1024),
+        num_warps=4,
+        **overlapped(frames),
     )

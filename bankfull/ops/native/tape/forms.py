@@ -379,6 +379,7 @@ def paged_attention(
             "v_scales": None if v_scales is None else Fixed(v_scales),
             "q_start": rec.operand(meta.q_start),
             "kv_len": rec.operand(meta.kv_len),
+            "ancestors": None if meta.ancestors is None else rec.operand(meta.ancestors),
             "table": rec.operand(meta.pages),
         },
         {"y": rec.view(out[0]), "encoded": None},
