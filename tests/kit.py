@@ -69,6 +69,7 @@ class Bench:
         self.tokens: dict[tuple[object, int], list[int]] = {}
         self.finish: dict[tuple[object, int], str] = {}
         self.cached: dict[object, int] = {}
+        self.prompts: dict[object, list[int]] = {}
         self.extras: dict[tuple[object, int], list[Any]] = {}
         self.poison()
 
@@ -87,6 +88,7 @@ class Bench:
         job = Job(params, seed, frozenset(stop))
         request = Request(name, tuple(prompt), len(prompt) + count, frozenset(stop), samples=n, payload=job, **more)  # type: ignore[arg-type]
         self.engine.add(request)
+        self.prompts[name] = list(prompt)
         for child in range(n):
             self.tokens[name, child] = []
 

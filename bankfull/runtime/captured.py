@@ -145,6 +145,7 @@ class Captured:
             starts=torch.arange(0, total + 1, width, dtype=torch.int32, device=device),
             lengths=torch.zeros(size, dtype=torch.int32, device=device),
             kepts=None if self._kept is None else self._kept[:size],
+            ancestors=None if rows.trees is None or width == 1 else torch.zeros(total, dtype=torch.long, device=device),
             angles=blank_angles(self.eager.model.ropes, total, device),
         )
 
@@ -153,10 +154,14 @@ class Captured:
         return self.eager(batch)
 
     def _gather(self, batch: Batch, size: int, width: int) -> None:
-        from bankfull.ops.triton.steps import gather_step
+        from bankfull.ops.triton.steps import StepTrees, gather_step
 
         rows, rotation = self._rows, rotation_of(self.eager.model.ropes, batch)
         assert batch.lengths is not None
+        trees = None
+        if batch.ancestors is not None:
+            assert rows.trees is not None
+            trees = StepTrees(rows.trees.depths, rows.trees.ancestors, batch.ancestors)
         gather_step(
             self._lines[:size],
             rows.tokens,
@@ -168,6 +173,7 @@ class Captured:
             list(batch.kv_slots),
             list(batch.pages),
             rotation,
+            trees,
         )
         if batch.read is not None:
             torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
@@ -219,6 +225,8 @@ class Captured:
         row."""
         width = work[0].drafts + 1
         if any(w.count != 1 or w.drafts != width - 1 for w in work):
+            if self._rows.trees is not None and any(w.drafts for w in work):
+                return None  # the attention over prompts has no trees
             return None if self._chunks is None else self._chunks.replay(work, self.enabled)
         size = padded(len(work), self._rows.count) if self._steps else 0
         recorded = self._steps.get((size, width))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bankfull.ops import rope_angles
-from bankfull.ops.triton.steps import BLOCK, RopeAngles, append_tokens, gather_step
+from bankfull.ops.triton.steps import BLOCK, RopeAngles, StepTrees, append_tokens, gather_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LINES, LONGEST = 5, 700
@@ -18,9 +18,9 @@ def whole(*shape: int, below: int = 1 << 30, seed: int = 0) -> torch.Tensor:
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("width", "trees"), [(1, False), (3, False), (5, True)])
 @pytest.mark.parametrize("page_tokens", [(), (4,), (4, 16)], ids=str)
-def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ...]) -> None:
+def test_a_step_is_gathered_from_its_rows(width: int, trees: bool, page_tokens: tuple[int, ...]) -> None:
     tokens = whole(LINES, LONGEST + 1)
     reached = torch.tensor([5, 0, LONGEST - width, 17, 0], device=DEVICE)
     tables = [whole(LINES, -(-LONGEST // page), seed=page) for page in page_tokens]
@@ -31,6 +31,7 @@ def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ..
     lengths = torch.zeros(len(lines), dtype=torch.int32, device=DEVICE)
     slots, pages = [whole(total) for _ in tables], [torch.full_like(table[: len(lines)], -7) for table in tables]
     frequencies = 1.0 / 10000 ** (torch.arange(5, device=DEVICE) / 5)
+    depths, masks, ancestors = whole(LINES, 9, below=5), whole(LINES, 9, seed=2), whole(total)
     cos, sin = (torch.full((total, 5), 7.0, dtype=torch.float16, device=DEVICE) for _ in range(2))
     gather_step(
         lines,
@@ -43,7 +44,9 @@ def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ..
         slots,
         pages,
         RopeAngles(frequencies, 1.25, cos, sin),
+        StepTrees(depths, masks, ancestors) if trees else None,
     )
+    assert not trees or torch.equal(ancestors.view(-1, width), masks[lines, :width])
     expected = rope_angles.providers["triton"].run(positions, frequencies, 1.25, torch.float16)
     assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
     for i, line in enumerate(lines.tolist()):
@@ -51,7 +54,8 @@ def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ..
         assert int(lengths[i]) == first + width
         for j in range(width):
             at, own = first + j, i * width + j
-            assert (int(positions[own]), int(ids[own])) == (at, int(tokens[line, at]))
+            depth = int(depths[line, j]) if trees else j
+            assert (int(positions[own]), int(ids[own])) == (first + depth, int(tokens[line, at]))
             for group, page in enumerate(page_tokens):
                 assert int(slots[group][own]) == int(tables[group][line, at // page]) * page + at % page
         for group, page in enumerate(page_tokens):

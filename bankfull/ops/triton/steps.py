@@ -26,7 +26,16 @@ class RopeAngles:
     sin: Tensor
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half"])
+@dataclass(frozen=True, slots=True)
+class StepTrees:
+    """The draft trees of all rows, and the output tensor of the ancestors, (tokens)."""
+
+    depths: Tensor
+    ancestors: Tensor
+    out: Tensor
+
+
+@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half", "tree_stride"])
 def gather_kernel(
     rows,
     tokens,
@@ -45,6 +54,10 @@ def gather_kernel(
     scale,
     cos,
     sin,
+    tree_depths,
+    tree_ancestors,
+    tree_stride,
+    ancestors,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
@@ -53,8 +66,8 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per sequence. FIRST: also ids, positions and lengths; HALF > 0: also RoPE angles as in `rope_angles`;
-    PAGE = 0: no page table."""
+    """One program per sequence. FIRST: also ids, positions, lengths and ancestors; HALF > 0: also RoPE angles as in
+    `rope_angles`; PAGE = 0: no page table. In a tree, a token's position is that of its path."""
     if HALF > 0:
         at = tl.arange(0, HALF)[None, :]
         frequency = tl.load(frequencies + at, at < half, 0.0)
@@ -65,10 +78,16 @@ def gather_kernel(
     begin = tl.load(reached + row)
     within = tl.arange(0, PADDED)
     inside = within < WIDTH
-    position = begin + within
+    place = begin + within
+    position = place
     out = sequence * WIDTH + within
+    if tree_depths is not None:
+        position = begin + tl.load(tree_depths + row * tree_stride + within, mask=inside, other=0)
     if FIRST:
-        tl.store(ids + out, tl.load(tokens + row * tokens_stride + position, mask=inside), mask=inside)
+        if tree_ancestors is not None:
+            masks = tl.load(tree_ancestors + row * tree_stride + within, mask=inside, other=0)
+            tl.store(ancestors + out, masks, mask=inside)
+        tl.store(ids + out, tl.load(tokens + row * tokens_stride + place, mask=inside), mask=inside)
         tl.store(positions + out, position, mask=inside)
         tl.store(lengths + sequence, (begin + WIDTH).to(tl.int32))
     if HALF > 0:
@@ -79,10 +98,10 @@ def gather_kernel(
         tl.store(sin + places, (y * scale).to(sin.dtype.element_ty), meant)
     if PAGE > 0:
         own = table + row * table_stride
-        line = position // PAGE
-        # Positions beyond the table go to page 0, whose content is never read.
+        line = place // PAGE
+        # Places beyond the table go to page 0, whose content is never read.
         page = tl.load(own + line, mask=inside & (line < table_width), other=0)
-        tl.store(slots + out, page * PAGE + position % PAGE, mask=inside)
+        tl.store(slots + out, page * PAGE + place % PAGE, mask=inside)
         used = tl.minimum((begin + WIDTH + PAGE - 1) // PAGE, table_width)
         for first in range(0, used, BLOCK):
             entry = first + tl.arange(0, BLOCK)
@@ -101,9 +120,11 @@ def gather_step(
     slots: list[Tensor],
     pages: list[Tensor],
     rope: RopeAngles | None = None,
+    trees: StepTrees | None = None,
 ) -> None:
     """Gather the next `width` tokens of each row: ids, positions and lengths `into` the caller's tensors, `slots` and
-    `pages` for each group, and the RoPE angles. Only the used part of a page table is copied."""
+    `pages` for each group, the RoPE angles, and the ancestors if drafts may be trees. Only the used part of a page
+    table is copied."""
     groups = list(zip(tables, page_tokens, slots, pages, strict=True)) or [(tokens, 0, rows, rows)]
     angles = rope or RopeAngles(tokens, 0.0, tokens, tokens)
     for number, (table, page, places, copies) in enumerate(groups):
@@ -123,6 +144,10 @@ def gather_step(
             float(angles.scale),
             angles.cos,
             angles.sin,
+            trees and trees.depths,
+            trees and trees.ancestors,
+            trees.depths.stride(0) if trees else 0,
+            trees and trees.out,
             width,
             power_of_two(width),
             power_of_two(len(angles.frequencies)) if rope and not number else 0,

@@ -1,0 +1,117 @@
+"""Sampling together with drafts: any parameters give the tokens and logprobs of plain decoding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from bankfull.config import SchedConfig, StateConfig
+from bankfull.decode.plain import Plain
+from bankfull.decode.strategy import DraftTree, Strategy
+from bankfull.decode.verify import accepted_path
+from bankfull.runtime.trees import paths_of
+from bankfull.sample.params import SamplingParams
+from tests.kit import Bench, Guess, GuessTree, device_of, random_tree
+from tests.tiny import VOCAB, kit_of, model_of
+
+NEW = 24
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, logprobs=3),
+    "sampled": SamplingParams(temperature=1.0, logprobs=2),
+    "truncated": SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01),
+    "penalties": SamplingParams(
+        temperature=1.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4, logprobs=1
+    ),
+    "biased": SamplingParams(temperature=0.7, logit_bias={3: 2.0, 5: -4.0}, allowed_token_ids=list(range(2, 60))),
+    "greedy penalties": SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.3),
+    "typical": SamplingParams(temperature=1.0, typical_p=0.8),
+}
+
+
+def generated(
+    strategy: Strategy, shape: str, depth: int, n: int = 2
+) -> tuple[Bench, dict[tuple[object, int], list[int]]]:
+    bench = Bench(
+        model_of(shape, torch.float32, "auto"),
+        device_of(depth, seed=3),
+        depth,
+        SchedConfig(rows=4, step_tokens=64),
+        StateConfig(page_tokens=4),
+        strategy,
+        kit=kit_of(shape, torch.float32, "auto"),
+    )
+    rng = random.Random(5)
+    for name, params in PARAMS.items():
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        bench.add(name, prompt, NEW, n=n, params=params, seed=rng.randrange(1 << 40))
+    bench.run(preempt=random.Random(1))
+    return bench, bench.tokens
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize(
+    ("shape", "kind"), [("llama", GuessTree), ("gemma", GuessTree), ("llama", Guess), ("mamba", Guess)]
+)
+def test_drafts_change_neither_sampled_tokens_nor_logprobs(shape: str, kind: type[Guess], depth: int) -> None:
+    plain, expected = generated(Plain(), shape, depth)
+    truths = [plain.prompts[name] + tokens for (name, _), tokens in expected.items()]
+    strategy = kind(truths, width=7, seed=depth)
+    drafted, got = generated(strategy, shape, depth)
+    assert got == expected
+    assert strategy.accepted > strategy.proposed / 4, "hardly any draft was accepted"
+    for key, extras in plain.extras.items():
+        ours = [entry for extra in drafted.extras[key] for entry in extra.logprobs]
+        theirs = [entry for extra in extras for entry in extra.logprobs]
+        assert [entry.top_ids for entry in ours] == [entry.top_ids for entry in theirs]
+        assert [entry.logprob for entry in ours] == pytest.approx([entry.logprob for entry in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_accepted_path_is_the_one_that_a_walk_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [
+        random_tree(rng, [rng.randrange(7) for _ in range(9)], rng.randint(0, 20)) for _ in range(rng.randint(1, 4))
+    ]
+    chosen = [[rng.choice((0, 1, 2, 3, 4, 5, 6, -1)) for _ in range(len(row) + 1)] for row in rows]
+    widths = [len(row) + 1 for row in rows]
+    expected = []
+    for drafts, after in zip(rows, chosen, strict=True):
+        path, node = [0], -1
+        while (next_one := following(drafts, node, after[node + 1])) is not None:
+            node = next_one
+            path.append(node + 1)
+        expected.append(path)
+    tree = DraftTree(
+        torch.tensor([parent + 1 if line else 0 for row in rows for line, (_, parent) in enumerate([(0, -1), *row])]),
+        torch.tensor([token for row in rows for token, _ in [(rng.randrange(7), -1), *row]]),
+    )
+    rectangle = torch.full((len(rows), max(widths)), -1)
+    for i, after in enumerate(chosen):
+        rectangle[i, : len(after)] = torch.tensor(after)
+    path, counts = accepted_path(rectangle, tree, widths, torch.tensor)
+    assert [line[:count].tolist() for line, count in zip(path, counts.tolist(), strict=True)] == expected
+
+
+def following(drafts: list[tuple[int, int]], parent: int, token: int) -> int | None:
+    found = (i for i, draft in enumerate(drafts) if draft == (token, parent) and token >= 0)
+    return next(found, None)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_paths_follow_from_parents(seed: int) -> None:
+    rng = random.Random(seed)
+    width = rng.randint(1, 63)
+    parents = [[rng.choice((node - 1, rng.randrange(-1, node))) for node in range(width)] for _ in range(3)]
+    paths = paths_of(torch.tensor(parents))
+    for row, line in enumerate(parents):
+        for node in range(width):
+            path, up = [node + 1], node
+            while (up := line[up]) >= 0:
+                path.append(up + 1)
+            mask = sum(1 << i for i in [0, *path])
+            assert int(paths.ancestors[row, node + 1]) & (1 << 64) - 1 == mask
+            assert int(paths.depths[row, node + 1]) == len(path)
+            assert int(paths.parents[row, node + 1]) == line[node] + 1
+        assert (int(paths.ancestors[row, 0]), int(paths.depths[row, 0])) == (1, 0)
