@@ -14,6 +14,8 @@ from torch import Tensor
 
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
+from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.runtime.trees import paths_of
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
 from bankfull.weights.qtensor import QTensor
@@ -220,6 +222,8 @@ def mixes(draw: Draw, tokens: int) -> list[Mix]:
             counts.append(draw.pick.choice((1, 1, 4, min(left, max(1, tokens // 3)))))
             counts[-1] = min(counts[-1], left)
         found.append(Mix("mixed", counts, [c + draw.pick.randint(0, longest - 1) for c in counts]))
+        counts = [min(TREE_TOKENS, tokens - first) for first in range(0, tokens, TREE_TOKENS)]
+        found.append(Mix("trees", counts, [c + draw.pick.randint(0, longest - 1) for c in counts]))
     if tokens == 1:
         found.append(Mix("long", [1], [8 * s.context]))
     return found
@@ -254,8 +258,29 @@ def paged(draw: Draw, mix: Mix, dtype: torch.dtype, page: int = 16) -> tuple[Ten
         page,
         _integers(q_start),
         _integers(lengths),
+        ancestors=trees(draw, mix.counts) if mix.name == "trees" else None,
     )
     return own[:, :, 0], own[:, :, 1], meta
+
+
+def trees(draw: Draw, counts: list[int]) -> Tensor:
+    """Masks of random trees, deep ones mostly."""
+    masks = []
+    for count in counts:
+        parents = [draw.pick.choice((node - 1, draw.pick.randrange(-1, node))) for node in range(count - 1)]
+        masks.append(paths_of(torch.tensor(parents, dtype=torch.long)[None]).ancestors[0])
+    return torch.cat(masks).to(DEVICE)
+
+
+def move_tokens(draw: Draw, tokens: int) -> Made:
+    """The keys and values of accepted drafts in eight layers: every second one of eight drafts."""
+    s = SIZES
+    size = s.kv * s.head * draw.dtype.itemsize
+    segments = tuple((i * 16 * size, size) for i in range(16))
+    frames = torch.randint(256, (tokens + 1, 16 * 16 * size), dtype=torch.uint8, device=DEVICE)
+    first = (1 + torch.arange(tokens, device=DEVICE)[:, None]) * 16 + draw.pick.randint(0, 7)
+    source, target = first + torch.tensor([1, 3, 5, 7], device=DEVICE), first + torch.arange(4, device=DEVICE)
+    yield "", Case((frames, segments, 16, source, target), draw.dtype, written=(0,))
 
 
 def _integers(array: np.ndarray) -> Tensor:
@@ -395,6 +420,7 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         rotate,
         attend,
         paged_attention,
+        move_tokens,
         write_pages,
         write_pages_int8,
         causal_conv,

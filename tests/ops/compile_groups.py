@@ -114,9 +114,11 @@ def drafts() -> Two:
     layout = layout_of(model.states(), 16)
     captured = Captured(Eager(model, layout, Storage(layout, 0, 1, META).layers))
     rows = Rows(64, 64, layout, model.vocab, META, _Device().ship)
+    trees = Rows(64, 64, layout, model.vocab, META, _Device().ship, 31)
 
     def kinds() -> Iterator[Launch]:
-        return ((f"step {number}", step) for number, step in enumerate(captured.kinds(rows, (4, 16), choose)))
+        steps = chain(captured.kinds(rows, (4, 16), choose), captured.kinds(trees, (8, 32), choose))
+        return ((f"step {number}", step) for number, step in enumerate(steps))
 
     return kinds(), kinds()
 

@@ -58,14 +58,14 @@ def visible_keys(key, position, begin, end, window, path, tree, ALL: tl.constexp
             seen = seen & (key[None, :] <= position[:, None])
         if window is not None:
             seen = seen & (key[None, :] > position[:, None] - window)
-        return seen
-    inside = (key >= tree)[None, :] & (path != 0)[:, None]
-    ancestors = path[:, None] >> tl.minimum(tl.maximum(key - tree, 0), 63).to(tl.int64)[None, :]
-    if not ALL:
-        seen = seen & tl.where(inside, (ancestors & 1) != 0, key[None, :] <= position[:, None])
-    if window is not None:
-        # Of two tokens on a path, as many are from one to the other as there are bits.
-        seen = seen & tl.where(inside, bit_count(ancestors) <= window, key[None, :] > position[:, None] - window)
+    else:
+        inside = (key >= tree)[None, :] & (path != 0)[:, None]
+        ancestors = path[:, None] >> tl.minimum(tl.maximum(key - tree, 0), 63).to(tl.int64)[None, :]
+        if not ALL:
+            seen = seen & tl.where(inside, (ancestors & 1) != 0, key[None, :] <= position[:, None])
+        if window is not None:
+            # Of two tokens on a path, as many are from one to the other as there are bits.
+            seen = seen & tl.where(inside, bit_count(ancestors) <= window, key[None, :] > position[:, None] - window)
     return seen
 
 
