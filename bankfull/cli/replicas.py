@@ -62,7 +62,7 @@ class ReplicaOptions:
             raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
         from bankfull.cluster.cluster_replicas import ClusterOptions, cluster_replicas
         from bankfull.cluster.ray_version import installed_version
-        from bankfull.cluster.sizes import ReplicaRange
+        from bankfull.fleet.replica_range import ReplicaRange
 
         options = ClusterOptions(
             ReplicaRange.parse(self.replicas),

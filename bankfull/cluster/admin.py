@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from bankfull import paths
 from bankfull.cluster.messages import MOST_BYTES
-from bankfull.cluster.sizes import ReplicaRange
 from bankfull.errors import BankfullError, ConfigError
+from bankfull.fleet.replica_range import ReplicaRange
 
 ANSWER_SECONDS = 10.0
 """Time-out of a command."""

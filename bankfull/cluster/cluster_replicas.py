@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bankfull.cluster.admin import AdminSocket
-from bankfull.cluster.autoscale import LOOK_SECONDS, Autoscaler, Demand
 from bankfull.cluster.manager_process import ManagerProcess
 from bankfull.cluster.messages import (
     AddReplicas,
@@ -23,14 +22,15 @@ from bankfull.cluster.messages import (
     ReplicaPlaced,
     StartCluster,
 )
-from bankfull.cluster.sizes import ReplicaRange
 from bankfull.errors import ConfigError
+from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
+from bankfull.fleet.replica_range import ReplicaRange
+from bankfull.fleet.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
 from bankfull.serve.engine.process import EngineConnection
 from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.engine.wire import FromEngine
 from bankfull.serve.replicas.local import MakeLink, SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.serve.replicas.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
 
 log = logging.getLogger("bankfull.serve")
 

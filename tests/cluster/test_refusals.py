@@ -18,8 +18,8 @@ from bankfull.cluster import admin
 from bankfull.cluster.manager import ClusterManager, PlacedActor
 from bankfull.cluster.messages import ReplicaLost, ReplicaPlaced, StartCluster, from_manager
 from bankfull.cluster.ray_session import _join_failure
-from bankfull.cluster.sizes import ReplicaRange
 from bankfull.errors import ConfigError
+from bankfull.fleet.replica_range import ReplicaRange
 
 ROOT = Path(__file__).parents[2]
 

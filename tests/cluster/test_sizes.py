@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bankfull.cluster.autoscale import DOWN_LOOKS, UP_LOOKS, Autoscaler, Demand
 from bankfull.cluster.ray_version import check_version
-from bankfull.cluster.sizes import NodeResources, ReplicaRange, Share, check_room, share_of
+from bankfull.cluster.sizes import NodeResources, Share, check_room, share_of
 from bankfull.errors import ConfigError
+from bankfull.fleet.autoscale import DOWN_LOOKS, UP_LOOKS, Autoscaler, Demand
+from bankfull.fleet.replica_range import ReplicaRange
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("4", (4, 4)), ("1..4", (1, 4)), ("1000", (1000, 1000))])

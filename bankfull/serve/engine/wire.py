@@ -18,6 +18,9 @@ from typing import Any
 
 import msgspec
 
+from bankfull.fleet.reports import Facts as Facts
+from bankfull.fleet.reports import Load as Load
+from bankfull.fleet.reports import PrefixChanges as PrefixChanges
 from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
 
@@ -109,28 +112,6 @@ def preparation(submit: Submit) -> int:
 # -- from the engine
 
 
-class Facts(msgspec.Struct):
-    """Properties of the loaded model that the API needs."""
-
-    name: str
-    max_len: int
-    vocab: int
-    rows: int
-    pages: int
-    page_tokens: int
-    step_tokens: int
-    dtype: str
-    device: str
-    ceilings: dict[str, float] | None = None
-    """The machine's read_bytes_per_s and flops for this model, if they were measured before; without flops where the
-    model's arithmetic could not be measured."""
-    groups: list[tuple[int, int]] = []
-    """Tokens per page and window of each page group; window 0: all tokens stay live. Empty: one group without a window,
-    or none for a model with only recurrent state."""
-    snapshots: int = 0
-    """Recurrent state is reusable only at multiples of this many tokens; 0: no recurrent state."""
-
-
 class Ready(msgspec.Struct, tag="ready"):
     """The model is loaded and warmed up."""
 
@@ -163,45 +144,6 @@ class RequestDone(msgspec.Struct, array_like=True):
     embedding: list[float] | None = None
     account: dict[str, Any] | None = None
     """Account of the request's time, if the call has `explain`."""
-
-
-class Load(msgspec.Struct, array_like=True):
-    """The engine's state after a step, for metrics and admission."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    pages_used: int
-    pages_total: int
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
-    steps: int
-    busy: float
-    """Seconds inside steps so far."""
-    bytes_moved: float
-    flops: float
-    """Bytes and operations of all steps so far, by the cost model; 0 where this machine was never measured."""
-    decode_busy: float = 0.0
-    decode_bytes: float = 0.0
-    decode_flops: float = 0.0
-    """The same three for pure decode steps; all other steps also computed prompts."""
-    prefill_ms_per_token: float = 0.0
-    """Milliseconds per prompt token, from the last steps; 0 if not measured, or not asked for."""
-    step_ms: float = 0.0
-    """Milliseconds of a decode step with one more row than now, from the last steps; 0 likewise."""
-    pages_cached: int = 0
-    """Unused pages that hold cached prefixes; 0 if not asked for."""
-
-
-class PrefixChanges(msgspec.Struct, array_like=True):
-    """Keys of the prefix cache that became available or were evicted: little-endian, 8 bytes each. They are the first
-    bytes of salted SHA-256 hashes (`state.prefix`), so that they reveal nothing about the tokens."""
-
-    added: bytes
-    dropped: bytes
-    reset: bool
-    """The reader must forget all keys first: `added` holds all there are, at most 65,536."""
 
 
 class StepMessage(msgspec.Struct, tag="step", omit_defaults=True):

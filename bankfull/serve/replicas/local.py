@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bankfull.errors import ConfigError
+from bankfull.fleet.routing import DEFAULT_POLICY, routing_policy
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.process import EngineFactory, EngineProcess
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.serve.replicas.routing import DEFAULT_POLICY, routing_policy
 
 MOST_LOCAL = 64
 """Engine processes that one machine may run."""

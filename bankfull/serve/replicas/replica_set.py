@@ -13,15 +13,15 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from bankfull.errors import ConfigError, ModelError
+from bankfull.fleet.meter import ReplicaMeter
+from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
+from bankfull.fleet.routing import RoutingPolicy
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Backend, Busy, Continuation, DeadlineExceeded, Unavailable
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
-from bankfull.serve.replicas.meter import ReplicaMeter
-from bankfull.serve.replicas.prefixes import HeldPrefixes, PromptKeys
 from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
-from bankfull.serve.replicas.routing import RoutingPolicy
 from bankfull.serve.replicas.view import ReplicaView
 
 log = logging.getLogger("bankfull.serve")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bankfull.errors import BankfullError
+from bankfull.fleet.meter import ReplicaMeter
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.backend import (
@@ -29,7 +30,6 @@ from bankfull.serve.engine.backend import (
     Unavailable,
 )
 from bankfull.serve.engine.wire import RequestDone
-from bankfull.serve.replicas.meter import ReplicaMeter
 
 log = logging.getLogger("bankfull.serve")
 

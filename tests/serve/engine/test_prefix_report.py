@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.wire import (
     Configure,
@@ -18,7 +19,6 @@ from bankfull.serve.engine.wire import (
     StepMessage,
     Submit,
 )
-from bankfull.serve.replicas.prefixes import HeldPrefixes, PromptKeys
 from tests.serve.engine.test_worker import Process
 from tests.serve.engine_kit import OPTIONS
 from tests.tiny import speaking_folder

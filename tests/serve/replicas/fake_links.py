@@ -9,12 +9,12 @@ from random import Random
 from typing import Any
 
 from bankfull.errors import BankfullError
+from bankfull.fleet.routing import routing_policy
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.backend import STOPPED, Busy, Continuation, EngineDied, Unavailable
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.serve.replicas.routing import routing_policy
 
 FACTS = Facts("tiny", 512, 1000, 8, 100, 16, 64, "float32", "cpu")
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from bankfull import SamplingParams
+from bankfull.fleet.prefixes import PromptKeys
+from bankfull.fleet.routing import routing_policy
 from bankfull.outputs import Delta
 from bankfull.sample.params import StructuredOutput
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Unavailable
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.wire import RequestDone
-from bankfull.serve.replicas.prefixes import PromptKeys
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.serve.replicas.routing import routing_policy
 from tests.serve.engine_kit import OPTIONS, until
 from tests.tiny import speaking_folder
 

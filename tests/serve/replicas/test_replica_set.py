@@ -10,6 +10,7 @@ import pytest
 
 from bankfull import SamplingParams
 from bankfull.errors import ConfigError, ModelError
+from bankfull.fleet.routing import Candidate
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.console.state import ConsoleState
 from bankfull.serve.console.timelines import TimeLines
@@ -17,7 +18,6 @@ from bankfull.serve.engine.backend import Busy, Unavailable
 from bankfull.serve.engine.wire import Facts, Load
 from bankfull.serve.replicas.local import local_replicas
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.serve.replicas.routing import Candidate
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.replicas.fake_links import FACTS, FakeLink, read, replica_set
 from tests.serve.replicas.test_resume import FIVE, PROMPT, run, settled

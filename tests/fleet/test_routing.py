@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError
-from bankfull.serve.engine.wire import Facts, Load
-from bankfull.serve.replicas.meter import ReplicaMeter
-from bankfull.serve.replicas.routing import (
+from bankfull.fleet.meter import ReplicaMeter
+from bankfull.fleet.routing import (
     POLICIES,
     Candidate,
     first_token_ms,
@@ -20,6 +19,7 @@ from bankfull.serve.replicas.routing import (
     routing_policy,
     with_rates,
 )
+from bankfull.serve.engine.wire import Facts, Load
 
 IDLE = Load(0, 0, 0, 0, 100, 0, 0, 0, 1, 0.0, 0.0, 0.0)
 MEASURED = Candidate(IDLE, prefill_ms_per_token=0.1, step_ms=10.0, rows=16, step_tokens=512, row_ms=500.0)

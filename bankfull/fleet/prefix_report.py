@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from bankfull.serve.engine.wire import PrefixChanges
+from bankfull.fleet.reports import PrefixChanges
 from bankfull.state.manager import StateManager
 
 REPORT_SECONDS = 0.05

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Protocol
 
 from bankfull.errors import ConfigError
-from bankfull.serve.engine.wire import Load
+from bankfull.fleet.reports import Load
 
 DEFAULT_PREFILL_MS = 0.5
 """Assumed milliseconds of prefill per prompt token while no replica has measured its own."""

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.config import StateConfig
-from bankfull.serve.engine.prefix_report import REPORT_SECONDS, PrefixReporter
+from bankfull.fleet import prefixes
+from bankfull.fleet.prefix_report import REPORT_SECONDS, PrefixReporter
+from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
 from bankfull.serve.engine.wire import Facts, PrefixChanges
-from bankfull.serve.replicas import prefixes
-from bankfull.serve.replicas.prefixes import HeldPrefixes, PromptKeys
 from bankfull.state.journal import SLOT, KeyJournal, place_tag, short_key
 from bankfull.state.manager import Match, StateManager
 from bankfull.state.prefix import Chain

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from bankfull.serve.engine.wire import Facts, PrefixChanges
+from bankfull.fleet.reports import Facts, PrefixChanges
 from bankfull.state.journal import KEY_BYTES, SLOT, place_tag, short_key
 from bankfull.state.policy import Full, GroupPolicy, Hit, Snapshots, Window, longest_reusable
 from bankfull.state.prefix import Chain

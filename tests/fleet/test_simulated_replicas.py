@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import pytest
 
-from bankfull.serve.replicas.prefixes import PromptKeys
-from bankfull.serve.replicas.routing import POLICIES as ROUTING_POLICIES
+from bankfull.fleet.prefixes import PromptKeys
+from bankfull.fleet.routing import POLICIES as ROUTING_POLICIES
 from benchmarks.routing import ONE_CACHE, PAGE_TOKENS, TRAFFIC, Outcome, Session, compare, hot_prefix, main, multi_turn
 
 POLICIES = (ONE_CACHE, "prefix", "round-robin", "least-loaded")

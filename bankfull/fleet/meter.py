@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from bankfull.serve.engine.wire import Facts, Load
-from bankfull.serve.replicas.routing import Candidate
+from bankfull.fleet.reports import Facts, Load
+from bankfull.fleet.routing import Candidate
 
 NEWEST_SHARE = 0.1
 """Weight of the newest request in the average time that requests hold a row."""

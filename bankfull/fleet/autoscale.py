@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bankfull.cluster.sizes import ReplicaRange
+from bankfull.fleet.replica_range import ReplicaRange
 
 LOOK_SECONDS = 1.0
 """Time between two decisions."""

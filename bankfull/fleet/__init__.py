@@ -1,0 +1,1 @@
+"""Several replicas of one model: their reports, routing and autoscaling. Decisions only: no sockets, no processes."""
