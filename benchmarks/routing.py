@@ -21,7 +21,6 @@ from typing import cast
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
-from bankfull.fleet.gauge import Gauge
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
@@ -29,7 +28,7 @@ from bankfull.fleet.routing import POLICIES, routing_policy
 from bankfull.plan.simulate import Clock, FakeRunner
 from bankfull.sched.scheduler import Scheduler
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges
-from bankfull.serve.engine.worker import STEP_MS
+from bankfull.serve.engine.worker import STEP_MS, Gauge
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.types import Output, Request, Work

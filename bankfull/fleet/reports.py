@@ -4,7 +4,12 @@ They are parts of the messages in `serve.engine.wire`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
+
+if TYPE_CHECKING:
+    from bankfull.sched.scheduler import Scheduler
 
 
 class Facts(msgspec.Struct):
@@ -66,3 +71,9 @@ class PrefixChanges(msgspec.Struct, array_like=True):
     dropped: bytes
     reset: bool
     """The reader must forget all keys first: `added` holds all there are, at most 65,536."""
+
+
+def routing_figures(scheduler: Scheduler) -> tuple[float, float, int]:
+    """The fields of `Load` for routing: prefill_ms_per_token, step_ms and pages_cached. The pace must be measured."""
+    token, step = scheduler.pace.token_seconds(False), scheduler.pace.decode_seconds(scheduler.running + 1)
+    return 1e3 * (token or 0.0), 1e3 * step, scheduler.state.pages.cached

@@ -8,11 +8,11 @@ import pytest
 
 from bankfull import LLM, SamplingParams
 from bankfull.cli.answer import StepLog
-from bankfull.fleet.gauge import Gauge
 from bankfull.limits.machine import ceilings
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.runtime.device import Device
 from bankfull.serve.engine.accounts import known_ceilings
+from bankfull.serve.engine.worker import Gauge
 from tests.tiny import speaking_folder
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
