@@ -35,7 +35,9 @@ class ReplicaMeter:
         """Tokens of all prompts without a first token, and of these the ones that were not cached; online only."""
         self._samples = self._batch_samples = 0
         self._row_ms = 0.0
-        self.load: Load | None = None
+        self._load: Load | None = None
+        self.on_change: Callable[[], None] | None = None
+        """Called when `candidate` may have changed."""
 
     @property
     def requests(self) -> int:
@@ -45,13 +47,24 @@ class ReplicaMeter:
     def started(self, facts: Facts) -> None:
         """The replica's engine is ready."""
         self._rows, self._step_tokens = facts.rows, facts.step_tokens
+        self._changed()
 
-    def report(self, load: Load) -> None:
-        self.load = load
+    @property
+    def load(self) -> Load | None:
+        return self._load
+
+    def report(self, load: Load | None) -> None:
+        """The engine's newest load; None if it has none."""
+        self._load = load
+        self._changed()
 
     def lost(self) -> None:
         """The replica's engine has ended: nothing that it reported holds any more. Requests still have to end."""
-        self.load = None
+        self.report(None)
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def sent(
         self, request: Hashable, prompt_tokens: int, cached_tokens: int = 0, samples: int = 1, batch: bool = False
@@ -65,6 +78,7 @@ class ReplicaMeter:
             self._samples += samples
             self._prompt_tokens += one.prompt_tokens
             self._uncached_tokens += one.uncached_tokens
+        self._changed()
 
     def answered(self, request: Hashable) -> None:
         """The request's first token has arrived. Later calls for the same request have no effect."""
@@ -86,12 +100,14 @@ class ReplicaMeter:
             self._batch_samples -= one.samples
         else:
             self._samples -= one.samples
+        self._changed()
 
     def _answered(self, one: SentRequest) -> None:
         one.answered = self._clock()
         if not one.batch:
             self._prompt_tokens -= one.prompt_tokens
             self._uncached_tokens -= one.uncached_tokens
+        self._changed()
 
     def candidate(self, cached_tokens: int = 0) -> Candidate:
         """The replica for a request of whose prompt it holds `cached_tokens`."""

@@ -9,7 +9,7 @@ engine compares whole hashes itself.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from bankfull.fleet.reports import Facts, PrefixChanges
 from bankfull.state.journal import KEY_BYTES, SLOT, place_tag, short_key
@@ -50,12 +50,88 @@ class PromptKeys:
         return self._keys
 
 
+class CachedTokens:
+    """Tokens of one prompt that each replica holds. `levels`: (tokens, replicas as a bit mask of their slots); no
+    replica is in two levels, and those in none hold nothing."""
+
+    __slots__ = ("levels",)
+
+    def __init__(self, levels: Sequence[tuple[int, int]] = ()) -> None:
+        self.levels = levels
+
+    def at(self, slot: int) -> int:
+        return next((tokens for tokens, mask in self.levels if mask >> slot & 1), 0)
+
+
+class PrefixIndex:
+    """Which replicas hold each key, as a bit mask of their slots: a prompt is looked up once for all replicas."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+        self._held: dict[int, HeldPrefixes] = {}
+        self._blocks: set[int] = set()
+        """Block sizes of all replicas; 0 stands for a model with windows or recurrent state."""
+
+    def enter(self, slot: int, facts: Facts) -> HeldPrefixes:
+        """The replica in this slot has started, with an empty cache."""
+        self.leave(slot)
+        held = self._held[slot] = HeldPrefixes(facts, self, 1 << slot)
+        self._blocks.add(held.block if held.one_group else 0)
+        return held
+
+    def leave(self, slot: int) -> None:
+        """The replica in this slot has ended."""
+        if (held := self._held.pop(slot, None)) is not None:
+            held.clear()
+            self._blocks = {other.block if other.one_group else 0 for other in self._held.values()}
+
+    def add(self, keys: Iterable[int], bit: int) -> None:
+        masks = self._masks
+        for key in keys:
+            # A key that one replica holds shares the bit's own object, so that it needs no memory of its own.
+            masks[key] = masks[key] | bit if key in masks else bit
+
+    def drop(self, keys: Iterable[int], bit: int) -> None:
+        masks = self._masks
+        for key in keys:
+            if (left := masks.get(key, 0) & ~bit) != 0:
+                masks[key] = left
+            else:
+                masks.pop(key, None)
+
+    def cached_tokens(self, prompt: PromptKeys) -> CachedTokens:
+        """Tokens of the prompt's longest reusable prefix at each replica."""
+        if not self._held or not prompt.blocks:
+            return CachedTokens()
+        if self._blocks == {prompt.block_tokens}:
+            return CachedTokens(self._leading_tokens(prompt))
+        found = ((held.cached_tokens(prompt), 1 << slot) for slot, held in self._held.items())
+        return CachedTokens([(tokens, bit) for tokens, bit in found if tokens])
+
+    def _leading_tokens(self, prompt: PromptKeys) -> list[tuple[int, int]]:
+        """A replica's prefix ends with its first missing block."""
+        levels: list[tuple[int, int]] = []
+        alive, keys = -1, prompt.upto(FIRST_BLOCKS)
+        for number in range(prompt.blocks):
+            if number == len(keys):
+                keys = prompt.upto(number + 1)
+            still = alive & self._masks.get(keys[number], 0)
+            if still != alive:
+                if number:
+                    levels.append((number * prompt.block_tokens, alive ^ still))
+                alive = still
+                if not alive:
+                    return levels
+        return [*levels, (prompt.blocks * prompt.block_tokens, alive)]
+
+
 class HeldPrefixes:
     """The keys in one replica's prefix cache."""
 
-    def __init__(self, facts: Facts) -> None:
-        """`facts` describe which pages and snapshots a prefix needs."""
-        self._block = facts.page_tokens
+    def __init__(self, facts: Facts, index: PrefixIndex | None = None, bit: int = 0) -> None:
+        """`facts` describe which pages and snapshots a prefix needs. `index`: kept up to date, under this bit."""
+        self._index, self._bit = index, bit
+        self.block = facts.page_tokens
         groups = facts.groups or ([] if facts.snapshots else [(facts.page_tokens, 0)])
         rules: list[tuple[int, GroupPolicy]] = [
             (place_tag(g), Window(page, window) if window else Full(page)) for g, (page, window) in enumerate(groups)
@@ -66,7 +142,7 @@ class HeldPrefixes:
         )
         if facts.snapshots:
             self._rules.append((place_tag(SLOT), Snapshots(facts.snapshots, 1)))
-        self._one_group = len(self._rules) == 1 and not facts.snapshots and groups[0] == (self._block, 0)
+        self.one_group = len(self._rules) == 1 and not facts.snapshots and groups[0] == (self.block, 0)
         self.keys: set[int] = set()
 
     def __len__(self) -> int:
@@ -74,25 +150,32 @@ class HeldPrefixes:
 
     def apply(self, changes: PrefixChanges) -> None:
         if changes.reset:
-            self.keys.clear()
+            self.clear()
         # Dropped keys go first: they make room.
-        self.keys.difference_update(_unpacked(changes.dropped))
-        added = _unpacked(changes.added)
+        dropped, added = _unpacked(changes.dropped), _unpacked(changes.added)
+        self.keys.difference_update(dropped)
         room = MOST_KEYS - len(self.keys)
-        self.keys.update(added if len(added) <= room else [key for key in added if key not in self.keys][:room])
+        if len(added) > room:
+            added = array("Q", [key for key in added if key not in self.keys][:room])
+        self.keys.update(added)
+        if self._index is not None:
+            self._index.drop(dropped, self._bit)
+            self._index.add(added, self._bit)
 
     def clear(self) -> None:
         """The replica has ended: its cache is gone."""
+        if self._index is not None:
+            self._index.drop(self.keys, self._bit)
         self.keys.clear()
 
     def cached_tokens(self, prompt: PromptKeys) -> int:
         """Tokens of the prompt's longest reusable prefix, by the engine's own rules."""
-        if not self.keys or prompt.block_tokens != self._block:
+        if not self.keys or prompt.block_tokens != self.block:
             return 0
-        if self._one_group:
-            return self._block * self._leading_blocks(prompt)
+        if self.one_group:
+            return self.block * self._leading_blocks(prompt)
         rules = [(rule, self._hits(prompt, tag)) for tag, rule in self._rules]
-        return longest_reusable(prompt.blocks * self._block, rules)
+        return longest_reusable(prompt.blocks * self.block, rules)
 
     def _leading_blocks(self, prompt: PromptKeys) -> int:
         """Blocks up to the first one that is missing. A binary search would be wrong: pages are evicted one by one, so
@@ -108,7 +191,7 @@ class HeldPrefixes:
 
     def _hits(self, prompt: PromptKeys, tag: int) -> Hit:
         def hit(end: int) -> bool:
-            blocks = end // self._block
+            blocks = end // self.block
             return prompt.upto(blocks)[blocks - 1] ^ tag in self.keys
 
         return hit

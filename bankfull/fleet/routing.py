@@ -11,15 +11,19 @@ faster although it must compute the prefix first, and holds it from then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from operator import attrgetter
 from random import Random
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from bankfull.errors import ConfigError
 from bankfull.fleet.reports import Load
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DEFAULT_PREFILL_MS = 0.5
 """Assumed milliseconds of prefill per prompt token while no replica has measured its own."""
@@ -129,6 +133,63 @@ def with_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
+NAMES = (
+    "running",
+    "fullness",
+    "online",
+    "batch_inflight",
+    "inflight_tokens",
+    "prefill_ms_per_token",
+    "step_ms",
+    "row_ms",
+    "rows",
+    "step_tokens",
+)
+"""Figures of a candidate that the policies use, by the names of its fields."""
+FEW = 24
+"""Up to this many candidates a loop is faster than arrays."""
+
+figures_of = attrgetter(*NAMES)
+
+
+@runtime_checkable
+class ByColumn(Protocol):
+    """Candidates that can be read as columns, one numpy array per figure."""
+
+    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]: ...
+
+    def cached(self) -> np.ndarray[Any, Any]: ...
+
+
+def predicted_ms(prompt_tokens: int, candidates: ByColumn) -> np.ndarray[Any, Any]:
+    """`first_token_ms` plus `others_delay_ms` of all candidates, with the rates of `with_rates`: the same operations in
+    the same order, so that the sums are equal to the last bit."""
+    import numpy as np
+
+    of = candidates.columns()
+    prefill = _known(of["prefill_ms_per_token"], DEFAULT_PREFILL_MS)
+    step, row = _known(of["step_ms"], DEFAULT_STEP_MS), _known(of["row_ms"], 0.0)
+    own = np.maximum(1.0, prompt_tokens - candidates.cached())
+    work = own + of["inflight_tokens"]
+    tokens = np.where(of["step_tokens"] > 0, of["step_tokens"], DEFAULT_STEP_TOKENS)
+    wait = np.where(of["running"] > 0, (0.5 + np.ceil(work / tokens)) * step, 0.0)
+    full = (of["rows"] > 0) & (of["online"] >= of["rows"])
+    if full.any():
+        wait += np.where(full, (of["online"] - of["rows"] + 1) * row / np.maximum(1, of["rows"]), 0.0)
+    first = wait + work * prefill
+    return first + own * prefill * (STREAM_WEIGHT * of["running"] + EVICTION_WEIGHT * of["fullness"])
+
+
+def _known(rates: np.ndarray[Any, Any], default: float) -> np.ndarray[Any, Any]:
+    """The rates, with the median of the measured ones in the place of those that are missing."""
+    import numpy as np
+
+    measured = rates > 0
+    if measured.all():
+        return rates
+    return np.where(measured, rates, np.median(rates[measured]) if measured.any() else default)
+
+
 class _Rotation:
     """Breaks ties in turn, so that equal replicas get equal shares."""
 
@@ -142,8 +203,24 @@ class _Rotation:
         self._turn = index + 1
         return index
 
+    def least_of_columns(self, *costs: np.ndarray[Any, Any]) -> int:
+        """As `least`, with one array for each part of the costs."""
+        first, *others = costs
+        best = (first == first.min()).nonzero()[0]
+        for other in others:
+            if len(best) > 1:
+                among = other[best]
+                best = best[among == among.min()]
+        at = int(best.searchsorted(self._turn % len(first)))
+        index = int(best[at % len(best)])
+        self._turn = index + 1
+        return index
+
     def least_online(self, candidates: Sequence[Candidate]) -> int:
         """For batch work, which fills idle replicas: least online work, then least batch work, then most cached."""
+        if len(candidates) > FEW and isinstance(candidates, ByColumn):
+            of = candidates.columns()
+            return self.least_of_columns(of["online"], of["batch_inflight"], -candidates.cached())
         return self.least([(c.online, c.batch_inflight, -c.cached_tokens) for c in candidates])
 
 
@@ -156,11 +233,14 @@ class PrefixRouting:
     def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
         if batch:
             return self._rotation.least_online(candidates)
-        costs = []
+        if len(candidates) > FEW and isinstance(candidates, ByColumn):
+            costs = (predicted_ms(prompt_tokens, candidates) / TIE_MS).round()
+            return self._rotation.least_of_columns(costs, candidates.columns()["online"])
+        each = []
         for replica in with_rates(candidates):
             cost = first_token_ms(prompt_tokens, replica) + others_delay_ms(prompt_tokens, replica)
-            costs.append((round(cost / TIE_MS), replica.online))
-        return self._rotation.least(costs)
+            each.append((round(cost / TIE_MS), replica.online))
+        return self._rotation.least(each)
 
 
 class RoundRobin:
@@ -183,6 +263,9 @@ class LeastLoaded:
     def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
         if batch:
             return self._rotation.least_online(candidates)
+        if len(candidates) > FEW and isinstance(candidates, ByColumn):
+            of = candidates.columns()
+            return self._rotation.least_of_columns(of["online"], of["inflight_tokens"])
         return self._rotation.least([(c.online, c.inflight_tokens) for c in candidates])
 
 
@@ -196,7 +279,8 @@ class RandomTwo:
         if len(candidates) == 1:
             return 0
         drawn = self._random.sample(range(len(candidates)), 2)
-        return min(drawn, key=lambda i: (candidates[i].online, candidates[i].inflight_tokens))
+        seen = {i: candidates[i] for i in drawn}
+        return min(drawn, key=lambda i: (seen[i].online, seen[i].inflight_tokens))
 
 
 POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from itertools import count
+from operator import attrgetter
 from random import SystemRandom
 from typing import NoReturn, Protocol
 
@@ -14,8 +15,9 @@ import msgspec
 
 from bankfull.errors import ConfigError, ModelError
 from bankfull.fleet.meter import ReplicaMeter
-from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
+from bankfull.fleet.prefixes import CachedTokens, HeldPrefixes, PrefixIndex, PromptKeys
 from bankfull.fleet.routing import RoutingPolicy
+from bankfull.fleet.table import ReplicaTable
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
@@ -25,6 +27,7 @@ from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
 from bankfull.serve.replicas.view import ReplicaView
 
 log = logging.getLogger("bankfull.serve")
+_slot = attrgetter("slot")
 
 PATIENCE = 10.0
 """Seconds that a stream waits for a replica that can continue it; a small model is loaded again in about 3."""
@@ -77,9 +80,11 @@ class ReplicaLink(Backend, Protocol):
 class RoutedReplica:
     """One engine, what the front knows about it, and what it has counted."""
 
-    def __init__(self, name: str, link: ReplicaLink) -> None:
+    def __init__(self, name: str, link: ReplicaLink, table: ReplicaTable, index: PrefixIndex) -> None:
         self.name, self.link = name, link
         self.meter = ReplicaMeter()
+        self.slot = table.add(self.meter)
+        self._index = index
         self.held: HeldPrefixes | None = None
         self.refusal = ""
         """Why its engine does not fit to the others."""
@@ -107,14 +112,12 @@ class RoutedReplica:
 
     def begin(self, facts: Facts) -> None:
         self.meter.started(facts)
-        self.held = HeldPrefixes(facts)
+        self.held = self._index.enter(self.slot, facts)
 
     def lose(self) -> None:
         self.meter.lost()
+        self._index.leave(self.slot)
         self.held = None
-
-    def cached_tokens(self, keys: PromptKeys) -> int:
-        return 0 if self.held is None else self.held.cached_tokens(keys)
 
     def _apply(self, changes: PrefixChanges) -> None:
         if self.held is not None:
@@ -148,6 +151,7 @@ class ReplicaSet:
         self.patience = patience
         self._policy = policy
         self._replicas: dict[str, RoutedReplica] = {}
+        self._table, self._index = ReplicaTable(), PrefixIndex()
         self._facts: Facts | None = None
         """Those of the first replica that was ready: the others must fit to them."""
         self._all_facts: Facts | None = None
@@ -260,6 +264,8 @@ class ReplicaSet:
         self._removed_restarts += replica.link.restarts
         self._removed_failures += replica.link.failed_loads
         del self._replicas[name]
+        self._index.leave(replica.slot)
+        self._table.remove(replica.slot)
         replica.link.on_change = replica.link.on_prefixes = None
         for refused in [other for other in self._replicas.values() if other.refusal]:
             self._on_change(refused)  # it may have differed from this one only
@@ -271,7 +277,7 @@ class ReplicaSet:
     def _enlist(self, name: str, link: ReplicaLink) -> None:
         if name in self._replicas:
             raise ConfigError(f"There is a replica {name!r} already; give each its own name.")
-        replica = self._replicas[name] = RoutedReplica(name, link)
+        replica = self._replicas[name] = RoutedReplica(name, link, self._table, self._index)
         link.on_change = lambda: self._on_change(replica)
         self._on_change(replica)
 
@@ -325,7 +331,7 @@ class ReplicaSet:
     def dispatch(self, parts: SentParts, deadline: float | None, begun: Continuation | None = None) -> Leg:
         """Submit a request to the replica that the policy chooses among those that admit it. Raises Busy or Unavailable
         if none does."""
-        choices = [replica for replica in self._replicas.values() if replica.ready]
+        choices = sorted((replica for replica in self._replicas.values() if replica.ready), key=_slot)
         tokens = len(parts.prompt) + (sum(map(len, begun.generated)) if begun is not None else 0)
         batch = parts.priority >= BATCH_PRIORITY
         cached = self._cached_tokens(parts, choices)
@@ -334,10 +340,12 @@ class ReplicaSet:
             index = 0
             if len(choices) > 1:
                 for replica in choices:
-                    replica.meter.load = replica.link.load
-                seen = [replica.meter.candidate(held) for replica, held in zip(choices, cached, strict=True)]
+                    if replica.meter.load is not replica.link.load:
+                        replica.meter.report(replica.link.load)
+                seen = self._table.view([replica.slot for replica in choices], cached)
                 index = self._policy.choose(tokens, batch, seen)
-            replica, held = choices.pop(index), cached.pop(index)
+            replica = choices.pop(index)
+            held = cached.at(replica.slot)
             try:
                 steps = replica.link.generate(
                     parts.prompt,
@@ -358,13 +366,13 @@ class ReplicaSet:
             return Leg(replica.name, steps, replica.meter, number)
         raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 
-    def _cached_tokens(self, parts: SentParts, choices: list[RoutedReplica]) -> list[int]:
+    def _cached_tokens(self, parts: SentParts, choices: list[RoutedReplica]) -> CachedTokens:
         """Tokens of the prompt that each replica holds."""
         if len(choices) < 2 or self._facts is None:
-            return [0] * len(choices)
+            return CachedTokens()
         reuse = parts.params.prompt_logprobs is None and parts.pool != "mean"
         keys = PromptKeys(parts.prompt, parts.salt, self._facts.page_tokens, reuse=reuse)
-        return [replica.cached_tokens(keys) for replica in choices]
+        return self._index.cached_tokens(keys)
 
     async def wait_change(self, seconds: float) -> None:
         with suppress(TimeoutError):
