@@ -29,15 +29,23 @@ FIRST_BLOCKS = 8
 class PromptKeys:
     """The keys of one prompt's blocks, hashed once per request and only as far as a replica holds them."""
 
-    def __init__(self, prompt: Sequence[int], salt: str, block_tokens: int, *, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        salt: str,
+        block_tokens: int,
+        *,
+        reuse: bool = True,
+        chain: Chain | None = None,
+    ) -> None:
         """`reuse`: whether the engine may reuse cached prefixes for this request (not with prompt logprobs, nor for the
-        mean of all hidden states)."""
+        mean of all hidden states). `chain`: hashes of this prompt's first blocks, where they are known already."""
         self.block_tokens = block_tokens
         # The last token always runs, so that its logits exist.
         self.blocks = min((len(prompt) - 1) // block_tokens, MOST_BLOCKS) if reuse and prompt and block_tokens else 0
         """Blocks that a prefix cache could supply."""
         self._prompt = prompt
-        self._chain = Chain(salt.encode(), block_tokens)
+        self._chain = chain or Chain(salt.encode(), block_tokens)
         self._keys: list[int] = []
 
     def upto(self, blocks: int) -> list[int]:
@@ -45,8 +53,9 @@ class PromptKeys:
         known = len(self._keys)
         if blocks > known:
             end = min(max(blocks, 2 * known, FIRST_BLOCKS), self.blocks)
-            self._chain.extend(self._prompt, end * self.block_tokens)
-            self._keys += [short_key(name) for name in self._chain.names[known + 1 :]]
+            if end >= len(self._chain.names):
+                self._chain.extend(self._prompt, end * self.block_tokens)
+            self._keys += map(short_key, self._chain.names[known + 1 : end + 1])
         return self._keys
 
 
@@ -85,6 +94,9 @@ class PrefixIndex:
             held.clear()
             self._blocks = {other.block if other.one_group else 0 for other in self._held.values()}
 
+    def apply(self, slot: int, changes: PrefixChanges) -> None:
+        self._held[slot].apply(changes)
+
     def add(self, keys: Iterable[int], bit: int) -> None:
         masks = self._masks
         for key in keys:
@@ -111,11 +123,12 @@ class PrefixIndex:
     def _leading_tokens(self, prompt: PromptKeys) -> list[tuple[int, int]]:
         """A replica's prefix ends with its first missing block."""
         levels: list[tuple[int, int]] = []
+        masks = self._masks
         alive, keys = -1, prompt.upto(FIRST_BLOCKS)
         for number in range(prompt.blocks):
             if number == len(keys):
                 keys = prompt.upto(number + 1)
-            still = alive & self._masks.get(keys[number], 0)
+            still = alive & masks.get(keys[number], 0)
             if still != alive:
                 if number:
                     levels.append((number * prompt.block_tokens, alive ^ still))

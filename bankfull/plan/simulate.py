@@ -86,6 +86,10 @@ class FakeRunner:
     def finish(self, step: FakeStep, masks: Mapping[int, Any]) -> None:
         """The tokens are known already."""
 
+    def skip(self, row: int, tokens: int) -> None:
+        """The row has generated these tokens without this runner."""
+        self._known[row] += tokens
+
     def _next(self, row: int) -> list[int]:
         position = self._known[row]
         self._known[row] = position + 1

@@ -26,6 +26,9 @@ class Reusable(Protocol):
 def longest_reusable(limit: int, rules: Sequence[tuple[Reusable, Hit]]) -> int:
     """The longest prefix of at most `limit` tokens that is reusable by every rule: their greatest fixed point, whatever
     their order."""
+    if len(rules) == 1:
+        rule, hit = rules[0]
+        return rule.reusable(hit, limit)  # a single rule is satisfied with its own result
     length = limit
     while length:
         before = length

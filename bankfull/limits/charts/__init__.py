@@ -20,6 +20,6 @@ matplotlib needs 80 MB and a second to import.
 """
 
 from bankfull.limits.charts.model import Axis, Chart, Kind, Mark, Point, Series
-from bankfull.limits.charts.output import check_path, print_chart, save
+from bankfull.limits.charts.output import check_path, print_chart, save, save_svg
 
-__all__ = ["Axis", "Chart", "Kind", "Mark", "Point", "Series", "check_path", "print_chart", "save"]
+__all__ = ["Axis", "Chart", "Kind", "Mark", "Point", "Series", "check_path", "print_chart", "save", "save_svg"]

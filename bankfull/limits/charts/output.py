@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from bankfull.errors import ConfigError
 from bankfull.limits.charts.model import Chart
@@ -14,6 +15,8 @@ from bankfull.limits.charts.model import Chart
 WIDEST, PIPED = 120, 100
 """Most columns of a chart, and the columns of one without a terminal."""
 PNG_SCALE = 2
+
+Theme = Literal["auto", "light", "dark"]
 
 
 def print_chart(chart: Chart, height: int = 18, stream: TextIO | None = None) -> None:
@@ -27,9 +30,14 @@ def print_chart(chart: Chart, height: int = 18, stream: TextIO | None = None) ->
 
 def save(chart: Chart, path: str | Path) -> None:
     """Write a .svg or .png file, by its suffix."""
+    save_svg(lambda theme: chart.svg(theme=theme), path)
+
+
+def save_svg(draw: Callable[[Theme], str], path: str | Path) -> None:
+    """Write a drawing that is made for a theme."""
     check_path(path)
     path = Path(path)
-    data = chart.svg().encode() if path.suffix.lower() == ".svg" else _png(chart)
+    data = draw("auto").encode() if path.suffix.lower() == ".svg" else _png(draw("light"))
     try:
         path.write_bytes(data)
     except OSError as error:
@@ -56,13 +64,11 @@ def check_path(path: str | Path) -> None:
             ) from None
 
 
-def _png(chart: Chart) -> bytes:
+def _png(svg: str) -> bytes:
     import resvg_py
 
     # Characters that this font lacks come from the system's fonts; those missing there, too, become boxes.
-    return resvg_py.svg_to_bytes(
-        svg_string=chart.svg(theme="light"), zoom=PNG_SCALE, font_files=_fonts(), sans_serif_family="Open Sans"
-    )
+    return resvg_py.svg_to_bytes(svg_string=svg, zoom=PNG_SCALE, font_files=_fonts(), sans_serif_family="Open Sans")
 
 
 def _fonts() -> list[str]:

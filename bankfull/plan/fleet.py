@@ -1,0 +1,465 @@
+"""A fleet of replicas over a day: a discrete-event simulation with the server's routing, the engine's scheduler and the
+cluster's autoscaler.
+
+The events are arrivals, ends of steps, replicas that start, fail, drain or restart, and looks of the autoscaler. A
+request whose replica ends continues on another one with its tokens, as in the server: prompt and tokens so far are
+computed again there. Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
+from bankfull.fleet.replica_range import ReplicaRange
+from bankfull.plan.day import Day, DayConversation
+from bankfull.plan.decode_times import DecodeTimes
+from bankfull.plan.fleet_front import FleetFront
+from bankfull.plan.fleet_ledger import FleetLedger
+from bankfull.plan.fleet_replica import FleetReplica, FleetStep, generated_token
+from bankfull.plan.simulate import ReplicaSpec
+from bankfull.types import Request
+
+PATIENCE = 10.0
+"""Seconds that a request whose replica has ended waits for another one, as in the server."""
+HEARTBEAT = 5.0
+"""Seconds after which the front notices that a machine is gone; the end of a process is noticed at once."""
+ADVANCE_EVERY = 256
+"""Requests between two calls of `advance`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    replicas: ReplicaRange
+    routing: str = "prefix"
+    start_seconds: float = 60.0
+    """Time from the start of a replica until it is ready."""
+    mtbf_hours: float | None = None
+    """Mean time between failures of one replica, in hours of the day; None: nothing fails."""
+    node_size: int = 8
+    """Replicas of one machine."""
+    node_failures: float = 0.2
+    """Fraction of the failures that end a whole machine."""
+    update_at: float | None = None
+    """Fraction of the day at which a rolling update begins; None: no update."""
+    update_share: float = 0.02
+    """Fraction of the replicas that an update restarts at once, at least one."""
+    grace: float = 30.0
+    """Seconds that requests may take to finish on a replica that is drained."""
+    seed: int = 0
+    stepped: bool = False
+    """Whether every step runs through the engine; slow, and equal to the result without."""
+
+
+@dataclass(slots=True)
+class FleetRequest:
+    """A request under way."""
+
+    number: int
+    conversation: DayConversation
+    turn: int
+    prompt: list[int]
+    output: int
+    arrived: float
+    replica: int = -1
+    first: float | None = None
+    cached: int = 0
+    generated: int = 0
+    """Tokens that the front had received when its last replica ended."""
+    homeless: float | None = None
+    """Time at which it lost its replica; None while it has one."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One place for a replica, and what it does now. An event of an earlier life is ignored: its `life` is older."""
+
+    number: int
+    replica: FleetReplica | None = None
+    life: int = 0
+    inbox: deque[Request] = field(default_factory=deque)
+    requests: set[int] = field(default_factory=set)
+    begun: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    """Ends of the plain steps under way."""
+    step: FleetStep | None = None
+    """The step of the engine under way."""
+    wanted: bool = False
+    """Whether it is paid for."""
+    draining: bool = False
+    restarts: bool = False
+    """Whether it starts again after the drain."""
+
+
+class FleetSimulation:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        day: Day,
+        options: FleetOptions,
+        advance: Callable[[int, str], None] = lambda done, note: None,
+    ) -> None:
+        self.options, self.day, self._spec, self._advance = options, day, spec, advance
+        self._times = DecodeTimes(spec.times)
+        self._frames = spec.sizes.frames
+        queue = spec.sizes.rows if spec.queue is None else spec.queue
+        facts = FleetReplica.facts(spec, self._frames)
+        self.front = FleetFront(facts, options.replicas.most, options.routing, queue, options.seed)
+        self.ledger = FleetLedger(day.requests, day.seconds)
+        self.members = [Member(number) for number in range(options.replicas.most)]
+        self.active: dict[int, FleetRequest] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
+        self._numbers = count(1)
+        self._homeless: deque[int] = deque()
+        self._coming = day.conversations()
+        self._arriving = 0
+        """Turns that are scheduled and have not arrived."""
+        self._exhausted = False
+        self._random = Random(options.seed)
+        self._autoscaler = Autoscaler()
+        self._update: deque[int] = deque()
+        self._updating = 0
+        self.computed_tokens = self.most_rows = self.preemptions = 0
+        """Of replicas that have ended; `_settle_all` adds the others."""
+
+    # -- the run
+
+    def run(self) -> FleetLedger:
+        for member in self.members[: self.options.replicas.least]:
+            self._begin(member, 0.0, 0.0)
+        self._next_conversation()
+        self._next_failure(0.0)
+        if self.options.replicas.scales:
+            self._at(LOOK_SECONDS, self._look)
+        if self.options.update_at is not None:
+            self._at(self.options.update_at * self.day.seconds, self._begin_update)
+        while self._events and (self.active or self._arriving or not self._exhausted):
+            now, _, event = heapq.heappop(self._events)
+            self.front.clock.now = now
+            event(now)
+        for number in list(self._homeless):
+            self._lose(self.active.pop(number))
+        self._settle_all()
+        return self.ledger
+
+    def _at(self, time: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event))
+
+    def _settle_all(self) -> None:
+        for member in self.members:
+            if member.replica is not None:
+                member.replica.check()
+                self._count(member.replica)
+        self.ledger.close(self.front.clock.now)
+
+    def _count(self, replica: FleetReplica) -> None:
+        self.computed_tokens += replica.computed_tokens
+        self.most_rows = max(self.most_rows, replica.most_rows)
+        self.preemptions += replica.scheduler.preemptions
+
+    # -- requests
+
+    def _next_conversation(self) -> None:
+        found = next(self._coming, None)
+        if found is None:
+            self._exhausted = True
+            return
+        self._arriving += 1
+
+        def arrive(now: float) -> None:
+            self._next_conversation()
+            self._arrive(found, 0, list(found.opening), now)
+
+        self._at(found.begins, arrive)
+
+    def _arrive(self, conversation: DayConversation, turn: int, before: list[int], now: float) -> None:
+        self._arriving -= 1
+        part = conversation.turns[turn]
+        prompt = before + list(part.new)
+        if len(prompt) + part.output > self.day.context:  # a conversation that has become too long starts again
+            prompt = (list(conversation.opening) + list(part.new))[: self.day.context - part.output]
+        number = next(self._numbers)
+        request = FleetRequest(number, conversation, turn, prompt, part.output, now)
+        if not self._send(request, now):
+            self.ledger.refuse(now)
+            self._continue(request, now)
+        if number % ADVANCE_EVERY == 0:
+            self._advance(number, f"{self.front.ready} replicas ready, {len(self.active)} requests under way")
+
+    def _send(self, request: FleetRequest, now: float) -> bool:
+        resumed = request.homeless is not None
+        found = self.front.route(request.number, request.prompt, request.generated, resumed)
+        if found is None:
+            return False
+        request.replica, held = found
+        self.active[request.number] = request
+        member = self.members[request.replica]
+        member.requests.add(request.number)
+        tokens: tuple[tuple[int, ...], ...] = ()
+        if resumed:
+            self.ledger.resume(len(request.prompt) + request.generated - held)
+            request.homeless = None
+            if request.generated:
+                first = generated_token(request.number, len(request.prompt))
+                tokens = (tuple(range(first, first + request.generated)),)
+        limit = len(request.prompt) + request.output
+        member.inbox.append(Request(request.number, tuple(request.prompt), limit, generated=tokens))
+        if member.replica is None:
+            return True  # its machine is gone, and the front does not know yet
+        if member.step is None and not member.ends:
+            self._next_step(member, now)
+        elif member.ends and (at := bisect_left(member.ends, now)) < len(member.ends) - 1:
+            del member.ends[at + 1 :]
+            self._wake_at(member, member.ends[at])
+        return True
+
+    def _end(self, request: FleetRequest, now: float) -> None:
+        assert request.first is not None
+        del self.active[request.number]
+        self.members[request.replica].requests.discard(request.number)
+        self.ledger.end(
+            request.arrived, request.first, now, len(request.prompt), request.cached, request.output, request.replica
+        )
+        self._continue(request, now)
+
+    def _continue(self, request: FleetRequest, now: float) -> None:
+        """The next turn of the conversation."""
+        conversation, turn = request.conversation, request.turn + 1
+        if turn == len(conversation.turns):
+            return
+        first = generated_token(request.number, len(request.prompt))
+        before = [*request.prompt, *range(first, first + request.output)]
+        self._arriving += 1
+        self._at(now + conversation.turns[turn].pause, lambda later: self._arrive(conversation, turn, before, later))
+
+    # -- steps
+
+    def _wake_at(self, member: Member, time: float) -> None:
+        member.life += 1
+        life = member.life
+
+        def wake(now: float) -> None:
+            if member.life == life:
+                self._wake(member, now)
+
+        self._at(time, wake)
+
+    def _wake(self, member: Member, now: float) -> None:
+        assert member.replica is not None
+        if member.ends:
+            member.replica.take_stride(member.begun, member.ends)
+            member.ends = []
+        elif (step := member.step) is not None:
+            member.step = None
+            self.front.receive(member.number, step)
+            if step.load is not None:
+                for output in step.outputs:
+                    request = self.active[output.request]  # type: ignore[index]
+                    if request.first is None and output.tokens:
+                        request.first, request.cached = now, output.cached
+                    if output.finish is not None:
+                        self._end(request, now)
+        if member.replica is None or (member.draining and not member.requests):
+            self._drained(member, now)
+            return
+        self._next_step(member, now)
+
+    def _next_step(self, member: Member, now: float) -> None:
+        replica = member.replica
+        assert replica is not None
+        replica.clock.now = now
+        while member.inbox:
+            replica.add(member.inbox.popleft())
+        if not replica.busy:
+            return
+        member.begun, member.ends = now, replica.plan_stride(now)
+        if member.ends:
+            self._wake_at(member, member.ends[-1])
+        else:
+            member.step = replica.step(now)
+            self._wake_at(member, replica.clock.now)
+
+    # -- replicas
+
+    def _begin(self, member: Member, now: float, seconds: float) -> None:
+        """Start a replica, which is ready after these seconds."""
+        member.life += 1
+        life = member.life
+        if not member.wanted:
+            member.wanted = True
+            self.ledger.paid(now, 1)
+
+        def ready(later: float) -> None:
+            if member.life != life:
+                return
+            member.replica = FleetReplica(self._spec, self._times, self._frames, self.options.stepped)
+            self.front.starts(member.number)
+            self.ledger.ready(later, self.front.ready)
+            for number in [*self._homeless]:
+                self._homeless.remove(number)
+                self._go_on(self.active[number], later)
+
+        if seconds:
+            self._at(now + seconds, ready)
+        else:
+            ready(now)
+
+    def _stop(self, member: Member, now: float) -> list[FleetRequest]:
+        """End a replica at once. Its requests, with the tokens that the front has received."""
+        replica = member.replica
+        assert replica is not None
+        if member.ends:
+            replica.take_stride(member.begun, member.ends[: bisect_right(member.ends, now)])
+        progress = replica.progress()
+        if member.step is not None:
+            replica.computed_tokens -= replica.step_tokens  # the step does not finish
+        for output in member.step.outputs if member.step is not None else ():
+            number = output.request
+            request = self.active[number]  # type: ignore[index]
+            progress[number] = (progress[number] if output.finish is None else request.output) - len(output.tokens)
+        left = [self.active[number] for number in sorted(member.requests)]
+        for request in left:
+            request.generated = progress.get(request.number, request.generated)
+        self._count(replica)
+        member.replica, member.step, member.ends = None, None, []
+        member.life += 1
+        return left
+
+    def _move(self, member: Member, left: list[FleetRequest], now: float) -> None:
+        """The front notices the end of a replica: its requests go on elsewhere."""
+        self.front.lose(member.number)
+        self.ledger.ready(now, self.front.ready)
+        member.inbox.clear()
+        for number in sorted(member.requests):
+            self.front.left(member.number, number)
+        member.requests.clear()
+        for request in left:
+            request.homeless = now
+            self._go_on(request, now)
+
+    def _go_on(self, request: FleetRequest, now: float) -> None:
+        assert request.homeless is not None
+        if now - request.homeless > PATIENCE:
+            del self.active[request.number]
+            self._lose(request)
+        elif not self._send(request, now):
+            self._homeless.append(request.number)
+
+    def _lose(self, request: FleetRequest) -> None:
+        self.ledger.lost += 1
+        self._continue(request, self.front.clock.now)
+
+    # -- failures
+
+    def _next_failure(self, now: float) -> None:
+        mean = self.options.mtbf_hours
+        if mean is None:
+            return
+        # Hours of the day: a compressed day has as many failures as a whole one.
+        each = mean / 24 * self.day.seconds
+        self._at(now + self._random.expovariate(len(self.members) / each), self._fail)
+
+    def _fail(self, now: float) -> None:
+        self._next_failure(now)
+        victim = self._random.randrange(len(self.members))
+        size = self.options.node_size
+        whole = self._random.random() < self.options.node_failures
+        numbers = range(victim // size * size, victim // size * size + size) if whole else (victim,)
+        hit = [self.members[n] for n in numbers if n < len(self.members) and self.members[n].replica is not None]
+        if not hit:
+            return
+        self.ledger.failures.append(now)
+        for member in hit:
+            self.ledger.failed += 1
+            self._stop(member, now)
+            if whole:
+                self._at(now + HEARTBEAT, lambda later, member=member: self._notice(member, later))  # type: ignore[misc]
+            else:
+                self._notice(member, now)
+
+    def _notice(self, member: Member, now: float) -> None:
+        self._move(member, [self.active[number] for number in sorted(member.requests)], now)
+        restarts = member.restarts or not member.draining
+        if member.draining:
+            self._after_drain(member)
+        if restarts:
+            self._begin(member, now, self.options.start_seconds)
+        else:
+            self._unpaid(member, now)
+
+    # -- drains, updates and scaling
+
+    def _drain(self, member: Member, now: float, restarts: bool) -> None:
+        member.draining, member.restarts = True, restarts
+        self.front.admit(member.number, False)
+        self.ledger.ready(now, self.front.ready)
+        if not member.requests:
+            self._drained(member, now)
+            return
+        replica = member.replica
+
+        def end_of_grace(later: float) -> None:
+            if member.draining and member.replica is replica is not None:
+                self._drained(member, later)
+
+        self._at(now + self.options.grace, end_of_grace)
+
+    def _drained(self, member: Member, now: float) -> None:
+        if member.replica is None:
+            return
+        self._move(member, self._stop(member, now), now)
+        restarts = member.restarts
+        self._after_drain(member)
+        if restarts:
+            self._begin(member, now, self.options.start_seconds)
+        else:
+            self._unpaid(member, now)
+
+    def _after_drain(self, member: Member) -> None:
+        member.draining = member.restarts = False
+
+    def _unpaid(self, member: Member, now: float) -> None:
+        member.wanted = False
+        self.ledger.paid(now, -1)
+
+    def _begin_update(self, now: float) -> None:
+        self.ledger.updates.append(now)
+        self._update.extend(member.number for member in self.members if member.wanted)
+        self._continue_update(now)
+
+    def _continue_update(self, now: float) -> None:
+        """Restart a few replicas at a time: another one begins as soon as one is ready again."""
+        at_once = max(1, int(self.options.update_share * self.options.replicas.most))
+        under_way = sum(member.draining or (member.wanted and member.replica is None) for member in self.members)
+        while self._update and under_way < at_once:
+            member = self.members[self._update.popleft()]
+            if member.wanted and not member.draining and member.replica is not None:
+                self.ledger.updated += 1
+                self._drain(member, now, True)
+                under_way += 1
+        if self._update:
+            self._at(now + LOOK_SECONDS, self._continue_update)
+        else:
+            self.ledger.updates.append(now)
+
+    def _look(self, now: float) -> None:
+        self._at(now + LOOK_SECONDS, self._look)
+        paid = [member for member in self.members if member.wanted]
+        settled = all(member.replica is not None and not member.draining for member in paid)
+        rows = self._spec.sizes.rows * self.front.ready
+        demand = Demand(self.front.running, self.front.waiting, rows, settled)
+        wanted = self._autoscaler.decide(self.options.replicas, len(paid), demand)
+        if wanted > len(paid):
+            for member in [m for m in self.members if not m.wanted][: wanted - len(paid)]:
+                self._begin(member, now, self.options.start_seconds)
+        elif wanted < len(paid):
+            able = [member for member in paid if member.replica is not None and not member.draining]
+            for member in sorted(able, key=lambda one: len(one.requests))[: len(paid) - wanted]:
+                self._drain(member, now, False)

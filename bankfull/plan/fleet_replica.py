@@ -1,0 +1,196 @@
+"""One replica of a simulated fleet: the real engine loop, scheduler, prefix cache and reports on a device that only
+models time.
+
+Plain decode steps are taken together (`sched.stride`); with `stepped` each one runs through the engine, with the same
+result. A step is reported to the front when it ends, unless it was plain and the queue is as long as before: such a
+step changes nothing that a front routes by, except the lengths of contexts. The loop has depth 0: on a GPU, which plans
+one step ahead, an arrival would wait for one step more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bankfull.config import SchedConfig
+from bankfull.decode.plain import Plain
+from bankfull.engine import Engine
+from bankfull.fleet.prefix_report import PrefixReporter
+from bankfull.fleet.reports import Facts, Load, PrefixChanges, routing_figures
+from bankfull.plan.decode_times import DecodeTimes
+from bankfull.plan.simulate import Clock, FakeRunner, ReplicaSpec
+from bankfull.plan.step_times import TimeBreakdown
+from bankfull.sched.pace import REMEMBERED
+from bankfull.sched.scheduler import Scheduler
+from bankfull.sched.sequence import Sequence as Running
+from bankfull.sched.stride import plain_steps, take_plain_steps
+from bankfull.state.manager import StateManager
+from bankfull.types import Output, Request, StepPlan, Work
+
+TOKEN_BITS = 20
+"""Bits of a position in the number of a generated token."""
+
+
+def generated_token(request: int, position: int) -> int:
+    """Different for each request and position, so that outputs share pages only where one continues another."""
+    return (request << TOKEN_BITS) + position
+
+
+@dataclass(slots=True)
+class FleetStep:
+    """One step that ran through the engine. A plain step has no load: the front hears nothing of it."""
+
+    outputs: list[Output]
+    load: Load | None = None
+    prefixes: PrefixChanges | None = None
+
+
+class FleetReplica:
+    def __init__(self, spec: ReplicaSpec, times: DecodeTimes, frames: int, stepped: bool = False) -> None:
+        """`times` may be shared by all replicas of one kind. `frames`: pages of this replica."""
+        self.clock = Clock()
+        self._spec, self._times, self._stepped = spec, times, stepped
+        self._spent = TimeBreakdown()
+        self.state = StateManager(spec.layout, frames, spec.sizes.slots, spec.state)
+        # The engine's own check counts all pages whenever it becomes idle; `check` does so when the simulation ends.
+        self.check = self.state.check
+        self.state.check = lambda: None  # type: ignore[method-assign]
+        sched = SchedConfig(
+            rows=spec.sizes.rows,
+            step_tokens=spec.sched.step_tokens,
+            step_ms=spec.sched.step_ms,
+            policy=spec.sched.policy,
+        )
+        self.scheduler = Scheduler(sched, self.state, clock=self.clock)
+        self.scheduler.pace.measured = True
+        self.runner = FakeRunner(self.clock, self._seconds, generated_token)
+        self.engine = Engine(self.scheduler, self.runner, Plain(), 0, clock=self.clock)
+        self.engine.on_launch.append(self._note)
+        self._reporter = PrefixReporter(self.state, self.clock)
+        self._waiting: dict[Hashable, int] = {}
+        self._waiting_tokens = 0
+        self._unanswered: set[Hashable] = set()
+        """Requests without a token of this replica."""
+        self._changed = False
+        self._reported = (0, 0)
+        """Running and waiting sequences in the last report."""
+        self.most_rows = 0
+        self.computed_tokens = self.step_tokens = 0
+        """Tokens of all steps, and of the last one that ran through the engine."""
+
+    @staticmethod
+    def facts(spec: ReplicaSpec, frames: int) -> Facts:
+        paged = spec.layout.paged
+        groups = [(group.page_tokens, group.window or 0) for group in paged]
+        snapshots = spec.layout.block_tokens if spec.layout.recurrent else 0
+        context, block, step = 1 << TOKEN_BITS, spec.layout.block_tokens, spec.sched.step_tokens
+        return Facts("", context, 0, spec.sizes.rows, frames, block, step, "", "", groups=groups, snapshots=snapshots)
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy
+
+    def add(self, request: Request) -> None:
+        tokens = len(request.prompt) + sum(map(len, request.generated))
+        self._waiting[request.id] = tokens
+        self._unanswered.add(request.id)
+        self._waiting_tokens += tokens
+        self.engine.add(request)
+
+    def plan_stride(self, now: float) -> list[float]:
+        """The ends of the plain steps that begin now, as far as their number is known; empty if the next step must run
+        through the engine. Changes nothing."""
+        if self._stepped or not (steps := plain_steps(self.scheduler)):
+            return []
+        rows = self.scheduler.running
+        seconds = self._times.strides(rows, self._context(), steps)
+        # Added one by one, as the device's clock does.
+        ends = seconds.copy()
+        ends[0] = now + ends[0]
+        found: list[float] = ends.cumsum().tolist()
+        return found
+
+    def take_stride(self, begun: float, ends: Sequence[float]) -> None:
+        """Take the plain steps that end at these times."""
+        steps, rows = len(ends), self.scheduler.running
+        if not steps:
+            return
+        late = ends[-REMEMBERED - 1 :] if steps > REMEMBERED else [begun, *ends]
+        # The engine measures a step as the difference of two readings of its clock.
+        seconds = [end - start for start, end in pairwise(late)]
+        take_plain_steps(self.scheduler, steps, self._decoded, seconds)
+        totals = self.engine.totals
+        totals.steps += steps
+        totals.tokens += steps * rows
+        totals.sampled += steps * rows
+        self.computed_tokens += steps * rows
+        totals.busy += ends[-1] - begun
+        self.runner.busy += ends[-1] - begun
+        for seq in self.scheduler._running:
+            self.runner.skip(seq.row, steps)
+        self.clock.now = ends[-1]
+
+    def step(self, now: float) -> FleetStep:
+        """One step of the engine that begins now; the clock then shows its end."""
+        self.clock.now = max(now, self.clock.now)
+        self._changed = False
+        outputs = self.engine.step()
+        for output in outputs:
+            self.engine.started.pop(output.request, None)
+            if output.request in self._unanswered or output.finish is not None:
+                self._unanswered.discard(output.request)
+                self._changed = True
+        sizes = self.scheduler.running, self.scheduler.waiting
+        if not self._changed and sizes == self._reported:
+            return FleetStep(outputs)
+        self._reported = sizes
+        return FleetStep(outputs, self._load(), self._reporter.report(idle=not self.busy))
+
+    def progress(self) -> dict[Hashable, int]:
+        """Requests that have not ended -> tokens that they have generated, in all."""
+        sequences = [*self.scheduler._running, *self.scheduler._waiting]
+        return {seq.request.id: len(seq.tokens) - seq.prompt_len for seq in sequences}
+
+    def _load(self) -> Load:
+        scheduler, pages = self.scheduler, self.state.pages
+        return Load(
+            scheduler.running,
+            scheduler.waiting,
+            self._waiting_tokens,
+            pages.size - pages.available,
+            pages.size,
+            0,
+            0,
+            scheduler.preemptions,
+            self.engine.totals.steps,
+            self.engine.totals.busy,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            *routing_figures(scheduler),
+        )
+
+    def _note(self, plan: StepPlan) -> None:
+        for enter in plan.enter:
+            self._waiting_tokens -= self._waiting.pop(enter.request, 0)
+        self._changed = bool(plan.enter) or any(work.count > 1 for work in plan.work)
+        self.most_rows = max(self.most_rows, self.scheduler.running)
+        self.step_tokens = plan.tokens
+        self.computed_tokens += plan.tokens
+
+    def _seconds(self, work: Sequence[Work]) -> float:
+        if all(one.count == 1 for one in work):
+            return float(self._times.strides(len(work), sum(one.start + 1 for one in work), 1)[0])
+        return self._spec.times.work(work, self._spent)
+
+    def _context(self) -> int:
+        return sum(len(seq.tokens) for seq in self.scheduler._running)
+
+    @staticmethod
+    def _decoded(seq: Running, count: int) -> list[int]:
+        assert isinstance(seq.request.id, int)
+        first = generated_token(seq.request.id, len(seq.tokens))
+        return list(range(first, first + count))
