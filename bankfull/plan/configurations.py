@@ -12,13 +12,14 @@ from typing import Any
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError
+from bankfull.fleet.routing import DEFAULT_POLICY
 from bankfull.limits.meter.closed_form import ClosedForm, forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.memory import memory_of
 from bankfull.limits.model.recipe import Recipe, recipe_of
 from bankfull.models.registry import Config
-from bankfull.plan.simulate import ROUTES, ReplicaSpec
+from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.sites import Site
 from bankfull.plan.step_times import ALONE, ParallelLayout, StepTimes
 from bankfull.runtime.memory import Sizes, plan_memory
@@ -89,7 +90,7 @@ class Configuration:
     rows: int
     step_tokens: int
     replicas: int = 1
-    route: str = ROUTES[0]
+    route: str = DEFAULT_POLICY
     layout: ParallelLayout = ALONE
     not_yet: str | None = None
     """Why this version cannot run it."""

@@ -20,10 +20,11 @@ from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.plan.day import Day, DayConversation
 from bankfull.plan.decode_times import DecodeTimes
-from bankfull.plan.fleet_front import FleetFront
+from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of
 from bankfull.plan.fleet_ledger import FleetLedger
-from bankfull.plan.fleet_replica import FleetReplica, FleetStep, generated_token
-from bankfull.plan.simulate import ReplicaSpec
+from bankfull.plan.fleet_replica import FleetReplica, generated_token
+from bankfull.plan.simulate import Clock, ReplicaSpec
+from bankfull.state.prefix import Chain
 from bankfull.types import Request
 
 PATIENCE = 10.0
@@ -67,6 +68,8 @@ class FleetRequest:
     prompt: list[int]
     output: int
     arrived: float
+    chain: Chain
+    """Hashes of its blocks. A conversation's are kept from turn to turn, so that each block is hashed once."""
     replica: int = -1
     first: float | None = None
     cached: int = 0
@@ -83,7 +86,8 @@ class Member:
     number: int
     replica: FleetReplica | None = None
     life: int = 0
-    inbox: deque[Request] = field(default_factory=deque)
+    inbox: deque[tuple[Request, list[bytes]]] = field(default_factory=deque)
+    """Requests that were sent to it, with the known hashes of their blocks."""
     requests: set[int] = field(default_factory=set)
     begun: float = 0.0
     ends: list[float] = field(default_factory=list)
@@ -109,8 +113,9 @@ class FleetSimulation:
         self._times = DecodeTimes(spec.times)
         self._frames = spec.sizes.frames
         queue = spec.sizes.rows if spec.queue is None else spec.queue
-        facts = FleetReplica.facts(spec, self._frames)
-        self.front = FleetFront(facts, options.replicas.most, options.routing, queue, options.seed)
+        facts = facts_of(spec.layout, spec.sizes.rows, self._frames, spec.sched.step_tokens)
+        self._clock = Clock()
+        self.front = FleetFront(facts, options.replicas.most, options.routing, queue, self._clock, options.seed)
         self.ledger = FleetLedger(day.requests, day.seconds)
         self.members = [Member(number) for number in range(options.replicas.most)]
         self.active: dict[int, FleetRequest] = {}
@@ -142,7 +147,7 @@ class FleetSimulation:
             self._at(self.options.update_at * self.day.seconds, self._begin_update)
         while self._events and (self.active or self._arriving or not self._exhausted):
             now, _, event = heapq.heappop(self._events)
-            self.front.clock.now = now
+            self._clock.now = now
             event(now)
         for number in list(self._homeless):
             self._lose(self.active.pop(number))
@@ -157,7 +162,7 @@ class FleetSimulation:
             if member.replica is not None:
                 member.replica.check()
                 self._count(member.replica)
-        self.ledger.close(self.front.clock.now)
+        self.ledger.close(self._clock.now)
 
     def _count(self, replica: FleetReplica) -> None:
         self.computed_tokens += replica.computed_tokens
@@ -175,18 +180,24 @@ class FleetSimulation:
 
         def arrive(now: float) -> None:
             self._next_conversation()
-            self._arrive(found, 0, list(found.opening), now)
+            self._arrive(found, 0, list(found.opening), None, now)
 
         self._at(found.begins, arrive)
 
-    def _arrive(self, conversation: DayConversation, turn: int, before: list[int], now: float) -> None:
+    def _arrive(
+        self, conversation: DayConversation, turn: int, before: list[int], names: list[bytes] | None, now: float
+    ) -> None:
         self._arriving -= 1
         part = conversation.turns[turn]
         prompt = before + list(part.new)
         if len(prompt) + part.output > self.day.context:  # a conversation that has become too long starts again
             prompt = (list(conversation.opening) + list(part.new))[: self.day.context - part.output]
+            names = None
+        chain = Chain(b"", self._spec.layout.block_tokens)
+        if names is not None:
+            chain.names = names
         number = next(self._numbers)
-        request = FleetRequest(number, conversation, turn, prompt, part.output, now)
+        request = FleetRequest(number, conversation, turn, prompt, part.output, now, chain)
         if not self._send(request, now):
             self.ledger.refuse(now)
             self._continue(request, now)
@@ -195,7 +206,7 @@ class FleetSimulation:
 
     def _send(self, request: FleetRequest, now: float) -> bool:
         resumed = request.homeless is not None
-        found = self.front.route(request.number, request.prompt, request.generated, resumed)
+        found = self.front.route(request.number, request.prompt, request.generated, resumed, request.chain)
         if found is None:
             return False
         request.replica, held = found
@@ -210,7 +221,8 @@ class FleetSimulation:
                 first = generated_token(request.number, len(request.prompt))
                 tokens = (tuple(range(first, first + request.generated)),)
         limit = len(request.prompt) + request.output
-        member.inbox.append(Request(request.number, tuple(request.prompt), limit, generated=tokens))
+        sent = Request(request.number, tuple(request.prompt), limit, generated=tokens)
+        member.inbox.append((sent, list(request.chain.names)))
         if member.replica is None:
             return True  # its machine is gone, and the front does not know yet
         if member.step is None and not member.ends:
@@ -223,7 +235,10 @@ class FleetSimulation:
     def _end(self, request: FleetRequest, now: float) -> None:
         assert request.first is not None
         del self.active[request.number]
-        self.members[request.replica].requests.discard(request.number)
+        member = self.members[request.replica]
+        member.requests.discard(request.number)
+        assert member.replica is not None
+        request.chain = member.replica.chains.pop(request.number)
         self.ledger.end(
             request.arrived, request.first, now, len(request.prompt), request.cached, request.output, request.replica
         )
@@ -236,8 +251,11 @@ class FleetSimulation:
             return
         first = generated_token(request.number, len(request.prompt))
         before = [*request.prompt, *range(first, first + request.output)]
+        names = request.chain.names[: len(before) // self._spec.layout.block_tokens + 1]
         self._arriving += 1
-        self._at(now + conversation.turns[turn].pause, lambda later: self._arrive(conversation, turn, before, later))
+        self._at(
+            now + conversation.turns[turn].pause, lambda later: self._arrive(conversation, turn, before, names, later)
+        )
 
     # -- steps
 
@@ -276,7 +294,7 @@ class FleetSimulation:
         assert replica is not None
         replica.clock.now = now
         while member.inbox:
-            replica.add(member.inbox.popleft())
+            replica.add(*member.inbox.popleft())
         if not replica.busy:
             return
         member.begun, member.ends = now, replica.plan_stride(now)
@@ -354,7 +372,7 @@ class FleetSimulation:
 
     def _lose(self, request: FleetRequest) -> None:
         self.ledger.lost += 1
-        self._continue(request, self.front.clock.now)
+        self._continue(request, self._clock.now)
 
     # -- failures
 

@@ -3,25 +3,41 @@ that replicas have reported so far."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bankfull.engine import Engine
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.prefixes import PrefixIndex, PromptKeys
-from bankfull.fleet.reports import Facts, Load
+from bankfull.fleet.reports import Facts, Load, PrefixChanges, routing_figures
 from bankfull.fleet.routing import routing_policy
 from bankfull.fleet.table import ReplicaTable
-from bankfull.plan.fleet_replica import FleetStep
-from bankfull.plan.simulate import Clock
+from bankfull.state.prefix import Chain
+from bankfull.state.spec import Layout
+from bankfull.types import Output
+
+
+@dataclass(slots=True)
+class FleetStep:
+    """One step of a replica's engine. A step without a load is not reported to the front."""
+
+    outputs: list[Output]
+    load: Load | None = None
+    prefixes: PrefixChanges | None = None
 
 
 class FleetFront:
     """Replicas have numbers, which are their slots."""
 
-    def __init__(self, facts: Facts, most: int, policy: str, queue: int, seed: int = 0) -> None:
+    def __init__(
+        self, facts: Facts, most: int, policy: str, queue: int, clock: Callable[[], float], seed: int = 0
+    ) -> None:
         """`queue`: requests of a replica beyond its rows, as in the server's admission."""
-        self.clock = Clock()
         self._facts, self._most_each = facts, facts.rows + queue
         self._policy = routing_policy(policy, seed)
         self._table, self._index = ReplicaTable(), PrefixIndex()
-        self._meters = [ReplicaMeter(self.clock) for _ in range(most)]
+        self._meters = [ReplicaMeter(clock) for _ in range(most)]
         for meter in self._meters:
             self._table.add(meter)
         self._loads: dict[int, Load] = {}
@@ -53,13 +69,20 @@ class FleetFront:
         self._index.leave(replica)
         self.admit(replica, False)
 
-    def route(self, number: int, prompt: list[int], generated: int, resumed: bool) -> tuple[int, int] | None:
+    def route(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        generated: int = 0,
+        resumed: bool = False,
+        chain: Chain | None = None,
+    ) -> tuple[int, int] | None:
         """Choose the replica of a request, and note the choice: the replica and the tokens that it is expected to have
         cached. None if every replica has a full queue; a resumed request was admitted before and is never refused."""
         slots = self._slots
         if not slots:
             return None
-        cached = self._index.cached_tokens(PromptKeys(prompt, "", self._facts.page_tokens))
+        cached = self._index.cached_tokens(PromptKeys(prompt, "", self._facts.page_tokens, chain=chain))
         tokens = len(prompt) + generated
         chosen = slots[self._policy.choose(tokens, False, self._table.view(slots, cached))]
         if not resumed and self._meters[chosen].requests >= self._most_each:
@@ -98,3 +121,33 @@ class FleetFront:
             self._loads[replica] = load
             self.running += load.running
             self.waiting += load.waiting
+
+
+def facts_of(layout: Layout, rows: int, frames: int, step_tokens: int) -> Facts:
+    """The properties of an engine that routing uses."""
+    groups = [(group.page_tokens, group.window or 0) for group in layout.paged]
+    block = layout.block_tokens
+    snapshots = block if layout.recurrent else 0
+    return Facts("", 0, 0, rows, frames, block, step_tokens, "", "", groups=groups, snapshots=snapshots)
+
+
+def load_of(engine: Engine[Any], waiting_tokens: int) -> Load:
+    """The engine's load after a step, without the figures that only metrics show. The pace must be measured."""
+    scheduler, pages = engine.scheduler, engine.scheduler.state.pages
+    totals = engine.totals
+    load = Load(
+        scheduler.running,
+        scheduler.waiting,
+        waiting_tokens,
+        pages.size - pages.available,
+        pages.size,
+        0,
+        0,
+        scheduler.preemptions,
+        totals.steps,
+        totals.busy,
+        0.0,
+        0.0,
+    )
+    load.prefill_ms_per_token, load.step_ms, load.pages_cached = routing_figures(scheduler)
+    return load

@@ -10,15 +10,14 @@ one step ahead, an arrival would wait for one step more.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from bankfull.config import SchedConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.fleet.prefix_report import PrefixReporter
-from bankfull.fleet.reports import Facts, Load, PrefixChanges, routing_figures
 from bankfull.plan.decode_times import DecodeTimes
+from bankfull.plan.fleet_front import FleetStep, load_of
 from bankfull.plan.simulate import Clock, FakeRunner, ReplicaSpec
 from bankfull.plan.step_times import TimeBreakdown
 from bankfull.sched.pace import REMEMBERED
@@ -26,7 +25,8 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence as Running
 from bankfull.sched.stride import plain_steps, take_plain_steps
 from bankfull.state.manager import StateManager
-from bankfull.types import Output, Request, StepPlan, Work
+from bankfull.state.prefix import Chain
+from bankfull.types import Request, StepPlan, Work
 
 TOKEN_BITS = 20
 """Bits of a position in the number of a generated token."""
@@ -35,15 +35,6 @@ TOKEN_BITS = 20
 def generated_token(request: int, position: int) -> int:
     """Different for each request and position, so that outputs share pages only where one continues another."""
     return (request << TOKEN_BITS) + position
-
-
-@dataclass(slots=True)
-class FleetStep:
-    """One step that ran through the engine. A plain step has no load: the front hears nothing of it."""
-
-    outputs: list[Output]
-    load: Load | None = None
-    prefixes: PrefixChanges | None = None
 
 
 class FleetReplica:
@@ -72,6 +63,8 @@ class FleetReplica:
         self._waiting_tokens = 0
         self._unanswered: set[Hashable] = set()
         """Requests without a token of this replica."""
+        self.chains: dict[Hashable, Chain] = {}
+        """Hashes of the blocks of requests; the caller removes those of a request that has ended."""
         self._changed = False
         self._reported = (0, 0)
         """Running and waiting sequences in the last report."""
@@ -79,24 +72,20 @@ class FleetReplica:
         self.computed_tokens = self.step_tokens = 0
         """Tokens of all steps, and of the last one that ran through the engine."""
 
-    @staticmethod
-    def facts(spec: ReplicaSpec, frames: int) -> Facts:
-        paged = spec.layout.paged
-        groups = [(group.page_tokens, group.window or 0) for group in paged]
-        snapshots = spec.layout.block_tokens if spec.layout.recurrent else 0
-        context, block, step = 1 << TOKEN_BITS, spec.layout.block_tokens, spec.sched.step_tokens
-        return Facts("", context, 0, spec.sizes.rows, frames, block, step, "", "", groups=groups, snapshots=snapshots)
-
     @property
     def busy(self) -> bool:
         return self.engine.busy
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, names: list[bytes] | None = None) -> None:
+        """`names`: hashes of the first blocks, where they are known already."""
         tokens = len(request.prompt) + sum(map(len, request.generated))
         self._waiting[request.id] = tokens
         self._unanswered.add(request.id)
         self._waiting_tokens += tokens
         self.engine.add(request)
+        self.chains[request.id] = self.scheduler._by_request[request.id][0].chain
+        if names is not None:
+            self.chains[request.id].names = names
 
     def plan_stride(self, now: float) -> list[float]:
         """The ends of the plain steps that begin now, as far as their number is known; empty if the next step must run
@@ -145,33 +134,12 @@ class FleetReplica:
         if not self._changed and sizes == self._reported:
             return FleetStep(outputs)
         self._reported = sizes
-        return FleetStep(outputs, self._load(), self._reporter.report(idle=not self.busy))
+        return FleetStep(outputs, load_of(self.engine, self._waiting_tokens), self._reporter.report(idle=not self.busy))
 
     def progress(self) -> dict[Hashable, int]:
         """Requests that have not ended -> tokens that they have generated, in all."""
         sequences = [*self.scheduler._running, *self.scheduler._waiting]
         return {seq.request.id: len(seq.tokens) - seq.prompt_len for seq in sequences}
-
-    def _load(self) -> Load:
-        scheduler, pages = self.scheduler, self.state.pages
-        return Load(
-            scheduler.running,
-            scheduler.waiting,
-            self._waiting_tokens,
-            pages.size - pages.available,
-            pages.size,
-            0,
-            0,
-            scheduler.preemptions,
-            self.engine.totals.steps,
-            self.engine.totals.busy,
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            *routing_figures(scheduler),
-        )
 
     def _note(self, plan: StepPlan) -> None:
         for enter in plan.enter:

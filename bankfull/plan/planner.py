@@ -1,8 +1,8 @@
 """From a model, traffic and objectives to the Pareto front of configurations and a recommendation.
 
 Every storage of the model on every device is first simulated with the engine's default settings, with the number of
-replicas that the roofline suggests and a few more. The Pareto front of these is tried with other rows, step token
-budgets and routes; the front of all is simulated again over a longer trace.
+replicas that the roofline suggests and a few more. The Pareto front of these is tried with other rows and step token
+budgets; the front of all is simulated again over a longer trace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bankfull.plan.configurations import (
 from bankfull.plan.efficiency import assumed
 from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, bottlenecks_of, outcome_of
 from bankfull.plan.pareto import ORDER, front, recommend
-from bankfull.plan.simulate import ROUTES, simulate
+from bankfull.plan.simulate import simulate
 from bankfull.plan.sites import Site, caveats
 from bankfull.plan.traffic import TrafficSpec
 from bankfull.weights.source import ModelFiles
@@ -277,18 +277,17 @@ class Planner:
         return max(1, min(sizes.rows, sizes.frames // layout.frames_for(length, configuration.step_tokens)))
 
     def _others(self, outcomes: Sequence[SimulatedOutcome]) -> list[SimulatedOutcome]:
-        """The best outcomes with other rows, step token budgets and routes."""
+        """The best outcomes with other rows and step token budgets."""
         possible = [outcome for outcome in outcomes if outcome.configuration.not_yet is None]
         chosen = sorted(front(possible), key=ORDER[self.request.goal])[:TRIED]
         found = []
         for outcome in chosen:
             base = outcome.configuration
             for other in grid(base.prepared):
-                for route in ROUTES if base.replicas > 1 else ROUTES[:1]:
-                    wanted = replace(other, replicas=base.replicas, route=route)
-                    known = route == base.route and outcome.same_with(other.rows, other.step_tokens)
-                    if not known and self._problem(wanted) is None:
-                        found.append(self._run(wanted))
+                wanted = replace(other, replicas=base.replicas)
+                known = outcome.same_with(other.rows, other.step_tokens)
+                if not known and self._problem(wanted) is None:
+                    found.append(self._run(wanted))
         return found
 
     def _again(self, outcomes: Sequence[SimulatedOutcome]) -> list[SimulatedOutcome]:

@@ -16,15 +16,17 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError, RequestError
+from bankfull.fleet.prefix_report import PrefixReporter
+from bankfull.fleet.routing import DEFAULT_POLICY
+from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of, load_of
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest
 from bankfull.runtime.memory import Sizes
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout
-from bankfull.types import Request, StepPlan, StepResult, Work
+from bankfull.types import Output, Request, StepPlan, StepResult, Work
 
-ROUTES = ("round-robin", "least-loaded")
 MOST_STEPS = 2_000_000
 
 StepSeconds = Callable[[Sequence[Work]], float]
@@ -181,6 +183,8 @@ class Replica:
         self.runner = FakeRunner(self.clock, lambda work: spec.times.work(work, self.spent))
         self.engine = Engine(self.scheduler, self.runner, Plain(), spec.depth, clock=self.clock)
         self.engine.on_launch.append(self._note)
+        self.on_step: Callable[[list[Output]], None] | None = None
+        """Called with the outputs of each step."""
         self._coming: deque[int] = deque()
         self._ends: list[float] = []
         self._assigned = 0
@@ -195,13 +199,15 @@ class Replica:
         """Requests that had arrived and not ended at this time."""
         return self._assigned - bisect_right(self._ends, time)
 
-    def assign(self, number: int) -> None:
+    def assign(self, number: int) -> bool:
+        """Whether its queue has room for the request."""
         time = self._requests[number].arrived
         if self.load(time) >= self._most:
             self._requests[number].refused = True
-            return
+            return False
         self._assigned += 1
         self._coming.append(number)
+        return True
 
     def run_until(self, time: float) -> None:
         """Run every step that begins before this time."""
@@ -216,6 +222,8 @@ class Replica:
                 return
             before = self.engine.totals.steps
             outputs = self.engine.step()
+            if self.on_step is not None:
+                self.on_step(outputs)
             for output in outputs:
                 self._receive(cast(int, output.request), len(output.tokens), output.finish is not None, output.cached)
             if not outputs and self.engine.totals.steps == before and not self.engine.busy:
@@ -290,21 +298,46 @@ class Run:
         return sum(served.arrived <= time for served in self.requests) - gone
 
 
-def simulate(spec: ReplicaSpec, trace: Sequence[TraceRequest], replicas: int = 1, route: str = ROUTES[0]) -> Run:
-    """Run a whole trace from an idle start to the last token."""
+def simulate(spec: ReplicaSpec, trace: Sequence[TraceRequest], replicas: int = 1, routing: str = DEFAULT_POLICY) -> Run:
+    """Run a whole trace from an idle start to the last token. Several replicas are routed to by the server's policy."""
     requests = [RequestTimes(a.time, len(a.prompt), a.output) for a in trace]
     fleet = [Replica(spec, requests, trace) for _ in range(replicas)]
+    front = _front_of(spec, fleet, routing) if replicas > 1 else None
     for number, served in enumerate(requests):
         for replica in fleet:
             replica.run_until(served.arrived)
-        if route == "round-robin":
-            chosen = fleet[number % replicas]
-        else:
-            chosen = min(fleet, key=lambda replica: replica.load(served.arrived))
-        chosen.assign(number)
+        chosen = 0
+        if front is not None:
+            found = front.route(number, trace[number].prompt, resumed=True)
+            assert found is not None, "a replica refuses by itself"
+            chosen = found[0]
+        if not fleet[chosen].assign(number) and front is not None:
+            front.left(chosen, number)
     for replica in fleet:
         replica.run_until(float("inf"))
     return _joined(requests, fleet)
+
+
+def _front_of(spec: ReplicaSpec, fleet: Sequence[Replica], routing: str) -> FleetFront:
+    clock = Clock()
+    facts = facts_of(spec.layout, spec.sizes.rows, fleet[0].manager.pages.size, spec.sched.step_tokens)
+    front = FleetFront(facts, len(fleet), routing, 0, clock)
+
+    def reports(number: int, replica: Replica) -> Callable[[list[Output]], None]:
+        reporter = PrefixReporter(replica.manager, replica.clock)
+
+        def report(outputs: list[Output]) -> None:
+            clock.now = replica.clock.now
+            prefixes = reporter.report(idle=not replica.engine.busy)
+            front.receive(number, FleetStep(outputs, load_of(replica.engine, 0), prefixes))
+
+        return report
+
+    for number, replica in enumerate(fleet):
+        replica.scheduler.pace.measured = True
+        replica.on_step = reports(number, replica)
+        front.starts(number)
+    return front
 
 
 def _joined(requests: list[RequestTimes], fleet: Sequence[Replica]) -> Run:
