@@ -20,6 +20,7 @@ class SentRequest:
     uncached_tokens: int
     samples: int
     batch: bool
+    suspect: bool
     answered: float | None = None
     """Time of the first token, in seconds."""
 
@@ -38,6 +39,8 @@ class ReplicaMeter:
         self._load: Load | None = None
         self.on_change: Callable[[], None] | None = None
         """Called when `candidate` may have changed."""
+        self.suspects = 0
+        """Requests without a first token that may have ended another engine."""
 
     @property
     def requests(self) -> int:
@@ -67,11 +70,18 @@ class ReplicaMeter:
             self.on_change()
 
     def sent(
-        self, request: Hashable, prompt_tokens: int, cached_tokens: int = 0, samples: int = 1, batch: bool = False
+        self,
+        request: Hashable,
+        prompt_tokens: int,
+        cached_tokens: int = 0,
+        samples: int = 1,
+        batch: bool = False,
+        suspect: bool = False,
     ) -> None:
         """A request was sent; `cached_tokens` as they were predicted."""
-        one = SentRequest(prompt_tokens, max(1, prompt_tokens - cached_tokens), samples, batch)
+        one = SentRequest(prompt_tokens, max(1, prompt_tokens - cached_tokens), samples, batch, suspect)
         self._requests[request] = one
+        self.suspects += suspect
         if batch:
             self._batch_samples += samples
         else:
@@ -104,6 +114,7 @@ class ReplicaMeter:
 
     def _answered(self, one: SentRequest) -> None:
         one.answered = self._clock()
+        self.suspects -= one.suspect
         if not one.batch:
             self._prompt_tokens -= one.prompt_tokens
             self._uncached_tokens -= one.uncached_tokens

@@ -22,8 +22,9 @@ log = logging.getLogger("bankfull.serve")
 MOST_FAILED_LOADS = 3
 """Attempts to load a model for the first time. Later loads are retried for ever, or until `give_up_after`."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Back-off in seconds before a restart: doubled with each death until the engine has run for CALM seconds."""
-CALM = 60.0
+"""Back-off in seconds before a restart: doubled with each death until an engine has served for some time."""
+CALM = 5.0
+"""Ratio of the time that an engine has served to the last back-off, from which the back-off begins anew."""
 STALL_SECONDS = 60.0
 LEAVING = 5.0
 """Seconds that the engine process has to exit after its socket was closed."""
@@ -64,6 +65,8 @@ class EngineKeeper(ABC):
         self._facts: Facts | None = None
         self._load: Load | None = None
         self._ready = self._draining = False
+        self._ready_at = 0.0
+        """Time at which the last engine became ready, in seconds."""
         self._engine: EngineConnection | None = None
         self._refusal: str | None = None
         """Why the model cannot be loaded, as the engine process reported it."""
@@ -132,7 +135,6 @@ class EngineKeeper(ABC):
         while True:
             self._engine = engine = self._open_engine(self._receive)
             self._refusal = None
-            begun = time.monotonic()
             try:
                 await engine.start()
                 engine.send(pack(self._configure))
@@ -148,7 +150,7 @@ class EngineKeeper(ABC):
             how = await engine.finish(patience=1.0)
             if was_ready:
                 failed_loads = 0
-                if time.monotonic() - begun > CALM:
+                if time.monotonic() - self._ready_at > CALM * pause:
                     pause = FIRST_PAUSE
                 log.error("The engine process %d ended %s; it is started again.", engine.pid, how)
             else:
@@ -206,7 +208,7 @@ class EngineKeeper(ABC):
         """The model is loaded."""
         self._facts = ready.facts
         self.phase = "ready"
-        self._ready = True
+        self._ready, self._ready_at = True, time.monotonic()
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 
@@ -19,6 +19,7 @@ from bankfull.serve.engine.keeper import SHUTTING_DOWN, STALL_SECONDS, EngineKee
 from bankfull.serve.engine.process import EngineFactory, EngineProcess
 from bankfull.serve.engine.wire import (
     Abort,
+    Begun,
     Configure,
     Facts,
     Failed,
@@ -60,12 +61,15 @@ class Stream:
         "id",
         "items",
         "prepared",
+        "worked_on",
     )
 
     def __init__(self, link: Link, request: int, ticket: Ticket, prepared: bool) -> None:
         self.id = request
         self.prepared = prepared
         """The engine can run it at once: there is no grammar to compile first."""
+        self.worked_on = False
+        """The engine has reported that it works on the request: it may be what ends the engine."""
         self.items: list[Delta | RequestDone] = []
         self.ended = False
         self._link, self._ticket = link, ticket
@@ -197,7 +201,7 @@ class Link(EngineKeeper):
         explain: bool = False,
         tenant: str = "",
         begun: Continuation | None = None,
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
+    ) -> Stream:
         """`begun`: what the samples have generated on another engine. The deltas begin with the first new token."""
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
@@ -312,6 +316,10 @@ class Link(EngineKeeper):
                 self._deal(message)
                 if message.prefixes is not None and self.on_prefixes is not None:
                     self.on_prefixes(message.prefixes)
+            case Begun():
+                for request in message.ids:
+                    if (stream := self._stream(request)) is not None:
+                        stream.worked_on = not message.waits
             case Refused():
                 if (stream := self._stream(message.id)) is not None:
                     stream.fail(_error_of(message))

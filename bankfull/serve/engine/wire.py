@@ -41,7 +41,8 @@ class Configure(msgspec.Struct, tag="configure"):
     threads: int | None = None
     """Threads that compute; None: one for each core."""
     tells_prefixes: bool = False
-    """Whether the engine reports the keys of its prefix cache and its pace, for routing between replicas."""
+    """Whether the engine reports the keys of its prefix cache, its pace, and the requests that it begins, for routing
+    between replicas."""
 
 
 class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
@@ -156,6 +157,16 @@ class StepMessage(msgspec.Struct, tag="step", omit_defaults=True):
     """Sent only if `Configure.tells_prefixes` is set, at most every 50 ms and when the engine becomes idle."""
 
 
+class Begun(msgspec.Struct, tag="begun", omit_defaults=True):
+    """The engine begins to work on these requests: to compile a grammar, or to compute a prompt. Sent before the work,
+    if `Configure.tells_prefixes` is set: the last such message of an engine that dies names the requests that may have
+    ended it."""
+
+    ids: list[int]
+    waits: bool = False
+    """The preparation is complete, and the request waits in the queue."""
+
+
 class Refused(msgspec.Struct, tag="refused"):
     """A request that never ran. `kind`: "request" (its own fault), "busy" (no room), "internal"."""
 
@@ -169,7 +180,7 @@ class Forgotten(msgspec.Struct, tag="forgotten"):
     pages: int
 
 
-FromEngine = LoadingPhase | Ready | Failed | StepMessage | Refused | Forgotten
+FromEngine = LoadingPhase | Ready | Failed | StepMessage | Begun | Refused | Forgotten
 
 _encoder = msgspec.msgpack.Encoder()
 _submits = msgspec.msgpack.Decoder(Submit)

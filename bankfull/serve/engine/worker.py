@@ -27,6 +27,7 @@ from bankfull.progress import PROGRESS
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
+from bankfull.serve.engine.begin_report import BeginReporter
 from bankfull.serve.engine.wire import (
     Abort,
     ApiGone,
@@ -168,6 +169,7 @@ class Worker:
         """Requests whose steps are timed, because their clients want to know where the time went."""
         self._told: tuple[int, ...] = ()
         self._prefixes: PrefixReporter | None = None
+        self._begins: BeginReporter | None = None
 
     def run(self) -> None:
         threading.Thread(target=self._until_gone, name="bankfull-watcher", daemon=True).start()
@@ -185,9 +187,7 @@ class Worker:
         except ApiGone:
             _leave(0)
         except NotAMessage as error:
-            print(
-                f"bankfull: the engine stops, because the data on its socket is not a message: {error}", file=sys.stderr
-            )
+            print(f"bankfull: the engine stops: the data on its socket is not a message: {error}", file=sys.stderr)
             _leave(1)
 
     def _until_gone(self) -> None:
@@ -226,6 +226,7 @@ class Worker:
         scheduler, state = engine.scheduler, engine.scheduler.state
         if wanted.tells_prefixes:
             self._prefixes = PrefixReporter(state)
+            self._begins = BeginReporter(engine, self._say)
         return Facts(
             name=wanted.model,
             max_len=llm.max_model_len,
@@ -299,6 +300,8 @@ class Worker:
                 self._loop.post(lambda: self._refuse(refusal), job.owner)
 
         job.tell = tell
+        if self._begins is not None:
+            job.work = self._begins.preparing(request, job.work)
         self._coming[request] = job
         try:
             self._desk.put(job)
@@ -476,10 +479,9 @@ def _leave(status: int) -> NoReturn:
 
 
 def main() -> None:
-    # Signals stop the API, which lets running requests finish and then closes the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent to the whole group: the API reloads its files
+    # Signals are for the API: it ends after the running requests and then closes the socket, or reloads its files.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         if len(sys.argv) > 2:

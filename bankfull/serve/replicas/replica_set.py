@@ -23,14 +23,15 @@ from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Backend, Busy, Continuation, DeadlineExceeded, Unavailable
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
-from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
+from bankfull.serve.replicas.resume import EngineStream, Leg, ResumableStream, SentParts
 from bankfull.serve.replicas.view import ReplicaView
 
 log = logging.getLogger("bankfull.serve")
 _slot = attrgetter("slot")
 
-PATIENCE = 10.0
-"""Seconds that a stream waits for a replica that can continue it; a small model is loaded again in about 3."""
+PATIENCE = 60.0
+"""Seconds without any ready replica after which a stream is given up; a model of 8 B parameters is loaded again in
+about 30."""
 NO_REPLICA = "No replica is running; ask again in a moment."
 COUNTERS = (
     "prefix_queries",
@@ -68,7 +69,7 @@ class ReplicaLink(Backend, Protocol):
         explain: bool = False,
         tenant: str = "",
         begun: Continuation | None = None,
-    ) -> AsyncIterator[list[Delta | RequestDone]]: ...
+    ) -> EngineStream: ...
 
     async def start(self) -> None: ...
 
@@ -328,10 +329,14 @@ class ReplicaSet:
     def closing(self) -> bool:
         return self._closing
 
-    def dispatch(self, parts: SentParts, deadline: float | None, begun: Continuation | None = None) -> Leg:
-        """Submit a request to the replica that the policy chooses among those that admit it. Raises Busy or Unavailable
-        if none does."""
-        choices = sorted((replica for replica in self._replicas.values() if replica.ready), key=_slot)
+    def dispatch(
+        self, parts: SentParts, deadline: float | None, begun: Continuation | None = None, *, suspect: bool = False
+    ) -> Leg:
+        """Submit a request to the replica that the policy chooses among those that admit it; a suspect only where no
+        other one is. Raises Busy or Unavailable if none does."""
+        choices = sorted(
+            (r for r in self._replicas.values() if r.ready and not (suspect and r.meter.suspects)), key=_slot
+        )
         tokens = len(parts.prompt) + (sum(map(len, begun.generated)) if begun is not None else 0)
         batch = parts.priority >= BATCH_PRIORITY
         cached = self._cached_tokens(parts, choices)
@@ -362,7 +367,7 @@ class ReplicaSet:
                 refusals.append(error)
                 continue
             number = next(self._numbers)
-            replica.meter.sent(number, tokens, held, parts.params.n, batch)
+            replica.meter.sent(number, tokens, held, parts.params.n, batch, suspect)
             return Leg(replica.name, steps, replica.meter, number)
         raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 

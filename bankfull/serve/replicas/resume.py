@@ -4,6 +4,11 @@ The stream keeps the tokens of each sample that it has passed on. When its repli
 another one together with these tokens, and goes on with the first new one: random numbers are keyed by position, so the
 tokens are those that the first replica would have generated. A request with `pool` or without output is begun anew. A
 request with `explain` of which tokens were passed on is not resumed, because no engine has an account of all its time.
+
+A request that ends its engines is given up, and no other one is. Engines report which requests they begin to work on
+(`wire.Begun`). A request that an engine worked on when it ended, without a token from it, is a suspect: it runs on a
+replica without another suspect until it has a token. If MOST_BARREN engines in a row end in that state, this request is
+the reason. Engines that end while a request waits in their queue are not counted against it.
 """
 
 from __future__ import annotations
@@ -33,15 +38,31 @@ from bankfull.serve.engine.wire import RequestDone
 
 log = logging.getLogger("bankfull.serve")
 
-Steps = AsyncIterator[list[Delta | RequestDone]]
-
-MOST_RESUMES = 16
-"""Replicas that may end under one request before it is given up."""
-MOST_BARREN = 3
-"""The same without a new token in between: such a request may be what ends them."""
+MOST_BARREN = 4
+"""Engines that may end while they work on a request, without a new token in between, before it is given up."""
+MOST_DEATHS = 64
+"""Engines that may end under one request, however that happens: the bound for a request that ends them in a way that no
+report shows."""
+TURN_SECONDS = 0.02
+"""Time between two looks for a replica without another suspect."""
+RETRY_SECONDS = 0.25
+"""Time before a resumed request is submitted again that an engine had no room to prepare."""
 
 EXPLAINED = "The engine has ended, and a request with explain cannot continue on another one; ask again."
 LATE = "The request's deadline has passed before its answer was complete."
+
+
+class EngineStream(Protocol):
+    """The deltas of a request from one engine: `link.Stream`, or a test's own."""
+
+    worked_on: bool
+    """Whether the engine has reported that it works on the request."""
+
+    def __aiter__(self) -> AsyncIterator[list[Delta | RequestDone]]: ...
+
+    async def __anext__(self) -> list[Delta | RequestDone]: ...
+
+    async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +87,17 @@ class Leg:
 
     __slots__ = ("_answered", "_loop", "_meter", "_number", "replica", "steps")
 
-    def __init__(self, replica: str, steps: Steps, meter: ReplicaMeter, number: int) -> None:
+    def __init__(self, replica: str, steps: EngineStream, meter: ReplicaMeter, number: int) -> None:
         self.replica, self.steps = replica, steps
         self._meter = meter
         self._number: int | None = number
         self._answered = False
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def barren(self) -> bool:
+        """Whether the engine has worked on the request without a token so far."""
+        return self.steps.worked_on and not self._answered
 
     def answered(self) -> None:
         if not self._answered and self._number is not None:
@@ -86,9 +112,7 @@ class Leg:
     async def leave(self) -> None:
         """The rest is not wanted."""
         self.end()
-        close = getattr(self.steps, "aclose", None)
-        if close is not None:
-            await close()
+        await self.steps.aclose()
 
     def __del__(self) -> None:
         if self._number is not None:
@@ -101,10 +125,18 @@ class Dispatcher(Protocol):
     """The replicas as a stream sees them."""
 
     patience: float
-    """Seconds that a stream waits for a replica that can continue it."""
+    """Seconds that a stream waits while there is no replica that could continue it."""
 
-    def dispatch(self, parts: SentParts, deadline: float | None, begun: Continuation | None = None) -> Leg:
-        """Submit a request to a replica. `deadline`: seconds from now. Raises Busy or Unavailable."""
+    @property
+    def ready(self) -> bool:
+        """Whether there is a replica that takes requests."""
+        ...
+
+    def dispatch(
+        self, parts: SentParts, deadline: float | None, begun: Continuation | None = None, *, suspect: bool = False
+    ) -> Leg:
+        """Submit a request to a replica, a suspect to one without another suspect. `deadline`: seconds from now. Raises
+        Busy or Unavailable."""
         ...
 
     async def wait_change(self, seconds: float) -> None:
@@ -129,11 +161,13 @@ class ResumableStream:
         "_barren",
         "_begun",
         "_deadline",
+        "_deaths",
         "_ended",
         "_finished",
         "_first",
         "_leg",
         "_parts",
+        "_refused",
         "_replicas",
         "_resumes",
         "_tokens",
@@ -149,7 +183,9 @@ class ResumableStream:
         self._tokens: list[list[int]] = [[] for _ in range(parts.params.n if parts.generates else 1)]
         """Tokens that were passed on, by sample."""
         self._finished: list[int] = []
-        self._resumes = self._barren = 0
+        self._resumes = self._deaths = self._barren = 0
+        self._refused: float | None = None
+        """Since when engines have no room to prepare it."""
         self._ended = False
         self._leg: Leg | None = replicas.dispatch(parts, deadline)
 
@@ -163,7 +199,7 @@ class ResumableStream:
             except (EngineDied, Unavailable, Busy) as error:
                 leg.end()
                 self._leg = None
-                last = await self._go_on(leg.replica, error)
+                last = await self._go_on(leg, error)
                 if last is None:
                     continue
                 items = last
@@ -189,7 +225,7 @@ class ResumableStream:
             if isinstance(item, Delta):
                 if item.token_ids:
                     self._tokens[item.index] += item.token_ids
-                    self._barren = 0
+                    self._barren, self._refused = 0, None
                     if self._first is None:
                         self._first = time.monotonic()
                     leg.answered()
@@ -219,11 +255,11 @@ class ResumableStream:
 
     # -- after the end of a replica
 
-    async def _go_on(self, replica: str, error: BankfullError) -> list[Delta | RequestDone] | None:
+    async def _go_on(self, left: Leg, error: BankfullError) -> list[Delta | RequestDone] | None:
         """Submit the request to another replica, or raise why that is impossible. Returns the last items of a request
         that misses nothing but its end."""
         try:
-            self._check(error)
+            self._check(left, error)
             if self._parts.generates and len(self._finished) == len(self._tokens):
                 return self._closing_items(error)
             await self._submit_again(error)
@@ -231,11 +267,11 @@ class ResumableStream:
             self._end()
             raise
         if self._leg is not None:
-            self._replicas.resumed(replica)
-            log.debug("A request of replica %s continues on replica %s.", replica, self._leg.replica)
+            self._replicas.resumed(left.replica)
+            log.debug("A request of replica %s continues on replica %s.", left.replica, self._leg.replica)
         return None
 
-    def _check(self, error: BankfullError) -> None:
+    def _check(self, left: Leg, error: BankfullError) -> None:
         """Raises the error if the request cannot be resumed."""
         if self._replicas.closing or isinstance(error, EngineFault):
             raise error
@@ -244,10 +280,13 @@ class ResumableStream:
         if self._parts.explain and any(self._tokens):
             raise EngineDied(EXPLAINED) from error
         self._resumes += 1
-        self._barren += 1
-        if self._resumes > MOST_RESUMES or self._barren > MOST_BARREN:
+        if isinstance(error, EngineDied):
+            self._deaths += 1
+            self._barren += left.barren
+        if self._barren >= MOST_BARREN or self._deaths >= MOST_DEATHS:
+            count = self._barren if self._barren >= MOST_BARREN else self._deaths
             raise EngineDied(
-                f"{self._resumes} engines have ended while they ran this request; it is not tried again."
+                f"{count} engines have ended while they ran this request; it is not tried again."
             ) from error
 
     def _closing_items(self, error: BankfullError) -> list[Delta | RequestDone]:
@@ -261,6 +300,9 @@ class ResumableStream:
     async def _submit_again(self, error: BankfullError) -> None:
         some = self._parts.generates and (any(self._tokens) or bool(self._finished))
         begun = Continuation(self._tokens, self._finished) if some else Continuation([], [])
+        suspect = self._barren > 0
+        if isinstance(error, Busy):
+            await self._wait_for_room(error)
         ends = time.monotonic() + self._replicas.patience
         while not self._ended:
             now = time.monotonic()
@@ -268,14 +310,30 @@ class ResumableStream:
             if left is not None and left <= 0:
                 raise DeadlineExceeded(LATE) from error
             try:
-                self._leg = self._replicas.dispatch(self._parts, left, begun)
+                self._leg = self._replicas.dispatch(self._parts, left, begun, suspect=suspect)
                 return
             except (Busy, Unavailable) as refusal:
                 if self._replicas.closing:
                     raise Unavailable(STOPPED) from refusal
-                if now >= ends:
+                waits = suspect and self._replicas.ready  # for another suspect, not for a replica
+                if waits:
+                    ends = now + self._replicas.patience
+                elif now >= ends:
                     raise EngineDied(
                         f"The engine has ended while the request was running, and no other one was ready within "
                         f"{self._replicas.patience:g} seconds; ask again."
                     ) from refusal
-            await self._replicas.wait_change(min(ends - now, left if left is not None else ends - now))
+            pause = TURN_SECONDS if waits else ends - now
+            await self._replicas.wait_change(min(pause, left if left is not None else pause))
+
+    async def _wait_for_room(self, error: Busy) -> None:
+        """An engine had no room to prepare the request. Raises EngineDied if that has lasted too long."""
+        now = time.monotonic()
+        if self._refused is None:
+            self._refused = now
+        elif now >= self._refused + self._replicas.patience:
+            raise EngineDied(
+                f"The engine has ended while the request was running, and the others had no room to prepare it within "
+                f"{self._replicas.patience:g} seconds; ask again."
+            ) from error
+        await asyncio.sleep(RETRY_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -46,6 +46,7 @@ class FakeStream:
     queue: asyncio.Queue[list[Delta | RequestDone] | BankfullError] = field(default_factory=asyncio.Queue)
     over: bool = False
     left: bool = False
+    worked_on: bool = True
 
     def __post_init__(self) -> None:
         generated = self.begun.generated if self.begun is not None else []
@@ -118,6 +119,8 @@ class FakeLink:
     retry_after: float = 1.0
     resets: int = 0
     closed: bool = False
+    works: bool = True
+    """Whether it works on a request at once; otherwise the request waits in its queue until a step."""
 
     def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
         if not self.ready:
@@ -137,13 +140,14 @@ class FakeLink:
         explain: bool = False,
         tenant: str = "",
         begun: Continuation | None = None,
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
+    ) -> FakeStream:
         if begun is None:
             self.expect(1)
         elif not self.ready:
             raise Unavailable(self.says)
         copied = None if begun is None else Continuation([list(t) for t in begun.generated], list(begun.finished))
         stream = FakeStream(self, prompt, params, pool, deadline, tenant, priority, explain, copied)
+        stream.worked_on = self.works
         self.streams.append(stream)
         self.sent.append(stream)
         return stream

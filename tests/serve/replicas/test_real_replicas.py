@@ -19,10 +19,11 @@ from bankfull.fleet.routing import routing_policy
 from bankfull.outputs import Delta
 from bankfull.sample.params import StructuredOutput
 from bankfull.sched.policy import BATCH_PRIORITY
-from bankfull.serve.engine.backend import Unavailable
+from bankfull.serve.engine.backend import EngineDied, Unavailable
 from bankfull.serve.engine.link import Link
-from bankfull.serve.engine.wire import RequestDone
+from bankfull.serve.engine.wire import Begun, RequestDone
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.replicas.resume import MOST_BARREN
 from tests.serve.engine_kit import OPTIONS, until
 from tests.tiny import speaking_folder
 
@@ -67,12 +68,11 @@ class Replicas:
 
 
 @contextmanager
-def running() -> Iterator[Replicas]:
+def running(made: Replicas) -> Iterator[Replicas]:
     async def start(made: Replicas) -> None:
         await made.set.start()
         await made.both_ready()
 
-    made = Replicas()
     try:
         made.run(start, timeout=240.0)
         yield made
@@ -83,7 +83,7 @@ def running() -> Iterator[Replicas]:
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[Replicas]:
-    with running() as made:
+    with running(Replicas()) as made:
         yield made
 
 
@@ -254,14 +254,57 @@ def test_the_set_knows_which_real_engine_holds_a_prefix(replicas: Replicas) -> N
     replicas.run(check)
 
 
+def _kills_when_begun(link: Link, prompt: list[int]) -> None:
+    """The engine of this link dies as soon as it begins to compute this prompt."""
+    generate, receive = link.generate, link._receive
+    killers: set[int] = set()
+
+    def watched(asked: list[int], params: SamplingParams, **how: Any) -> Any:
+        stream = generate(asked, params, **how)
+        if asked == prompt:
+            killers.add(stream.id)
+        return stream
+
+    def received(message: Any) -> None:
+        receive(message)
+        if isinstance(message, Begun) and killers.intersection(message.ids) and link.engine_pid:
+            os.kill(link.engine_pid, signal.SIGKILL)
+
+    link.generate, link._receive = watched, received  # type: ignore[method-assign, assignment]
+
+
+def test_only_the_request_that_kills_its_engines_is_given_up() -> None:
+    killer = list(range(200, 230))
+    params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+    others = [list(range(number, number + 10)) for number in range(12)]
+
+    async def check(made: Replicas) -> None:
+        usual = [told(await collect(made.set.generate(prompt, params))) for prompt in others]
+        before = made.set.restarts
+        doomed = asyncio.ensure_future(collect(made.set.generate(killer, SamplingParams(max_tokens=100))))
+        found = await asyncio.gather(*(collect(made.set.generate(prompt, params)) for prompt in others))
+        assert [told(items) for items in found] == usual
+        with pytest.raises(EngineDied, match="it is not tried again"):
+            await doomed
+        await made.both_ready()
+        assert made.set.restarts - before == MOST_BARREN
+        assert told(await collect(made.set.generate(others[0], params))) == usual[0]
+
+    made = Replicas()
+    for link in made.links.values():
+        _kills_when_begun(link, killer)
+    with running(made):
+        made.run(check, timeout=240.0)
+
+
 STEPS_BEFORE_A_KILL = 150
 """Steps of an engine before it is killed: about as many as the queue of the storm needs to reach its end."""
 
 
 @asynccontextmanager
 async def kills(made: Replicas, random: Random, pause: float) -> AsyncIterator[list[str]]:
-    """Kill one engine after the other, as long as it is entered. Each has run some steps before, on a machine of any
-    speed: a request that gets no token on several engines is given up."""
+    """Kill one engine after the other, as long as it is entered. Each has run some steps before, so that streams are
+    resumed on a machine of any speed."""
     killed: list[str] = []
 
     def busy() -> list[str]:

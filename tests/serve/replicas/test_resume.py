@@ -146,7 +146,92 @@ def test_a_request_that_ends_every_engine_is_given_up() -> None:
                     link.revive()
         with pytest.raises(EngineDied, match="not tried again"):
             await reading
-        assert sum(len(link.sent) for link in links) == 1 + resume.MOST_BARREN
+        assert sum(len(link.sent) for link in links) == resume.MOST_BARREN
+
+    run(check())
+
+
+def test_engines_that_end_while_a_request_waits_in_their_queue_are_not_counted() -> None:
+    async def check() -> None:
+        links = [FakeLink(works=False), FakeLink(works=False)]
+        reading = asyncio.ensure_future(read(replica_set(*links).generate(PROMPT, FIVE)))
+        for _ in range(4 * resume.MOST_BARREN):
+            await settled()
+            [runs] = [link for link in links if link.streams]
+            runs.kill()
+            runs.revive()
+        await settled()
+        for _ in range(5):
+            for link in links:
+                link.step()
+        (await reading).assert_whole(PROMPT, FIVE)
+
+    run(check())
+
+
+def test_no_request_is_queued_for_ever() -> None:
+    async def check() -> None:
+        links = [FakeLink(works=False), FakeLink(works=False)]
+        reading = asyncio.ensure_future(read(replica_set(*links).generate(PROMPT, FIVE)))
+        for _ in range(2 * resume.MOST_DEATHS):
+            await settled()
+            for link in links:
+                if link.streams:
+                    link.kill()
+                    link.revive()
+        with pytest.raises(EngineDied, match=f"{resume.MOST_DEATHS} engines have ended"):
+            await reading
+
+    run(check())
+
+
+def test_only_the_request_that_ends_its_engines_is_given_up() -> None:
+    """All requests enter the first engine together. Which one has ended it shows when each runs without the others."""
+    killer = [9, 9, 9]
+
+    async def check() -> None:
+        links = [FakeLink(), FakeLink(), FakeLink()]
+        replicas = replica_set(*links)
+        prompts = [[number] for number in range(6)] + [killer]
+        reading = [asyncio.ensure_future(read(replicas.generate(prompt, FIVE))) for prompt in prompts]
+        for _ in range(400):
+            await turns(5)
+            for link in links:
+                if any(stream.prompt == killer for stream in link.streams):
+                    link.kill()
+                    link.revive()
+                elif link.streams:
+                    link.step()
+            if all(task.done() for task in reading):
+                break
+            await asyncio.sleep(resume.TURN_SECONDS / 4)
+        for prompt, task in zip(prompts[:-1], reading, strict=False):
+            (await task).assert_whole(prompt, FIVE)
+        with pytest.raises(EngineDied, match="not tried again"):
+            await reading[-1]
+        assert [replica.meter.suspects for replica in replicas._replicas.values()] == [0, 0, 0]
+
+    run(check())
+
+
+def test_suspects_run_one_by_one() -> None:
+    async def check() -> None:
+        first, second = FakeLink(), FakeLink(ready=False)
+        replicas = replica_set(first, second, patience=0.01)
+        reading = [asyncio.ensure_future(read(replicas.generate([number], FIVE))) for number in range(3)]
+        await settled()
+        first.kill()
+        first.revive()
+        await asyncio.sleep(4 * resume.TURN_SECONDS)
+        assert len(first.streams) == 1, "longer than the patience, which is for a set without a replica"
+        for expected in (2, 3):
+            first.step()
+            await asyncio.sleep(2 * resume.TURN_SECONDS)
+            assert len(first.streams) == expected
+        for _ in range(6):
+            first.step()
+        for number, task in enumerate(reading):
+            (await task).assert_whole([number], FIVE)
 
     run(check())
 
