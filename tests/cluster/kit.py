@@ -86,6 +86,15 @@ class ClusterServer:
     def engines(self) -> list[int]:
         return [pid for pid, command in processes(self.mark).items() if ENGINE in command]
 
+    def gateways(self) -> list[int]:
+        """The processes of Ray's actors."""
+        return [pid for pid, command in processes(self.mark).items() if command.startswith("ray::EngineReplica")]
+
+    def replicas(self) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(f"{self.url}/console/state", timeout=60) as answer:
+            replicas: list[dict[str, Any]] = json.load(answer)["replicas"]
+        return replicas
+
     def stream(self, tokens: int) -> Iterator[str]:
         """The text of an answer, part by part; raises what the server reports."""
         body = {**BODY, "max_tokens": tokens, "stream": True, "ignore_eos": True}
