@@ -41,6 +41,7 @@ def test_a_short_storm(local: ServedReplicas, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.full
 @pytest.mark.cluster
+@pytest.mark.timeout(3600)
 def test_a_hundred_kills_in_ten_thousand_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="replicas need the package ray")
     with serving(tmp_path / "data", "--replicas", "3", "--replica-cpus", "0.5") as server:

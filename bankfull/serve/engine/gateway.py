@@ -43,6 +43,8 @@ MOST_UNKNOWN = 8
 """Connections in their handshake; further ones are closed at once."""
 KILL = b"K"
 """The one command of a server."""
+PROBE = b"P"
+"""Sent by a server that misses heartbeats, for the acknowledgement of this machine's kernel; has no other effect."""
 RUNNING = 1 << 30
 """In the place of an exit status while the process runs, and before it is started."""
 

@@ -9,6 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from bankfull.errors import BankfullError, ConfigError, ModelError
@@ -73,7 +74,7 @@ class EngineKeeper(ABC):
         self._last_failure = ""
         """Why the last load failed, or how its process ended."""
         self._supervisor: asyncio.Task[None] | None = None
-        self._changed, self._failed = asyncio.Event(), asyncio.Event()
+        self._changed, self._failed, self._again = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     # -- the requests, which the subclass has
 
@@ -111,6 +112,10 @@ class EngineKeeper(ABC):
         await self._failed.wait()
         raise ModelError(self.failure)
 
+    def try_again(self) -> None:
+        """End the back-off: the reason of the last failure may be gone."""
+        self._again.set()
+
     async def close(self) -> None:
         """End the engine process; requests that still run get an error."""
         self._draining = True
@@ -133,6 +138,7 @@ class EngineKeeper(ABC):
     async def _supervise(self) -> None:
         failed_loads, pause = 0, FIRST_PAUSE
         while True:
+            self._again.clear()
             self._engine = engine = self._open_engine(self._receive)
             self._refusal = None
             try:
@@ -166,10 +172,11 @@ class EngineKeeper(ABC):
                         f"The engine has ended, and {failed_loads} attempts to load the model again have failed; the "
                         f"next one begins in {pause:.0f} seconds, and the server's log says why."
                     )
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._again.wait(), pause)
             if self.failure is not None:
                 return
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = FIRST_PAUSE if self._again.is_set() else min(2 * pause, LONGEST_PAUSE)
             self.restarts += 1
 
     def _has_work(self) -> bool:

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import secrets
 import socket
+import sys
+import termios
 from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
-from bankfull.serve.engine.gateway import HEARTBEAT, KILL, RUNNING
+from bankfull.serve.engine.gateway import HEARTBEAT, KILL, PROBE, RUNNING
 from bankfull.serve.engine.handshake import CONTROL, ENGINE, HANDSHAKE_SECONDS, SESSION, HandshakeRefused, call, tune
 from bankfull.serve.engine.process import EngineConnection, how_ended
 from bankfull.serve.engine.wire import Failed, FromEngine
 
 log = logging.getLogger("bankfull.serve")
 
+QUIET_SECONDS = 0.75
+"""Time without a heartbeat, which is three of them, after which the replica's machine is probed."""
+PROBE_SECONDS = 0.75
+"""Time in which its kernel must acknowledge a probe; TCP repeats a lost packet after 0.2 and 0.6 seconds. A machine
+that does not is without power or network, and counts as gone."""
 SILENT_SECONDS = 5.0
-"""Time without a heartbeat after which the replica's machine counts as gone. The death of a process is noticed at once,
-because its connections are closed; only a machine without power or network is silent."""
+"""Time without a heartbeat after which a gateway counts as gone although its machine acknowledges probes: processes may
+have to wait for a processor, kernels do not. The death of a process is noticed at once, because its connections are
+closed."""
 
 
 class RemoteEngine(EngineConnection):
@@ -157,9 +166,35 @@ class ControlConnection(asyncio.Protocol):
         """Restart the time-out for the next heartbeat."""
         if self._silence is not None:
             self._silence.cancel()
-        self._silence = self._loop.call_later(SILENT_SECONDS, self._silent)
+        self._silence = self._loop.call_later(QUIET_SECONDS, self._probe, SILENT_SECONDS - QUIET_SECONDS)
 
-    def _silent(self) -> None:
-        log.error("The gateway of a replica has sent no heartbeat for %g seconds.", SILENT_SECONDS)
-        if self._transport is not None:
-            self._transport.abort()
+    def _probe(self, left: float) -> None:
+        """There was no heartbeat; `left`: the seconds in which there must be one."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(PROBE)
+            pause = min(left, PROBE_SECONDS)
+            self._silence = self._loop.call_later(pause, self._judge, left - pause)
+
+    def _judge(self, left: float) -> None:
+        # Before a timer is called, the event loop reads what has arrived: a pause of this process proves nothing.
+        if self._transport is None:
+            return
+        if _unacknowledged(self._transport):
+            log.error("The machine of a replica does not acknowledge any data: it has no power or network.")
+        elif left <= 0:
+            log.error("The gateway of a replica has sent no heartbeat for %g seconds.", SILENT_SECONDS)
+        else:
+            self._probe(left)
+            return
+        self._transport.abort()
+
+
+def _unacknowledged(transport: asyncio.WriteTransport) -> bool:
+    """Whether sent bytes have not reached the other machine's kernel; False where the system does not count them."""
+    if transport.get_write_buffer_size():
+        return True
+    try:
+        waiting = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return False
+    return bool(int.from_bytes(waiting, sys.byteorder))

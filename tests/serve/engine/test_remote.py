@@ -187,7 +187,9 @@ def test_a_gateway_that_ends_takes_its_engine_along(monkeypatch: pytest.MonkeyPa
 
 def test_a_silent_gateway_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "HEARTBEAT_SECONDS", 3600.0)
-    monkeypatch.setattr(remote_module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(remote_module, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(remote_module, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(remote_module, "SILENT_SECONDS", 0.5)
 
     async def silent() -> None:
         async with gateway() as (_, address):
@@ -197,6 +199,41 @@ def test_a_silent_gateway_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> Non
             assert "the connection to its machine was lost" in await engine.finish(0.0)
 
     run(silent())
+
+
+@pytest.mark.parametrize("kernel", ["acknowledges", "is silent"])
+def test_a_stopped_gateway_lives_as_long_as_its_kernel_acknowledges(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gateway that gets no processor time is waited for; a machine that is gone is not."""
+    monkeypatch.setattr(remote_module, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(remote_module, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(remote_module, "SILENT_SECONDS", 3600.0)
+    monkeypatch.setattr(gateway_module, "HEARTBEAT_SECONDS", 3600.0)
+    asked: list[bool] = []
+    unacknowledged = remote_module._unacknowledged
+
+    def watched(transport: asyncio.WriteTransport) -> bool:
+        asked.append(unacknowledged(transport))
+        return kernel == "is silent" and len(asked) == 3
+
+    monkeypatch.setattr(remote_module, "_unacknowledged", watched)
+
+    async def wait() -> None:
+        async with gateway() as (_, address):
+            engine = RemoteEngine(lambda message: None, address, TOKEN)
+            await engine.start()
+            if kernel == "is silent":
+                await asyncio.wait_for(engine.ended, 60)
+                assert len(asked) == 3 and "does not acknowledge any data" in caplog.text
+            else:
+                await until(lambda: len(asked) >= 5)
+                assert not engine.ended.done()
+                engine.kill()
+            await engine.finish(0.0)
+        assert not any(asked), "the loopback device has delivered every probe"
+
+    run(wait())
 
 
 # -- who may connect

@@ -1,0 +1,222 @@
+"""A machine whose network is cut in the middle of a stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.kit import processes, serving, until
+from tests.cluster.network import Network, network, why_impossible
+from tests.soak.figures import Figure, table
+from tests.tiny import speaking_folder
+
+TOKENS = 200
+
+GATEWAY = """
+import asyncio, sys
+from bankfull.serve.engine.gateway import Gateway
+
+async def serve():
+    gateway = Gateway(b"t" * 32)
+    print(await gateway.start(sys.argv[1], 7000), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+"""A gateway without Ray."""
+
+FRONT = """
+import asyncio, json, os, signal, sys, time
+from bankfull import SamplingParams
+from bankfull.outputs import Delta
+from bankfull.serve.engine.link import Link
+from bankfull.serve.engine.remote import RemoteEngine
+from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.replicas.routing import routing_policy
+
+OPTIONS = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4}
+PARAMS = SamplingParams(seed=3, max_tokens=int(sys.argv[2]), ignore_eos=True)
+
+def link(host):
+    return Link(sys.argv[1], OPTIONS, threads=1, tells_prefixes=True,
+        open_engine=lambda receive: RemoteEngine(receive, (host, 7000), b"t" * 32))
+
+async def answer(replicas, links, stop):
+    tokens, last, pause = [], time.monotonic(), 0.0
+    async for items in replicas.generate([5, 6, 7], PARAMS):
+        now = time.monotonic()
+        pause, last = max(pause, now - last), now
+        tokens += [token for item in items if isinstance(item, Delta) for token in item.token_ids]
+        if stop and len(tokens) >= 10:
+            stop = False
+            where = next(view.name for view in replicas.views() if view.requests)
+            os.kill(links[where].engine_pid, signal.SIGSTOP)
+            print(json.dumps({"runs": where}), flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+            last = time.monotonic()
+    return tokens, pause
+
+async def main():
+    links = {host: link(host) for host in sys.argv[3:]}
+    replicas = ReplicaSet(links, routing_policy("least-loaded"))
+    await replicas.start()
+    while not all(one.ready for one in links.values()):
+        await asyncio.sleep(0.05)
+    usual, _ = await answer(replicas, links, False)
+    print(json.dumps({"usual": len(usual)}), flush=True)
+    tokens, pause = await answer(replicas, links, True)
+    print(json.dumps({"same": tokens == usual, "pause": pause, "resumed": sum(v.resumed for v in replicas.views())}),
+        flush=True)
+    await replicas.close()
+
+asyncio.run(main())
+"""
+"""A front with one engine on each of the given hosts. It stops the engine of its stream, so that the answer is not
+complete before the test has cut the network."""
+
+
+@pytest.fixture(scope="module")
+def possible() -> None:
+    if why := why_impossible():
+        pytest.skip(why)
+
+
+@pytest.fixture
+def three(possible: None) -> Iterator[Network]:
+    with network(3) as made:
+        yield made
+
+
+def started(command: list[str], **how: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **how)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_stream_leaves_a_machine_without_network(three: Network, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without Ray: a front, and two machines with a gateway each."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def line(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        text = process.stdout.readline()
+        assert text, "it has ended"
+        return text
+
+    try:
+        hosts = [three.address(machine) for machine in (1, 2)]
+        for machine, host in enumerate(hosts, 1):
+            begun.append(started(three.on(machine, sys.executable, "-c", GATEWAY, host)))
+            line(begun[-1])
+        command = [sys.executable, "-c", FRONT, str(speaking_folder()), str(TOKENS), *hosts]
+        front = started(three.on(0, *command))
+        begun.append(front)
+        assert json.loads(line(front)) == {"usual": TOKENS}
+        where = json.loads(line(front))["runs"]
+        three.cut(1 + hosts.index(where))
+        assert front.stdin is not None
+        front.stdin.write("\n")
+        front.stdin.flush()
+        told = json.loads(line(front))
+    finally:
+        for process in begun:
+            for pid in [*_children(process.pid), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+    with capsys.disabled():
+        print("\n" + table([Figure("network cut: pause of the stream", told["pause"], "s")]))
+    assert told["same"] and told["resumed"] == 1
+
+
+class RayMachines:
+    """Ray on two machines with one CPU each; the server runs on the first."""
+
+    def __init__(self, there: Network, folder: Path) -> None:
+        self._there = there
+        self.head = f"{there.address(0)}:6379"
+        self.token = secrets.token_hex(32)
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
+        self.environment |= {"RAY_TMPDIR": str(folder), "BANKFULL_TEST_NODES": str(folder)}
+        self._start(0, "--head", "--port", "6379", "--include-dashboard=false")
+        self._start(1, "--address", self.head)
+
+    def _start(self, machine: int, *options: str) -> None:
+        command = [str(Path(sys.executable).parent / "ray"), "start", *options, "--num-cpus", "1"]
+        command += ["--node-ip-address", self._there.address(machine), "--object-store-memory", str(80 << 20)]
+        command += ["--disable-usage-stats"]
+        done = subprocess.run(
+            self._there.on(machine, *command), capture_output=True, text=True, env=os.environ | self.environment
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def close(self) -> None:
+        mark = f"BANKFULL_TEST_NODES={self.environment['BANKFULL_TEST_NODES']}"
+        for pid in processes(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not processes(mark), 30.0)
+
+
+@pytest.fixture
+def two_with_ray(possible: None) -> Iterator[tuple[Network, RayMachines]]:
+    pytest.importorskip("ray", reason="replicas need the package ray")
+    folder = Path(tempfile.mkdtemp(prefix="bf-nodes-"))  # short: Ray puts sockets below it
+    with network(2) as made:
+        machines = RayMachines(made, folder)
+        try:
+            yield made, machines
+        finally:
+            machines.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+def test_streams_leave_a_ray_node_without_network(
+    two_with_ray: tuple[Network, RayMachines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, ray = two_with_ray
+    options = ("--replicas", "2", "--ray", ray.head)
+    with there.inside(0), serving(tmp_path / "data", *options, **ray.environment) as server:
+        until(lambda: list(server.states().values()) == ["ready"] * 2)
+        nodes = {replica["address"].rpartition(":")[0] for replica in server.status()["replicas"]}
+        assert nodes == {there.address(0), there.address(1)}, "one replica on each machine"
+        expected = server.answer(TOKENS)
+        far = [pid for pid in server.engines() if _namespace(pid) != _namespace(server.process.pid)]
+        streams = [server.stream(TOKENS) for _ in range(4)]
+        got = [[next(parts) for _ in range(3)] for parts in streams]
+        for pid in far:
+            os.kill(pid, signal.SIGSTOP)  # their answers must not be complete before the cut
+        there.cut(1)
+        begun = time.monotonic()
+        for parts, text in zip(streams, got, strict=True):
+            text.extend(parts)
+            assert "".join(text) == expected
+        seconds = time.monotonic() - begun
+        assert any(replica["resumed"] for replica in server.replicas())
+        assert server.answer(TOKENS) == expected
+    with capsys.disabled():
+        print("\n" + table([Figure("network cut of a Ray node: until all streams are complete", seconds, "s")]))
+
+
+def _namespace(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return own + [below for child in own for below in _children(child)]
