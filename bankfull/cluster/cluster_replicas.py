@@ -197,6 +197,7 @@ class ClusterReplicas(ReplicaSet):
         links = {view.name: view for view in self.views()}
         if name in links:
             if links[name].state != "failed":
+                self._replicas[name].link.try_again()
                 return
             await self.remove(name, 0.0)
         assert self.up is not None

@@ -44,7 +44,7 @@ from bankfull.outputs import Delta
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.serve.replicas.routing import routing_policy
+from bankfull.fleet.routing import routing_policy
 
 OPTIONS = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4}
 PARAMS = SamplingParams(seed=3, max_tokens=int(sys.argv[2]), ignore_eos=True)

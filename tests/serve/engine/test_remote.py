@@ -185,6 +185,24 @@ def test_a_gateway_that_ends_takes_its_engine_along(monkeypatch: pytest.MonkeyPa
     run(end())
 
 
+def test_a_new_address_ends_the_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 3600.0)
+    monkeypatch.setattr(keeper_module, "MOST_FAILED_LOADS", 10)
+
+    async def move() -> None:
+        async with gateway() as (_, address):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                addresses = [free.getsockname()]
+            async with linked(lambda: addresses[-1]) as link:
+                await until(lambda: link.failed_loads == 1)
+                addresses.append(address)
+                link.try_again()
+                await link.wait_ready()
+
+    run(move())
+
+
 def test_a_silent_gateway_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "HEARTBEAT_SECONDS", 3600.0)
     monkeypatch.setattr(remote_module, "QUIET_SECONDS", 0.05)

@@ -159,6 +159,9 @@ class FakeLink:
     async def start(self) -> None:
         pass
 
+    def try_again(self) -> None:
+        pass
+
     async def drain(self, grace: float) -> None:
         await asyncio.sleep(0)
         self.ready = False
