@@ -140,11 +140,11 @@ class StreamAnswer:
         tokens = sum(len(sample.tokens) for sample in self.samples.values())
         return not self.problem and tokens == self.counted and all(s.finish for s in self.samples.values())
 
-    def pause_at(self, moment: float) -> float | None:
-        """The gap between two parts within which the moment lies; None if the stream did not run then."""
+    def gap_at(self, moment: float) -> tuple[float, float] | None:
+        """The times of the two parts between which the moment lies; None if the stream did not run then."""
         times = [self.begun, *self.arrivals]
         at = bisect_right(times, moment)
-        return times[at] - times[at - 1] if 0 < at < len(times) else None
+        return (times[at - 1], times[at]) if 0 < at < len(times) else None
 
 
 def parsed(body: bytes) -> StreamAnswer:
@@ -222,6 +222,30 @@ async def rescored(port: int, call: dict[str, Any], answer: StreamAnswer) -> boo
     return len(tokens) == call["max_tokens"] and close(answer.samples[0].logprobs, found)
 
 
+def difference(call: dict[str, Any], answer: StreamAnswer, usual: StreamAnswer) -> str:
+    """One line for the report."""
+    kind = ", ".join(sorted(call.keys() - _common(Random(0)).keys())) or "no seed"
+    if answer.problem:
+        return f"[{kind}] {answer.problem}"
+    if not answer.complete:
+        return f"[{kind}] counted {answer.counted} tokens, got {answer.samples}"
+    if "seed" not in call:
+        return f"[{kind}] the log-probabilities are not those of the tokens {answer.samples}"
+    for number, sample in usual.samples.items():
+        got = answer.samples.get(number)
+        if got is None:
+            return f"[{kind}] sample {number} is missing"
+        if not got.equals(sample):
+            pairs = zip(got.tokens, sample.tokens, strict=False)
+            at = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+            return (
+                f"[{kind}] sample {number}: {len(got.tokens)} tokens and {got.finish}, not {len(sample.tokens)} and "
+                f"{sample.finish}; first other token at {at}; text {got.text!r}, not {sample.text!r}; "
+                f"log-probabilities {got.logprobs}, not {sample.logprobs}"
+            )
+    return f"[{kind}] counted {answer.counted} tokens, not {usual.counted}"
+
+
 # -- kills
 
 
@@ -282,12 +306,15 @@ class Storm:
     seconds: float
 
     def pauses(self, *, left: bool) -> list[float]:
-        """The longest pause of a stream for each kill, where another replica was left, or where none was."""
+        """The longest pause of a stream for each kill: of the streams for which another replica was left all the time,
+        or of those for which none was."""
+        none = [kill.moment for kill in self.kills if not kill.left]
         found = []
         for kill in self.kills:
-            if bool(kill.left) == left:
-                gaps = [gap for answer in self.answers if (gap := answer.pause_at(kill.moment)) is not None]
-                found.append(max(gaps, default=0.0))
+            gaps = [gap for answer in self.answers if (gap := answer.gap_at(kill.moment)) is not None]
+            lengths = [end - start for start, end in gaps if any(start <= at <= end for at in none) != left]
+            if lengths:
+                found.append(max(lengths))
         return found
 
     def figures(self) -> list[Figure]:
@@ -351,6 +378,6 @@ async def storm(
             answer.equals(usual[number]) if "seed" in call else await rescored(port, call, answer)
         )
         if not same:
-            different.append(f"{call} got {answer.problem or answer.samples}, not {usual[number].samples}")
+            different.append(difference(call, answer, usual[number]))
     resumed = sum(replica["resumed"] for replica in server.replicas()) - before
     return Storm(len(answers), killer.kills, resumed, different, [answer for _, answer in answers], seconds)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ import json, sys
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
     "object_store_memory": 80 << 20})
-nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
+nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20, env_vars=variables)
+    for variables in (None, json.loads(sys.argv[1]))]
 print(json.dumps({"address": cluster.address}), flush=True)
 for line in sys.stdin:
     if line.strip() == "kill":
@@ -39,14 +40,16 @@ cluster.shutdown()
 
 
 class RayNodes:
-    """A Ray cluster of three nodes with one CPU each, all on this machine, with a token."""
+    """A Ray cluster of three nodes with one CPU each, all on this machine, with a token. `last`: variables of the last
+    node."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **last: str) -> None:
         self.token = secrets.token_hex(32)
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         environment.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder))
+        self.mark = f"RAY_TMPDIR={folder}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NODES],
+            [sys.executable, "-c", NODES, json.dumps(last)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,15 +79,21 @@ class RayNodes:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def ray_nodes() -> Iterator[RayNodes]:
+@contextmanager
+def running_nodes(**last: str) -> Iterator[RayNodes]:
     folder = Path(tempfile.mkdtemp(prefix="bf-nodes-"))  # short: Ray puts sockets below it
-    nodes = RayNodes(folder)
+    nodes = RayNodes(folder, **last)
     try:
         yield nodes
     finally:
         nodes.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def ray_nodes() -> Iterator[RayNodes]:
+    with running_nodes() as nodes:
+        yield nodes
 
 
 def test_a_stream_survives_a_node_and_the_cluster_is_left_as_it_was(ray_nodes: RayNodes, tmp_path: Path) -> None:
@@ -150,10 +159,11 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     assert code == 2 and "No server with replicas runs" in error
 
 
-def refused(tmp_path: Path, sentence: str, *options: str, **variables: str) -> None:
+def refused(tmp_path: Path, sentence: str, *options: str, **variables: str) -> str:
     """The server ends with one sentence, and nothing that it has started is left."""
     server = ClusterServer(tmp_path / "data", *options, **variables)
     assert server.process.wait(120) == 2
     (line,) = [line for line in server.said().splitlines() if line.startswith("bankfull: ")]
     assert sentence in line
     until(lambda: not processes(server.mark), 10.0)
+    return line

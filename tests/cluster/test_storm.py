@@ -31,6 +31,7 @@ def local() -> Iterator[ServedReplicas]:
 def check(found: Storm, requests: int, kills: int, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print("\n" + table(found.figures()))
+        print(*found.different[:20], sep="\n")
     assert found.different == []
     assert found.requests >= requests and len(found.kills) >= kills and found.resumed > 0
 
