@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -25,7 +26,7 @@ MOST_UNREAD = 64 << 10
 """Bytes in the socket's write buffer: messages in it cannot be withdrawn any more."""
 
 
-class EngineConnection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol, ABC):
     """Sends and receives whole messages, in their order. Subclasses start and end the engine."""
 
     def __init__(self, receive: Callable[[FromEngine], None]) -> None:
@@ -78,27 +79,27 @@ class EngineConnection(asyncio.Protocol):
             self.kill()
             await self.ended
 
+    @abstractmethod
     async def start(self) -> None:
         """Start the engine and connect to it. Raises OSError."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def progress(self) -> int:
         """A counter that grows while a step runs."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def pid(self) -> int:
         """The number of the engine's process on its machine; 0 before it is known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """End the engine at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def finish(self, patience: float) -> str:
         """Wait for the engine, and kill it after `patience` seconds; how it ended."""
-        raise NotImplementedError
 
     # -- asyncio.Protocol
 

@@ -46,7 +46,8 @@ COUNTERS = (
     "decode_flops",
 )
 """Fields of `Load` that only grow while an engine runs."""
-GAUGES = ("running", "waiting", "waiting_tokens", "pages_used", "pages_total")
+GAUGES = ("running", "waiting", "waiting_tokens", "pages_used", "pages_total", "pages_cached")
+"""Fields of `Load` that are added up over the replicas. The two rates are not: each holds for one engine."""
 
 
 class ReplicaLink(Backend, Protocol):

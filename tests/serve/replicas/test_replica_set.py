@@ -156,12 +156,18 @@ def test_a_replica_that_does_not_fit_gets_no_requests(
 
 def test_sums_cover_all_replicas_and_counters_never_fall() -> None:
     async def check() -> None:
-        first = FakeLink(load=load_of(running=1, waiting=2, pages_used=3, pages_total=10, steps=100, prefix_hits=7))
-        second = FakeLink(load=load_of(running=4, waiting=0, pages_used=1, pages_total=10, steps=50, busy=1.5))
+        first = FakeLink(
+            load=load_of(running=1, waiting=2, pages_used=3, pages_total=10, pages_cached=2, steps=100, prefix_hits=7)
+        )
+        second = FakeLink(
+            load=load_of(running=4, waiting=0, pages_used=1, pages_total=10, pages_cached=4, steps=50, busy=1.5)
+        )
         replicas = replica_set(first, second)
         facts, load = replicas.facts, replicas.load
         assert facts is not None and (facts.rows, facts.pages, facts.max_len) == (16, 200, 512)
-        expected = load_of(running=5, waiting=2, pages_used=4, pages_total=20, steps=150, prefix_hits=7, busy=1.5)
+        expected = load_of(
+            running=5, waiting=2, pages_used=4, pages_total=20, pages_cached=6, steps=150, prefix_hits=7, busy=1.5
+        )
         assert load == expected
         first.kill()
         load = replicas.load
