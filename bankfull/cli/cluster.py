@@ -82,5 +82,7 @@ def _show(command: dict[str, Any], pid: int | None, json: bool) -> None:
             f"  {replica['name']:12} {replica['state']:10} {replica['node']} {replica['address']}  "
             f"{replica['running']} running, {replica['waiting']} waiting, {replica['restarts']} restarts{rate}"
         )
+    if state["decision"]:
+        print(f"  {state['decision']}")
     if state["problem"]:
         print(f"  {state['problem']}")

@@ -12,6 +12,7 @@ from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
     from bankfull.serve.replicas.local import SetFactory
+    from bankfull.serve.telemetry.attainment import SloMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class ReplicaOptions:
         str | None,
         typer.Option(
             metavar="N|N..M",
-            help="Number of engines behind the API, or bounds of autoscaling on the queue; placed by Ray.",
+            help="Number of engines behind the API, or bounds of autoscaling on the queue and --slo; placed by Ray.",
             show_default="one engine, without Ray",
         ),
     ] = None
@@ -47,7 +48,7 @@ class ReplicaOptions:
         float | None, typer.Option(help="GPUs of each replica.", show_default="1 if the cluster has GPUs, else 0")
     ] = None
 
-    def factory(self, device: str, grace: float) -> SetFactory | None:
+    def factory(self, device: str, grace: float, slo: SloMeter | None = None) -> SetFactory | None:
         """Makes the replicas, for `run_server`; None: there is one engine, without Ray."""
         if self.replicas is None:
             others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
@@ -72,6 +73,7 @@ class ReplicaOptions:
             self.replica_gpus,
             device,
             grace,
+            slo,
         )
         installed_version()
         return cluster_replicas(options)

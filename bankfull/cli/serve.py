@@ -46,6 +46,15 @@ def serve(
     stall_seconds: Annotated[
         float, typer.Option(help="Seconds without progress after which a busy engine is restarted; 0: never.")
     ] = 60.0,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GOALS",
+            help='Latency objectives of each request, such as "ttft=500ms, tpot=50ms" (also itl, e2e): counted in the '
+            "metrics, and with a range of --replicas a reason to add one.",
+            show_default="none",
+        ),
+    ] = None,
     step_ms: Annotated[
         float,
         typer.Option(
@@ -79,7 +88,9 @@ def serve(
         raise ConfigError(
             f"Serving needs the package {error.name!r}, which is not installed: pip install 'bankfull[serve]'."
         ) from None
+    from bankfull.bench.load.slo import parse_slo
     from bankfull.serve.settings import Settings
+    from bankfull.serve.telemetry.attainment import SloMeter
 
     if data_dir is None and port:
         data_dir = paths.data_dir() / "serve" / str(port)
@@ -92,6 +103,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         use_generation_config=not no_generation_config,
     )
+    slo_meter = None if slo is None else SloMeter(parse_slo(slo))
     run_server(
         engine.model,
         {**engine.options(), "policy": "priority", "step_ms": step_ms},
@@ -102,5 +114,6 @@ def serve(
         grace=grace,
         stall_seconds=stall_seconds,
         give_up_after=give_up_after,
-        replicas=replication.factory(engine.device, grace),
+        replicas=replication.factory(engine.device, grace, slo_meter),
+        slo=slo_meter,
     )

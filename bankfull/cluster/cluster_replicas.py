@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.engine.wire import FromEngine
 from bankfull.serve.replicas.local import MakeLink, SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.telemetry.attainment import SloMeter
 
 log = logging.getLogger("bankfull.serve")
 
@@ -52,6 +54,8 @@ class ClusterOptions:
     device: str = "auto"
     grace: float = 30.0
     """Seconds that requests may run on a replica that is removed, before they continue on another one."""
+    slo: SloMeter | None = None
+    """Counts the requests that meet the latency objectives, for autoscaling."""
 
 
 def cluster_replicas(options: ClusterOptions) -> SetFactory:
@@ -82,6 +86,8 @@ class ClusterReplicas(ReplicaSet):
         """Why there are fewer replicas than wanted."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._autoscaler = Autoscaler()
+        self._decision = ""
+        """The last decision about the number of replicas, with its reason."""
         self._admin = AdminSocket(self)
 
     # -- life
@@ -250,7 +256,10 @@ class ClusterReplicas(ReplicaSet):
             await asyncio.sleep(LOOK_SECONDS)
             if self.up is None or self._manager is None or not self._placed:
                 continue
-            wanted = self._autoscaler.decide(self.bounds, self.size, self._demand())
+            size = self.size
+            wanted = self._autoscaler.decide(self.bounds, size, self._demand())
+            if self._autoscaler.reason:
+                self._decide(size, wanted, self._autoscaler.reason)
             if wanted > self.size:
                 added = wanted - self.size
                 self._expected += added
@@ -258,14 +267,29 @@ class ClusterReplicas(ReplicaSet):
             for _ in range(self.size - wanted):
                 self._leave(self._least_busy())
 
+    def _decide(self, size: int, wanted: int, why: str) -> None:
+        what = "added" if wanted > size else "removed" if wanted < size else "added or removed"
+        number = "no replica is" if wanted == size else "a replica is" if abs(wanted - size) == 1 else "replicas are"
+        change = "" if wanted == size else f" ({size} before, {wanted} now)"
+        sentence = f"{number} {what}{change}, because {why}."
+        self._decision = f"{time.strftime('%H:%M:%S')} {sentence}"
+        log.info("%s%s", sentence[0].upper(), sentence[1:])
+
     def _demand(self) -> Demand:
         views = self.views()
-        loads = [view.load for view in views if view.load is not None]
+        # Online requests overtake batch work, so that the sequences at the end of a queue are those of batches.
+        loads = [(view.load, view.batch) for view in views if view.load is not None]
+        waiting = sum(max(0, load.waiting - batch) for load, batch in loads)
+        online = sum(max(0, load.running + load.waiting - batch) for load, batch in loads)
+        slo = self._options.slo
+        judged, missed = (0, 0) if slo is None else slo.take()
         return Demand(
-            running=sum(load.running for load in loads),
-            waiting=sum(load.waiting for load in loads),
+            running=online - waiting,
+            waiting=waiting,
             rows=sum(view.rows for view in views),
             settled=not self._expected and not self._leaving and all(view.state == "ready" for view in views),
+            judged=judged,
+            missed=missed,
         )
 
     def _least_busy(self) -> str:
@@ -299,6 +323,8 @@ class ClusterReplicas(ReplicaSet):
             "wanted": str(self.bounds),
             "starting": self._expected,
             "problem": self._problem,
+            "decision": self._decision,
+            "slo": "" if self._options.slo is None else str(self._options.slo.slo),
             "routing": self._options.routing,
             "ray": "local" if up is not None and up.local else self._options.ray,
             "nodes": up.nodes if up is not None else 0,

@@ -47,6 +47,11 @@ class ReplicaMeter:
         """Requests that were sent and have not ended."""
         return len(self._requests)
 
+    @property
+    def batch_samples(self) -> int:
+        """Batch sequences of these requests."""
+        return self._batch_samples
+
     def started(self, facts: Facts) -> None:
         """The replica's engine is ready."""
         self._rows, self._step_tokens = facts.rows, facts.step_tokens

@@ -37,6 +37,7 @@ from bankfull.serve.replicas.local import SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
+from bankfull.serve.telemetry.attainment import SloMeter
 from bankfull.serve.telemetry.log import Logs
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Running
@@ -62,16 +63,18 @@ def run_server(
     stall_seconds: float = STALL_SECONDS,
     give_up_after: float = 0.0,
     replicas: SetFactory | None = None,
+    slo: SloMeter | None = None,
 ) -> None:
     """Serve until stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: no
     limit), ends the server with a ModelError. `data`: the folder in which files and batches survive the server;
     without it they are temporary. `replicas` makes the engines behind the API from a function that makes a link to one
-    (see `replicas.local`); without it there is one engine process, and no set of replicas on the path of a request."""
+    (see `replicas.local`); without it there is one engine process, and no set of replicas on the path of a request.
+    `slo` counts the requests that meet the latency objectives."""
     logs = Logs(json=protection.log_json)
     try:
         with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
             place, times = Path(folder), (grace, stall_seconds, give_up_after)
-            _run(model, options, settings, protection, place, queue_requests, *times, replicas)
+            _run(model, options, settings, protection, place, queue_requests, *times, replicas, slo)
     finally:
         logs.close()
 
@@ -87,6 +90,7 @@ def _run(
     stall_seconds: float,
     give_up_after: float,
     replicas: SetFactory | None,
+    slo: SloMeter | None,
 ) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     running = Running()
@@ -136,7 +140,7 @@ def _run(
 
     supervisor = Supervisor()
     metrics = ServiceMetrics(
-        settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor, replicas=views
+        settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor, replicas=views, slo=slo
     )
     backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bankfull.cluster.ray_version import check_version
 from bankfull.cluster.sizes import NodeResources, Share, check_room, share_of
 from bankfull.errors import ConfigError
-from bankfull.fleet.autoscale import DOWN_LOOKS, UP_LOOKS, Autoscaler, Demand
+from bankfull.fleet.autoscale import (
+    DOWN_LOOKS,
+    FEWEST_JUDGED,
+    MISSED_SHARE,
+    UP_LOOKS,
+    WINDOW_LOOKS,
+    Autoscaler,
+    Demand,
+)
 from bankfull.fleet.replica_range import ReplicaRange
 
 
@@ -73,6 +83,88 @@ def test_spare_capacity_removes_a_replica_only_after_a_while() -> None:
     assert [scaler.decide(bounds, 2, calm) for _ in range(DOWN_LOOKS)] == [2] * (DOWN_LOOKS - 1) + [1]
     assert {scaler.decide(bounds, 2, busy) for _ in range(2 * DOWN_LOOKS)} == {2}, "one replica would be half full"
     assert {scaler.decide(ReplicaRange(2, 3), 2, calm) for _ in range(2 * DOWN_LOOKS)} == {2}
+
+
+def missing(judged: int = 10, missed: int = 2, running: int = 4) -> Demand:
+    """A second without a queue in which some requests are too slow."""
+    return Demand(running, 0, 16, settled=True, judged=judged, missed=missed)
+
+
+def test_missed_objectives_add_a_replica_although_nothing_waits() -> None:
+    scaler, bounds = Autoscaler(), ReplicaRange(1, 3)
+    decisions = [scaler.decide(bounds, 1, missing()) for _ in range(UP_LOOKS)]
+    assert decisions == [1] * (UP_LOOKS - 1) + [2]
+    assert scaler.reason == f"{2 * UP_LOOKS} of the last {10 * UP_LOOKS} requests missed a latency objective"
+    assert [scaler.decide(bounds, 2, missing()) for _ in range(UP_LOOKS - 1)] == [2] * (UP_LOOKS - 1), (
+        "the requests of before say nothing about two replicas"
+    )
+
+
+@pytest.mark.parametrize("demand", [missing(missed=1), missing(judged=1, missed=1, running=0)])
+def test_few_missed_objectives_add_none(demand: Demand) -> None:
+    scaler, calm = Autoscaler(), missing(judged=0, missed=0)
+    looks = [demand, *[calm] * 9] * 20
+    assert {scaler.decide(ReplicaRange(1, 3), 1, look) for look in looks} == {1}
+
+
+def test_a_model_that_is_too_slow_alone_gets_no_replicas() -> None:
+    scaler = Autoscaler()
+    reasons = []
+    for _ in range(100):
+        assert scaler.decide(ReplicaRange(1, 4), 2, missing(running=2, missed=10)) == 2
+        reasons.append(scaler.reason)
+    said = [reason for reason in reasons if reason]
+    assert len(said) == 1 and "no replica had more than one request at a time" in said[0]
+
+
+def test_the_most_replicas_are_named_once() -> None:
+    scaler = Autoscaler()
+    reasons = [scaler.reason for _ in range(50) if scaler.decide(ReplicaRange(1, 2), 2, missing()) == 2]
+    assert len(reasons) == 50 and [reason for reason in reasons if reason] == [
+        "10 of the last 50 requests missed a latency objective, but 2 is the most"
+    ]
+
+
+def test_no_replica_is_removed_while_objectives_are_missed() -> None:
+    scaler, bounds = Autoscaler(), ReplicaRange(1, 2)
+    slow, fast = missing(running=1), missing(running=1, missed=0)
+    assert {scaler.decide(bounds, 2, slow) for _ in range(2 * DOWN_LOOKS)} == {2}
+    decisions = [scaler.decide(bounds, 2, fast) for _ in range(DOWN_LOOKS + WINDOW_LOOKS)]
+    assert decisions[DOWN_LOOKS - 1] == 2 and 1 in decisions
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.lists(
+        st.tuples(st.integers(1, 400), st.integers(0, 40), st.integers(0, 9), st.integers(0, 20), st.integers(0, 20)),
+        min_size=1,
+        max_size=20,
+    ),
+)
+@settings(deadline=None)
+def test_the_number_stays_within_its_bounds_and_does_not_flap(
+    least: int, more: int, phases: list[tuple[int, int, int, int, int]]
+) -> None:
+    bounds, scaler = ReplicaRange(least, least + more), Autoscaler()
+    replicas, added = least, -DOWN_LOOKS
+    judged_of: list[tuple[int, int]] = []
+    for look, demand in enumerate(
+        Demand(running, waiting, 8 * replicas, settled=True, judged=judged, missed=min(judged, missed))
+        for looks, running, waiting, judged, missed in phases
+        for _ in range(looks)
+    ):
+        judged_of.append((demand.judged, demand.missed))
+        wanted = scaler.decide(bounds, replicas, demand)
+        assert bounds.least <= wanted <= bounds.most and abs(wanted - replicas) <= 1
+        assert wanted == replicas or scaler.reason
+        if wanted > replicas:
+            added = look
+        if wanted < replicas:
+            assert look - added >= DOWN_LOOKS, "a replica was removed right after one was added"
+            judged, missed = (sum(part) for part in zip(*judged_of[-WINDOW_LOOKS:], strict=True))
+            assert not demand.waiting and (judged < FEWEST_JUDGED or missed <= MISSED_SHARE * judged)
+        replicas = wanted
 
 
 @pytest.mark.parametrize(("replicas", "wanted"), [(1, 2), (2, 2), (4, 4), (7, 4)])

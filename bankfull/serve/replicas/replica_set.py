@@ -137,6 +137,7 @@ class RoutedReplica:
             device=link.facts.device if link.facts is not None else "",
             rows=link.facts.rows if link.facts is not None else 0,
             requests=self.meter.requests,
+            batch=self.meter.batch_samples,
             load=load,
             prefix_keys=0 if self.held is None else len(self.held),
             hit_rate=load.prefix_hits / queries if load is not None and queries else None,

@@ -19,6 +19,8 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     """Sequences that it runs at once."""
     requests: int
     """Requests of this front that it runs or queues."""
+    batch: int
+    """Batch sequences among them, which online requests overtake."""
     load: Load | None
     """The engine's counters after its last step; None without an engine or before its first step."""
     prefix_keys: int

@@ -12,6 +12,7 @@ from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.replicas.view import ReplicaView
 from bankfull.serve.supervise import Supervisor
+from bankfull.serve.telemetry.attainment import SloMeter
 from bankfull.serve.telemetry.exposition import Family, Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.replica_metrics import replica_families
 
@@ -38,7 +39,10 @@ class ServiceMetrics:
         clock: Callable[[], float] = time.monotonic,
         supervisor: Supervisor | None = None,
         replicas: Callable[[], Sequence[ReplicaView]] | None = None,
+        slo: SloMeter | None = None,
     ) -> None:
+        self.slo = slo
+        """Counts requests that meet the latency objectives; None without objectives."""
         self._model, self._clock, self._supervisor = model, clock, supervisor
         self._replicas = replicas
         self._marks: deque[tuple[float, Load]] = deque()
@@ -97,6 +101,9 @@ class ServiceMetrics:
         )
         self.batch_requests = ScalarMetric(
             counter, "batch_requests_total", "Batch lines with a result, by outcome.", ["outcome"]
+        )
+        self.slo_requests = ScalarMetric(
+            counter, "slo_requests_total", "Online requests that met or missed the objectives of --slo.", ["outcome"]
         )
         self.ready = ScalarMetric(gauge, "ready", "1 if the engine accepts requests.")
         self.restarts = ScalarMetric(counter, "engine_restarts_total", "Restarts of the engine process.")
@@ -175,6 +182,10 @@ class ServiceMetrics:
             for task, well in self._supervisor.up.items():
                 self.tasks_up.set(float(well), task)
                 self.task_restarts.set(self._supervisor.restarts[task], task)
+        if self.slo is not None:
+            self.slo.settle()
+            self.slo_requests.set(self.slo.met, "met")
+            self.slo_requests.set(self.slo.missed, "missed")
         if load is not None:
             self._update(load, facts)
         ceilings = (facts.ceilings if facts is not None and load is not None else None) or {}

@@ -22,6 +22,7 @@ from bankfull.serve.engine.backend import Backend, Busy
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
 from bankfull.serve.guard.keys import Keyring, TokenBucket
+from bankfull.serve.telemetry.attainment import RequestGoals
 from bankfull.serve.telemetry.log import log_trace
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, current_trace, during
@@ -159,7 +160,10 @@ class WatchedBackend:
                     reserved.settle(0)
                 raise
         line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
-        return CountedSteps(steps, self._metrics, trace, reserved, len(prompt), params.n, asked, batch=batch, line=line)
+        slo = self._metrics.slo
+        goals = None if slo is None or batch or pool is not None else slo.begin(asked)
+        counted = self._metrics, trace, reserved, len(prompt), params.n, asked
+        return CountedSteps(steps, *counted, batch=batch, line=line, goals=goals)
 
     def _tenant_of(self, trace: Trace | None) -> str:
         """The owner of the call's key; empty with at most one key, where there is nothing to share."""
@@ -222,6 +226,7 @@ class CountedSteps:
         "_asked",
         "_batch",
         "_ended",
+        "_goals",
         "_last",
         "_line",
         "_metrics",
@@ -245,6 +250,7 @@ class CountedSteps:
         *,
         batch: bool = False,
         line: OpenLine | None = None,
+        goals: RequestGoals | None = None,
     ) -> None:
         self._steps, self._metrics, self._trace = steps, metrics, trace
         self._reserved, self._used = reserved, prompt
@@ -252,6 +258,7 @@ class CountedSteps:
         self._asked = asked
         self._last: float | None = None
         self._ended = False
+        self._goals = goals
         metrics.prompt_tokens.add(prompt)
         if batch:
             metrics.batch_prompt_tokens.add(prompt)
@@ -304,6 +311,8 @@ class CountedSteps:
         elif not self._batch:
             metrics.between_tokens.observe(now - self._last)
         self._last = now
+        if self._goals is not None:
+            self._goals.tokens(now)
         if line is not None:
             line.tokens += fresh  # the trace gets the sum at the end
         self._used += fresh
@@ -324,13 +333,18 @@ class CountedSteps:
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
             reserved.settle(self._used)
+        if self._goals is not None:
+            self._goals.leave()
 
     def _end(self, done: RequestDone) -> None:
         self._ended = True
-        self._settle()
         self._metrics.observe_sizes(self._prompt, done.output_tokens, self._samples)
         if not self._batch:
-            self._metrics.observe_latency(done, time.monotonic() - self._asked)
+            now = time.monotonic()
+            self._metrics.observe_latency(done, now - self._asked)
+            if self._goals is not None:
+                self._goals.end(now, done.output_tokens, self._samples)
+        self._settle()
         if self._trace is not None:
             self._trace.cached_tokens += done.cached_tokens
         if self._line is not None:

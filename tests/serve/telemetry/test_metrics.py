@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from bankfull.bench.load.slo import parse_slo
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.keys import Keyring, new_key
+from bankfull.serve.telemetry.attainment import SloMeter
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.replica_metrics import replica_families
@@ -52,6 +54,7 @@ NOT_ON_THE_DASHBOARD = {
     "request_generation_tokens",
     "request_params_n",  # a property of the request, not of the service
     "num_tokens_waiting",  # waiting requests are shown
+    "slo_requests_total",  # only with --slo
     "engine_steps_total",
     "engine_bytes_moved_total",
     "engine_flops_total",  # shown as ratios
@@ -285,3 +288,14 @@ def test_batch_tokens_are_counted_in_the_total_and_separately() -> None:
     token_counts = {name: value for name, value in found.items() if "tokens_total" in name}
     assert sorted(token_counts.values()) == [2, 3, 6, 9]
     assert (metrics.batch_prompt_tokens.values[()], metrics.batch_generation_tokens.values[()]) == (3, 2)
+
+
+def test_met_and_missed_objectives_are_counted() -> None:
+    meter = SloMeter(parse_slo("ttft=10s, e2e=20s"))
+    metrics = ServiceMetrics(slo=meter)
+    backend = WatchedBackend(FakeBackend(), metrics, Keyring())
+    run(backend)
+    assert 'slo_requests_total{model_name="tiny",outcome="met"} 1' in metrics.write(FakeBackend())
+    slow = ServiceMetrics(slo=SloMeter(parse_slo("e2e=1us")))
+    run(WatchedBackend(FakeBackend(), slow, Keyring()))
+    assert 'slo_requests_total{model_name="tiny",outcome="missed"} 1' in slow.write(FakeBackend())
