@@ -87,6 +87,17 @@ struct SamplingParams {
     bool greedy;
 };
 
+// The key of a row's random numbers: Philox's counter and key but for the token.
+struct RaceKey {
+    uint32_t seed[2], position[2];  // low and high half
+    uint32_t child, purpose;
+};
+
+// The race of a row so far: how scores are normalized, and the highest key.
+struct Race {
+    float highest, temperature, lead;
+};
+
 // Rows with individual sampling parameters. `purpose` is part of the random number's key.
 struct Choice {
     const SamplingParams* params;  // one per row

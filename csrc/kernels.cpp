@@ -34,6 +34,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "hadamard_tiles.hpp"
 #include "packed.hpp"
 #include "sampling.hpp"
+#include "race.hpp"
 #include "rope.hpp"
 #include "intake.hpp"
 #include "attention.hpp"
@@ -89,6 +90,8 @@ static constexpr Kernels build() {
     table.collect = collect;
     table.weigh = weigh;
     table.block_weights = block_weights;
+    table.contenders = contenders;
+    table.words_of = words_of;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;

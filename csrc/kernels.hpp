@@ -67,6 +67,9 @@ struct Kernels {
     void (*block_maxima)(const float* scores, int64_t count, float* maxima);
     int64_t (*collect)(const float* scores, const float* maxima, int64_t count, float least, float* found, int64_t* places);
     void (*weigh)(const float* scores, int64_t count, float highest, float temperature, float* shaped, int64_t* weights);
+    int64_t (*contenders)(const RaceKey& key, const float* scores, int64_t first, int64_t count, const Race& race, uint32_t most,
+                          int32_t* places, uint32_t* drawn);
+    void (*words_of)(const RaceKey& key, const int64_t* ids, int64_t count, uint32_t* words);
     void (*block_weights)(const float* scores, int64_t count, float highest, float temperature, int64_t* sums);
     void (*intake)(const IntakeJob&, int64_t begin, int64_t end);
     void (*intake_head)(const IntakeJob&, int64_t head, int64_t begin, int64_t end);

@@ -1,11 +1,13 @@
-// From scores to one token: temperature, top-k, top-p, min-p, and a draw by inverse CDF over integer weights in the
-// order of ids. Sums are integers, so the order of summation does not affect results.
+// From scores to one token: temperature, top-k, top-p and min-p over integer weights, and an exponential race. Sums are
+// integers, so the order of summation does not affect results.
 //
 // Truncation usually gives a minimum score of all kept tokens. Only tokens that reach it are collected and processed.
+// In the race, bounds drop nearly all tokens: only those near the winner get an exact key.
 #include "operations.hpp"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -19,7 +21,7 @@ namespace {
 
 constexpr int BUCKETS = 1024;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
-constexpr float LOWEST = -28.0f;   // exp of it, in fixed point, is zero
+constexpr float LOWEST = -27.5f;   // no token of a lower normalized score is drawn; its weight is still 1
 constexpr double ROUNDING = 1e-4;  // above the error of an exponential and its argument
 constexpr double ONE = 0x1p40;     // weight of the maximum score
 
@@ -33,23 +35,91 @@ bool goes_before(const Candidate& a, const Candidate& b) {
     return a.score > b.score || (a.score == b.score && a.id < b.id);
 }
 
-// Philox-4x32-10: the first two words of the block identified by seed, position, child and purpose.
-double uniform_of(const SamplingParams& params, uint32_t purpose) {
-    uint32_t counter[4] = {uint32_t(params.position), uint32_t(uint64_t(params.position) >> 32), uint32_t(params.child), purpose};
-    uint32_t key[2] = {uint32_t(params.seed), uint32_t(uint64_t(params.seed) >> 32)};
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t left = uint64_t(0xD2511F53u) * counter[0], right = uint64_t(0xCD9E8D57u) * counter[2];
-        const uint32_t next[4] = {uint32_t(right >> 32) ^ counter[1] ^ key[0], uint32_t(right),
-                                  uint32_t(left >> 32) ^ counter[3] ^ key[1], uint32_t(left)};
-        std::copy(next, next + 4, counter);
-        key[0] += 0x9E3779B9u;
-        key[1] += 0xBB67AE85u;
+// The natural logarithm of a positive number: additions, multiplications and one division in a fixed order, each rounded
+// as IEEE 754 prescribes, so that every device gets the same bits. Constants are exact in float32.
+double fixed_log(double number) {
+    uint64_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    int64_t exponent = int64_t(bits >> 52) - 1023;
+    bits = (bits & ((uint64_t(1) << 52) - 1)) | uint64_t(1023) << 52;
+    double mantissa;
+    std::memcpy(&mantissa, &bits, sizeof bits);
+    if (mantissa > 0x1.6a09e6p0) {
+        mantissa *= 0.5;
+        ++exponent;
     }
-    return double(uint64_t(counter[0] >> 5) << 26 | counter[1] >> 6) * 0x1p-53;
+    const double ratio = (mantissa - 1.0) / (mantissa + 1.0), square = ratio * ratio, twos = double(exponent);
+    double series = 0x1.3b13b2p-3;
+    for (const double next : {0x1.745d18p-3, 0x1.c71c72p-3, 0x1.24924ap-2, 0x1.99999ap-2, 0x1.555556p-1, 2.0})
+        series = series * square + next;
+    return twos * 0x1.62e4p-1 + (twos * 0x1.7f7d1cp-20 + ratio * series);
 }
 
-// Position in weights with sum `total` selected by the random number.
-int64_t place_in(int64_t total, double uniform) { return std::min(int64_t(uniform * double(total)), total - 1); }
+// The random numbers of a row at one position: one per token.
+class Numbers {
+  public:
+    Numbers(const SamplingParams& params, uint32_t purpose)
+        : key{{uint32_t(params.seed), uint32_t(uint64_t(params.seed) >> 32)},
+              {uint32_t(params.position), uint32_t(uint64_t(params.position) >> 32)},
+              uint32_t(params.child),
+              purpose} {}
+
+    // -log of the token's exponential variate. The low word is drawn only here.
+    double gumbel(int64_t id, uint32_t high) const {
+        const uint64_t bits = uint64_t(high) << 20 | low(id) >> 12;
+        return -fixed_log(-fixed_log(1.0 - (double(bits) + 0.5) * 0x1p-52));
+    }
+
+    const RaceKey key;
+
+  private:
+    static constexpr uint32_t LOW = 128;  // the flag of low words, beside the purpose
+
+    // Philox-4x32-10; see race.hpp for the call and the word of a token.
+    uint32_t low(int64_t id) const {
+        const uint32_t call = uint32_t(id >> 4 << 2 | (id & 3));
+        uint32_t counter[4] = {key.position[0], key.position[1], key.child, key.purpose | LOW | call << 8};
+        uint32_t keys[2] = {key.seed[0], key.seed[1]};
+        for (int round = 0; round < 10; ++round) {
+            const uint64_t left = uint64_t(0xD2511F53u) * counter[0], right = uint64_t(0xCD9E8D57u) * counter[2];
+            const uint32_t next[4] = {uint32_t(right >> 32) ^ counter[1] ^ keys[0], uint32_t(right),
+                                      uint32_t(left >> 32) ^ counter[3] ^ keys[1], uint32_t(left)};
+            std::copy(next, next + 4, counter);
+            keys[0] += 0x9E3779B9u;
+            keys[1] += 0xBB67AE85u;
+        }
+        return counter[id >> 2 & 3];
+    }
+};
+
+// The highest of score + gumbel, the lowest id among equals.
+class Winner {
+  public:
+    explicit Winner(const Numbers& numbers) : numbers_(numbers) {}
+
+    void add(int64_t id, float score, uint32_t high) {
+        if (score < LOWEST) return;
+        const double key = double(score) + numbers_.gumbel(id, high);
+        if (key < lead || (key == lead && id > token)) return;
+        lead = key;
+        token = id;
+        // A token wins only if word / 2^32 <= exp(score - lead), with a margin for rounding.
+        scale_ = std::exp(-lead) * (1.0 + 0x1p-13);
+        most = word_bound(1.0);
+    }
+
+    // The bound of the words of a token that may win, given exp(score) or more.
+    double bound(double weight) const { return weight * scale_ * 0x1p32; }
+    uint32_t word_bound(double weight) const { return uint32_t(std::min(bound(weight), 0x1p32 - 1.0)); }
+
+    double lead = -std::numeric_limits<double>::infinity();
+    int64_t token = -1;
+    uint32_t most = ~0u;  // no higher word wins
+
+  private:
+    const Numbers& numbers_;
+    double scale_ = std::numeric_limits<double>::infinity();
+};
 
 // One row, with reusable per-thread buffers.
 class Row {
@@ -60,7 +130,7 @@ class Row {
         if (!(std::fabs(highest_) <= std::numeric_limits<float>::max())) return -1;
         if (params.greedy) return first_of_highest();
         temperature_ = float(params.temperature);
-        const double uniform = uniform_of(params, purpose);
+        const Numbers numbers(params, purpose);
         const int64_t floor = int64_t(params.min_p * ONE);
         if (params.top_k < count) {
             gather(rank_reaches(std::min(params.top_k, blocks_)));
@@ -74,9 +144,9 @@ class Row {
         } else if (floor > 0) {
             gather(std::max(LOWEST, float(std::log(double(floor) / ONE) - ROUNDING)));
         } else {
-            return draw_from_all(uniform);
+            return draw_from_all(numbers);
         }
-        return draw(floor, uniform);
+        return draw(floor, numbers);
     }
 
     // `choose` for top-k among tokens in the order of ids, which include all with a score of at least `complete`.
@@ -92,7 +162,9 @@ class Row {
         highest_ = highest, temperature_ = float(params.temperature);
         take(int64_t(some.size()), -INFINITE);
         const float lowest = keep_best(params);
-        return threshold_of(lowest) < complete ? -1 : draw(int64_t(params.min_p * ONE), uniform_of(params, purpose));
+        if (threshold_of(lowest) < complete) return -1;
+        const Numbers numbers(params, purpose);
+        return draw(int64_t(params.min_p * ONE), numbers);
     }
 
   private:
@@ -213,14 +285,21 @@ class Row {
         return sum;
     }
 
-    int64_t draw(int64_t floor, double uniform) const {
-        const auto weight = [&](int64_t i) { return weights_[size_t(i)] < floor ? 0 : weights_[size_t(i)]; };
-        int64_t total = 0;
-        for (int64_t i = 0; i < taken_; ++i) total += weight(i);
-        const int64_t goal = place_in(total, uniform);
-        int64_t i = 0;
-        for (int64_t sum = weight(0); sum <= goal; sum += weight(i)) ++i;
-        return places_[size_t(i)];
+    int64_t draw(int64_t floor, const Numbers& numbers) const {
+        Winner winner(numbers);
+        constexpr int64_t SOME = 256;
+        uint32_t words[SOME];
+        for (int64_t first = 0; first < taken_; first += SOME) {
+            const int64_t count = std::min(SOME, taken_ - first);
+            kernels().words_of(numbers.key, places_.data() + first, count, words);
+            for (int64_t j = 0; j < count; ++j) {
+                if (words[j] > winner.most) continue;
+                const size_t i = size_t(first + j);
+                if (weights_[i] >= floor && double(words[j]) <= winner.bound(double(weights_[i] + 1) * (1.0 / ONE)))
+                    winner.add(places_[i], found_[i], words[j]);
+            }
+        }
+        return winner.token;
     }
 
     int64_t sum_blocks() {
@@ -231,15 +310,27 @@ class Row {
         return total;
     }
 
-    int64_t draw_from_all(double uniform) {
-        int64_t goal = place_in(sum_blocks(), uniform), block = 0;
-        while (sums_[size_t(block)] <= goal) goal -= sums_[size_t(block++)];
-        const int64_t first = block * SCORE_BLOCK, width = std::min(SCORE_BLOCK, count_ - first);
-        float shaped[SCORE_BLOCK];
-        int64_t weights[SCORE_BLOCK], place = 0;
-        kernels().weigh(scores_ + first, width, highest_, temperature_, shaped, weights);
-        while (weights[place] <= goal) goal -= weights[place++];
-        return first + place;
+    // Begins with the best token, so that few others can still win.
+    int64_t draw_from_all(const Numbers& numbers) const {
+        const auto shaped = [this](float score) { return (score - highest_) / temperature_; };
+        Winner winner(numbers);
+        const int64_t best = first_of_highest();
+        uint32_t word;
+        kernels().words_of(numbers.key, &best, 1, &word);
+        winner.add(best, 0.0f, word);
+        int32_t places[SCORE_BLOCK];
+        uint32_t words[SCORE_BLOCK];
+        for (int64_t block = 0; block < blocks_; ++block) {
+            const float most = shaped(maxima_[block]);
+            if (most < LOWEST) continue;
+            const int64_t first = block * SCORE_BLOCK, width = std::min(SCORE_BLOCK, count_ - first);
+            const uint32_t bound = winner.word_bound(std::exp(double(most)));
+            const Race race{highest_, temperature_, float(winner.lead)};
+            const int64_t found = kernels().contenders(numbers.key, scores_ + first, first, width, race, bound, places, words);
+            for (int64_t i = 0; i < found; ++i)
+                winner.add(first + places[i], shaped(scores_[first + places[i]]), words[i]);
+        }
+        return winner.token;
     }
 
     const float *scores_ = nullptr, *maxima_ = nullptr;

@@ -1,8 +1,13 @@
-"""From scores to one token: inverse CDF over integer weights.
+"""From scores to one token: an exponential race (Gumbel-max) over the tokens that truncation has kept.
 
-A weight is exp(score - highest score) in fixed point with 40 bits. Sums of integers do not depend on their order, so
-the result depends neither on the batch nor on how a device splits a scan, and a token of weight zero cannot be drawn.
-The cost: a token 2**40 times less likely than the best one is never drawn.
+Each token gets an exponential variate e from its own random number, keyed by (seed, child, position, purpose, token
+id); the token with the lowest e / weight wins, which is token t with probability weight(t) / sum of weights. In
+logarithms that is the highest score - log(e). The race has no sums: the result depends neither on the batch nor on how
+a device splits the vocabulary. A token's number does not depend on the distribution, so two similar distributions
+mostly choose the same token: with total variation distance d between them, with probability (1 - d) / (1 + d) or more.
+
+Truncation uses integer weights: exp(score - highest score) in fixed point with 40 bits. Sums of integers do not depend
+on their order.
 """
 
 from __future__ import annotations
@@ -10,10 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bankfull.sample.race import REACH, gumbel, highest_gumbel
+from bankfull.sample.random import NumberKey, high_words, words_of
+
 NO_TOKEN = -1
 """In the place of a token where no score is usable."""
 WEIGHT_BITS = 40
 """Fraction bits of a weight."""
+_FINALISTS = 8
+"""Tokens that get an exact key: the best by the bound from their high words. To lose the winner, 8 others must have
+bounds above its key but lower keys, each with a probability of about the vocabulary / 2**32."""
 
 
 def weights(scores: Tensor) -> Tensor:
@@ -28,13 +39,16 @@ def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
     return scores - top, top.isfinite().squeeze(-1)
 
 
-def draw(scores: Tensor, uniform: Tensor) -> Tensor:
-    """Token ids [n] int64 with probability proportional to exp(scores); NO_TOKEN where a line has no usable score."""
+def draw(scores: Tensor, key: NumberKey, purpose: int) -> Tensor:
+    """Token ids [n] int64 with probability proportional to exp(scores), the lowest id among equal keys; NO_TOKEN where
+    a line has no usable score."""
     scores, usable = centred(scores)
-    summed = weights(scores).cumsum(-1)
-    total = summed[:, -1:]
-    goal = torch.minimum((uniform.unsqueeze(-1) * total.double()).to(torch.int64), total - 1)
-    token = torch.searchsorted(summed, goal, right=True).squeeze(-1).clamp_max(scores.shape[-1] - 1)
+    scores = scores.double().masked_fill(scores < -REACH, -torch.inf)
+    words = high_words(key, purpose, scores.shape[-1])
+    ids = (scores + highest_gumbel(words)).topk(min(_FINALISTS, scores.shape[-1])).indices
+    exact = scores.gather(1, ids) + gumbel(words.gather(1, ids), words_of(key, purpose, ids, low=True))
+    wins = exact == exact.amax(-1, keepdim=True)
+    token = torch.where(wins, ids, scores.shape[-1]).amin(-1)
     return torch.where(usable, token, NO_TOKEN)
 
 

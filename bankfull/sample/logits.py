@@ -8,12 +8,16 @@ The order, for every row:
 4. bans: allowed and banned ids, stop ids before `min_tokens`, the grammar's mask, the last token of a bad word;
 5. greedy rows take the highest score, the lowest id among equals, and end here;
 6. temperature, top-k, top-p, min-p, typical-p, each on the tokens that the one before has kept;
-7. one uniform number, keyed by (seed, child, position, purpose), picks the token by inverse CDF in order of ids.
+7. an exponential race picks the token, with one random number per token, keyed by (seed, child, position, purpose,
+   token id).
 
 Logits of 16 bits are widened to float32; float64 stays float64. A row's token does not depend on the rest of the batch:
-sums that decide something are integer sums, and a stage that runs for one row leaves other rows untouched. A row that
-has no usable score (every token banned, or the model gave NaN or +inf for an allowed token) gets `NO_TOKEN`, and the
-caller fails that request; other rows are not affected.
+sums that decide something are integer sums, and a stage that runs for one row leaves other rows untouched. Temperature,
+top-k and the race give the same token on every device; top-p, min-p and typical-p compare sums or values of exp, whose
+last bit differs between devices.
+
+A row that has no usable score (every token banned, or the model gave NaN or +inf for an allowed token) gets `NO_TOKEN`,
+and the caller fails that request; other rows are not affected.
 
 Nothing here waits for a device. `host_rows` repeats `rows` as Python integers, to skip stages that no row needs.
 """
@@ -29,7 +33,7 @@ from torch import Tensor
 from bankfull.sample.adjust import adjust
 from bankfull.sample.draw import NO_TOKEN, best, draw
 from bankfull.sample.logprobs import logprobs_of
-from bankfull.sample.random import Purpose, uniform
+from bankfull.sample.random import NumberKey, Purpose
 from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, RowFacts, SamplingTable
 from bankfull.sample.truncate import truncate
 
@@ -104,8 +108,8 @@ def sample(
 
 def _draw(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[RowFacts]) -> Tensor:
     shaped = truncate(scores, rows, table, facts)
-    numbers = uniform(table.wholes[rows, SEED], table.wholes[rows, CHILD], length.to(torch.int64), Purpose.TOKEN)
-    return draw(shaped, numbers)
+    key = NumberKey(table.wholes[rows, SEED], table.wholes[rows, CHILD], length.to(torch.int64))
+    return draw(shaped, key, Purpose.TOKEN)
 
 
 def _choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[RowFacts]) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 
 from bankfull.sample.logits import SamplingTable, process, sample
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.random import uniform
+from bankfull.sample.race import gumbel
+from bankfull.sample.random import NumberKey, Purpose, high_words, uniform
 from tests.sample.batch import entering
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -86,6 +87,11 @@ def test_random_numbers_have_the_same_bits_on_every_device() -> None:
     steps = torch.arange(5000)
     there = uniform(steps.cuda(), steps.cuda() * 3, steps.cuda() * 2**33, 1)
     assert torch.equal(uniform(steps, steps * 3, steps * 2**33, 1), there.cpu())
+    key = NumberKey(steps, steps * 3, steps * 2**33)
+    words = high_words(key, Purpose.TOKEN, 40)
+    there = high_words(NumberKey(*(part.cuda() for part in key)), Purpose.TOKEN, 40)
+    assert torch.equal(words, there.cpu())
+    assert torch.equal(gumbel(words, words.flip(0)), gumbel(there, there.flip(0)).cpu())
 
 
 def test_equal_scores_go_to_the_lowest_id() -> None:

@@ -10,11 +10,20 @@ tl = pytest.importorskip("triton.language")
 
 from bankfull.ops.reference.linear import highest  # noqa: E402
 from bankfull.ops.triton.sampling import best, choose, choose_captured  # noqa: E402
-from bankfull.ops.triton.sampling_numbers import least_reaching, strength_of, uniform_of  # noqa: E402
+from bankfull.ops.triton.sampling_numbers import (  # noqa: E402
+    SLACK,
+    gumbel_of,
+    highest_gumbel_of,
+    least_reaching,
+    race_words,
+    strength_of,
+    word_of,
+)
 from bankfull.sample.draw import WEIGHT_BITS  # noqa: E402
 from bankfull.sample.logits import NO_TOKEN, SamplingTable, sample  # noqa: E402
 from bankfull.sample.params import SamplingParams  # noqa: E402
-from bankfull.sample.random import Purpose, uniform  # noqa: E402
+from bankfull.sample.race import gumbel, highest_gumbel  # noqa: E402
+from bankfull.sample.random import NumberKey, Purpose, high_words, words_of  # noqa: E402
 from tests.sample.batch import entering  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,20 +186,61 @@ def test_no_lines_give_no_tokens() -> None:
 
 
 @triton.jit
-def uniform_kernel(seeds, children, positions, out, PURPOSE: tl.constexpr):
+def words_kernel(
+    seeds, children, positions, calls_out, out, PURPOSE: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr
+):
     at = tl.program_id(0)
-    number = uniform_of(tl.load(seeds + at), tl.load(children + at), tl.load(positions + at), PURPOSE)
-    tl.store(out + at, number)
+    key = (tl.load(seeds + at), tl.load(children + at), tl.load(positions + at), PURPOSE)
+    ids = tl.arange(0, SIZE)
+    tl.store(out + at * SIZE + ids, word_of(ids, key, LOW).to(tl.int64))
+    calls = tl.arange(0, SIZE // 4)
+    first, second, third, fourth = race_words(key, calls, LOW)
+    place = calls_out + at * SIZE + (calls // 4) * 16 + calls % 4
+    tl.store(place, first.to(tl.int64))
+    tl.store(place + 4, second.to(tl.int64))
+    tl.store(place + 8, third.to(tl.int64))
+    tl.store(place + 12, fourth.to(tl.int64))
 
 
-def test_random_numbers_have_the_bits_of_the_tensor_operations() -> None:
-    seeds = torch.tensor([0, 1, 2**63 - 1, -5, 2**32, 12345678901234567], device=DEVICE)
-    children = torch.tensor([0, 127, 2**32 - 1, 3, 1, 0], device=DEVICE)
-    positions = torch.tensor([0, 2**32 + 9, 2**31, 5, 2**40, 77], device=DEVICE)
+@pytest.mark.parametrize("low", [False, True])
+def test_random_words_are_those_of_the_tensor_operations(low: bool) -> None:
+    size = 64
+    key = NumberKey(
+        torch.tensor([0, 1, 2**63 - 1, -5, 2**32, 12345678901234567], device=DEVICE),
+        torch.tensor([0, 127, 2**32 - 1, 3, 1, 0], device=DEVICE),
+        torch.tensor([0, 2**32 + 9, 2**31, 5, 2**40, 77], device=DEVICE),
+    )
+    ids = torch.arange(size, device=DEVICE).expand(len(key.seed), -1)
     for purpose in Purpose:
-        out = torch.empty(len(seeds), dtype=torch.float64, device=DEVICE)
-        uniform_kernel[(len(seeds),)](seeds, children, positions, out, PURPOSE=int(purpose))
-        assert torch.equal(out, uniform(seeds, children, positions, purpose))
+        out = torch.empty(len(key.seed), size, dtype=torch.int64, device=DEVICE)
+        by_calls = torch.empty_like(out)
+        words_kernel[(len(key.seed),)](*key, by_calls, out, PURPOSE=int(purpose), LOW=low, SIZE=size)
+        expected = words_of(key, purpose, ids, low=low)
+        assert torch.equal(out, expected) and torch.equal(by_calls, expected)
+        assert low or torch.equal(high_words(key, purpose, size), expected)
+
+
+@triton.jit
+def gumbel_kernel(high, low, out, bounds, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    upper, lower = tl.load(high + at).to(tl.uint32), tl.load(low + at).to(tl.uint32)
+    tl.store(out + at, gumbel_of(upper, lower))
+    tl.store(bounds + at, highest_gumbel_of(upper))
+
+
+def test_the_noise_of_a_race_has_the_bits_of_the_tensor_operations() -> None:
+    size = 2048
+    generator = torch.Generator().manual_seed(8)
+    high, low = torch.randint(0, 2**32, (2, size), generator=generator).to(DEVICE)
+    edges = [0, 1, 2, 3, 2**29, 2**29 - 1, 2**31, 2**32 - 1, 2**32 - 2, 1 << 20]
+    high[: len(edges)] = torch.tensor(edges, device=DEVICE)
+    low[:2] = torch.tensor([0, 2**32 - 1], device=DEVICE)
+    out = torch.empty(size, dtype=torch.float64, device=DEVICE)
+    bounds = torch.empty(size, device=DEVICE)
+    gumbel_kernel[(1,)](high, low, out, bounds, SIZE=size, enable_fp_fusion=False)
+    assert torch.equal(out, gumbel(high, low))
+    assert ((bounds.double() - highest_gumbel(high)).abs() < SLACK.value / 4).all()
+    assert (out <= highest_gumbel(high) + 1e-8).all()
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Sampling in C++: the same tokens as `bankfull.sample` up to the last place of an exponential, row by row."""
+"""Sampling in C++, row by row: the same tokens as `bankfull.sample`, with the cutoffs of top-p and min-p up to the last
+place of an exponential."""
 
 from __future__ import annotations
 

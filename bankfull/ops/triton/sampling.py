@@ -1,4 +1,5 @@
-"""Sampling on the device: the same tokens as `bankfull.sample` up to the last place of an exponential.
+"""Sampling on the device: the same tokens as `bankfull.sample`, with cutoffs of top-p and min-p up to the last place of
+an exponential.
 
 Sampling parameters are read by row from the table on the device. No host decision depends on device values, so a call
 can be captured; a replay then uses the table, rows, lengths and scores of that time.
@@ -132,7 +133,7 @@ class _Step:
             num_warps=1,
             **line,
         )
-        kernels.weigh_kernel[per_block](*scores, shape, status, weights, counts, bins, **block)
+        kernels.weigh_kernel[per_block](*scores, shape, status, weights, bins, **block)
         truncation.bracket_kernel[per_line](rows, *reals, *wholes, shape, status, weights, bins, num_warps=4, **line)
         truncation.collect_kernel[per_block](*scores, shape, status, weights, counts, found_keys, ROOM=room, **block)
         truncation.cut_kernel[per_line](
@@ -150,7 +151,21 @@ class _Step:
             num_warps=8,
             **line,
         )
-        kernels.weigh_kept_kernel[per_block](*scores, shape, status, weights, counts, **block)
+        bounds, cut_bounds = (self._empty(self.blocks, dtype=torch.float32) for _ in range(2))
+        kernels.race_kernel[per_block](
+            *scores,
+            rows,
+            *wholes,
+            length,
+            shape,
+            status,
+            self.tops,
+            bounds,
+            cut_bounds,
+            counts,
+            PURPOSE=int(Purpose.TOKEN),
+            **block,
+        )
         kernels.pick_kernel[per_line](
             *scores,
             rows,
@@ -158,12 +173,14 @@ class _Step:
             length,
             shape,
             status,
-            weights,
+            bounds,
+            cut_bounds,
             counts,
             self.tokens,
             BLOCK=self.block,
             PURPOSE=int(Purpose.TOKEN),
             num_warps=8,
+            enable_fp_fusion=False,  # exact keys must have the bits of the tensor operations
             **line,
         )
         return self.tokens

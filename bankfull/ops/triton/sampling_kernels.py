@@ -1,12 +1,12 @@
 """From scores to tokens without sorting: passes over blocks of the vocabulary alternate with one program per row.
 
 1. `block_tops`, `line_tops`: the maximum score and its token. A greedy row ends here.
-2. `weigh`: the weight of each block; for rows with truncation also a histogram of distances.
+2. `weigh`: for rows with truncation, the weight of each block and a histogram of distances.
 3. `bracket` (this and the next two in `sampling_truncation`): from the histogram, the few bins that contain the cutoff.
 4. `collect`: the tokens of these bins, as keys, and the weight above them.
 5. `cut`: the exact cutoff, by bisection over the collected keys.
-6. `weigh_kept`: the weight that the cutoff leaves in each block.
-7. `pick`: the block, and in it the token, selected by the random number.
+6. `race`: for each block, an upper bound of the keys of its kept tokens, from the high words of their numbers.
+7. `pick`: exact keys in the blocks whose bound may be the highest, nearly always one, and the token that wins.
 
 Rows skip unneeded passes by their own state, so the launches do not depend on the sampling parameters. All decisions
 are exact comparisons or integer sums: results depend neither on the block size nor on other rows.
@@ -20,10 +20,16 @@ import triton.language as tl
 from bankfull.ops.triton.launch import start_next, wait_for_inputs
 from bankfull.ops.triton.sampling_numbers import (
     FAR,
+    RACE_REACH,
     REACH,
+    SLACK,
+    distance_of,
+    gumbel_of,
+    highest_gumbel_of,
     key_of,
+    race_words,
     strength_of,
-    uniform_of,
+    word_of,
 )
 from bankfull.ops.triton.sampling_state import (
     AT_CUT,
@@ -49,7 +55,6 @@ from bankfull.ops.triton.sampling_state import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    WEIGHED,
     bin_of,
     block_distances,
     block_scores,
@@ -137,7 +142,7 @@ def line_tops_kernel(
         tl.store(shape + AT_SCALE, BINS / tl.maximum(reach, 1e-6))
         tl.store(shape + AT_FLOOR, tl.load(reals + MIN_P).to(tl.float32) * ONE)
         status += line * STATUS
-        state = tl.where(draws, tl.where(truncates, SEARCHING, WEIGHED), DONE)
+        state = tl.where(draws, tl.where(truncates, SEARCHING, CUT_KNOWN), DONE)
         tl.store(status + AT_STATE, state.to(tl.int64))
         tl.store(status + AT_FOUND, line * 0)
         tl.store(status + AT_CUT, line * 0 + FAR)
@@ -151,62 +156,93 @@ def weigh_kernel(
     shape,
     status,
     weights,
-    counts,
     bins,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The weight of a block: the final one without truncation, the total with it."""
     program = tl.program_id(0).to(tl.int64)
     line, block = program // BLOCKS, program % BLOCKS
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    state = tl.load(status + line * STATUS + AT_STATE)
-    if state != DONE:
+    if tl.load(status + line * STATUS + AT_STATE) == SEARCHING:
         distance = block_distances(scores, stride, shape, line, block, VOCAB, BLOCK)
-        strength = strength_of(distance)
-        if state == SEARCHING:
-            weight = strength.to(tl.int64)
-            counted = tl.histogram(bin_of(distance, tl.load(shape + line * SHAPE + AT_SCALE)), BINS, mask=weight > 0)
-            tl.store(bins + program * BINS + tl.arange(0, BINS), counted)
-            tl.store(weights + program, tl.sum(weight, 0))
-        else:
-            floor = tl.load(shape + line * SHAPE + AT_FLOOR)
-            tl.store(weights + program, tl.sum(tl.where(strength >= floor, strength, 0.0).to(tl.int64), 0))
-            tl.store(counts + program, 0)
+        weight = strength_of(distance).to(tl.int64)
+        counted = tl.histogram(bin_of(distance, tl.load(shape + line * SHAPE + AT_SCALE)), BINS, mask=weight > 0)
+        tl.store(bins + program * BINS + tl.arange(0, BINS), counted)
+        tl.store(weights + program, tl.sum(weight, 0))
 
 
 @triton.jit
-def weigh_kept_kernel(
+def _number_key(rows, line, wholes, wholes_stride, length, PURPOSE: tl.constexpr):
+    wholes += tl.load(rows + line) * wholes_stride
+    return tl.load(wholes + SEED), tl.load(wholes + CHILD), tl.load(length + line).to(tl.int64), PURPOSE
+
+
+@triton.jit
+def _bounds(scores, ids, high, top, temperature, cut, floor, VOCAB: tl.constexpr):
+    """Upper bounds of the keys of tokens below the cutoff and of those at it (-inf for the others), and which are at
+    it."""
+    raw = tl.load(scores + ids, mask=ids < VOCAB, other=-float("inf")).to(tl.float32)
+    distance = distance_of(raw, top, temperature)
+    bound = highest_gumbel_of(high) - distance
+    bound = tl.where((distance <= RACE_REACH) & (strength_of(distance) >= floor), bound, -float("inf"))
+    key = key_of(distance)
+    return tl.where(key < cut, bound, -float("inf")), tl.where(key == cut, bound, -float("inf")), key == cut
+
+
+@triton.jit
+def race_kernel(
     scores,
     stride,
+    rows,
+    wholes,
+    wholes_stride,
+    length,
     shape,
     status,
-    weights,
+    tops,
+    bounds,
+    cut_bounds,
     counts,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PURPOSE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The weight of each block below the cutoff, and the number of its tokens at the cutoff: how many of these are kept
-    depends on the blocks before."""
+    """The highest bound of a block's tokens below the cutoff and of those at it, and how many are at it: which of these
+    are kept depends on the blocks before. A call of Philox gives the words of four tokens, which lie four apart."""
     program = tl.program_id(0).to(tl.int64)
     line, block = program // BLOCKS, program % BLOCKS
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     status += line * STATUS
-    if tl.load(status + AT_STATE) >= CUT_KNOWN:
-        cut = tl.load(status + AT_CUT)
-        floor = tl.load(shape + line * SHAPE + AT_FLOOR)
-        distance = block_distances(scores, stride, shape, line, block, VOCAB, BLOCK)
-        strength = strength_of(distance)
-        key = key_of(distance)
-        kept = (key < cut) & (strength >= floor)
-        tl.store(weights + program, tl.sum(tl.where(kept, strength, 0.0).to(tl.int64), 0))
-        tl.store(counts + program, tl.sum((key == cut).to(tl.int32), 0))
+    if tl.load(status + AT_STATE) != DONE:
+        shape += line * SHAPE
+        top, temperature = tl.load(shape + AT_TOP), tl.load(shape + AT_TEMPERATURE)
+        cut, floor = tl.load(status + AT_CUT).to(tl.int32), tl.load(shape + AT_FLOOR)
+        nearest = distance_of(tl.load(tops + program), top, temperature)
+        bound = (line * 0).to(tl.float32) - float("inf")
+        cut_bound, count = bound, (line * 0).to(tl.int32)
+        if (nearest <= RACE_REACH) & (key_of(nearest) <= cut):
+            key = _number_key(rows, line, wholes, wholes_stride, length, PURPOSE)
+            at = tl.arange(0, BLOCK // 4)
+            first, second, third, fourth = race_words(key, (block * (BLOCK // 4)).to(tl.int32) + at, False)
+            ids = block * BLOCK + (at // 4) * 16 + at % 4
+            scores += line * stride
+            a, cut_a, on_a = _bounds(scores, ids, first, top, temperature, cut, floor, VOCAB)
+            b, cut_b, on_b = _bounds(scores, ids + 4, second, top, temperature, cut, floor, VOCAB)
+            c, cut_c, on_c = _bounds(scores, ids + 8, third, top, temperature, cut, floor, VOCAB)
+            d, cut_d, on_d = _bounds(scores, ids + 12, fourth, top, temperature, cut, floor, VOCAB)
+            bound = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0)
+            cut_bound = tl.max(tl.maximum(tl.maximum(cut_a, cut_b), tl.maximum(cut_c, cut_d)), 0)
+            on = on_a.to(tl.int32) + on_b.to(tl.int32) + on_c.to(tl.int32) + on_d.to(tl.int32)
+            count = tl.sum(on, 0)
+        tl.store(bounds + program, bound)
+        tl.store(cut_bounds + program, cut_bound)
+        tl.store(counts + program, count)
 
 
 @triton.jit
@@ -219,7 +255,8 @@ def pick_kernel(
     length,
     shape,
     status,
-    weights,
+    bounds,
+    cut_bounds,
     counts,
     tokens,
     VOCAB: tl.constexpr,
@@ -229,35 +266,41 @@ def pick_kernel(
     PURPOSE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """The token with the highest key. Blocks are tried by their bounds until no bound reaches the highest key."""
     line = tl.program_id(0).to(tl.int64)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     status += line * STATUS
     if tl.load(status + AT_STATE) != DONE:
-        wholes += tl.load(rows + line) * wholes_stride
-        position = tl.load(length + line).to(tl.int64)
-        uniform = uniform_of(tl.load(wholes + SEED), tl.load(wholes + CHILD), position, PURPOSE)
+        number_key = _number_key(rows, line, wholes, wholes_stride, length, PURPOSE)
         cut, room = tl.load(status + AT_CUT).to(tl.int32), tl.load(status + AT_ROOM)
         floor = tl.load(shape + line * SHAPE + AT_FLOOR)
-
         at = tl.arange(0, WIDTH)
-        blocks = line * BLOCKS + at
-        on_cut = tl.load(counts + blocks, mask=at < BLOCKS, other=0).to(tl.int64)
-        stay = tl.minimum(tl.maximum(room - (tl.cumsum(on_cut, 0) - on_cut), 0), on_cut)
-        on_cut_strength = strength_of(cut.to(tl.float32, bitcast=True))
-        each = tl.where(on_cut_strength >= floor, on_cut_strength, 0.0).to(tl.int64)
-        weight = tl.load(weights + blocks, mask=at < BLOCKS, other=0) + stay * each
-        total = tl.sum(weight, 0)
-        goal = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-        block = tl.sum((tl.cumsum(weight, 0) <= goal).to(tl.int32), 0)
-        goal -= tl.sum(tl.where(at < block, weight, 0), 0)
-        room -= tl.sum(tl.where(at < block, on_cut, 0), 0)
+        own = line * BLOCKS + at
+        on_cut = tl.load(counts + own, mask=at < BLOCKS, other=0).to(tl.int64)
+        rooms = room - (tl.cumsum(on_cut, 0) - on_cut)
+        bound = tl.load(bounds + own, mask=at < BLOCKS, other=-float("inf"))
+        cut_bound = tl.load(cut_bounds + own, mask=at < BLOCKS, other=-float("inf"))
+        bound = tl.maximum(bound, tl.where(rooms > 0, cut_bound, -float("inf")))
 
-        distance = block_distances(scores, stride, shape, line, block, VOCAB, BLOCK)
-        strength = strength_of(distance)
-        key = key_of(distance)
-        stays = (key == cut) & (tl.cumsum((key == cut).to(tl.int32), 0) <= room)
-        kept = ((key < cut) | stays) & (strength >= floor)
-        inside = tl.where(kept, strength, 0.0).to(tl.int64)
-        place = tl.sum((tl.cumsum(inside, 0) <= goal).to(tl.int32), 0)
-        tl.store(tokens + line, (block * BLOCK + place).to(tl.int64))
+        lead = (line * 0).to(tl.float64) - float("inf")
+        token = line * 0 + VOCAB
+        highest = tl.max(bound, 0)
+        while (highest > -float("inf")) & (highest.to(tl.float64) + SLACK >= lead):
+            block = tl.min(tl.where(bound == highest, at, WIDTH), 0)
+            distance = block_distances(scores, stride, shape, line, block, VOCAB, BLOCK)
+            key = key_of(distance)
+            stays = (key == cut) & (
+                tl.cumsum((key == cut).to(tl.int32), 0) <= tl.sum(tl.where(at == block, rooms, 0), 0)
+            )
+            kept = ((key < cut) | stays) & (strength_of(distance) >= floor) & (distance <= RACE_REACH)
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            number = gumbel_of(word_of(ids, number_key, False), word_of(ids, number_key, True))
+            exact = tl.where(kept, number - distance.to(tl.float64), -float("inf"))
+            most = tl.max(exact, 0)
+            winner = tl.min(tl.where(kept & (exact == most), ids, VOCAB), 0).to(tl.int64)
+            token = tl.where(most > lead, winner, tl.where(most == lead, tl.minimum(winner, token), token))
+            lead = tl.maximum(most, lead)
+            bound = tl.where(at == block, -float("inf"), bound)
+            highest = tl.max(bound, 0)
+        tl.store(tokens + line, token)

@@ -26,8 +26,8 @@ STATUS = tl.constexpr(8)
 AT_STATE, AT_FIRST, AT_LAST, AT_FOUND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 AT_RANK, AT_GOAL, AT_CUT, AT_ROOM = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 
-# States. CUT_KNOWN still has to weigh the kept tokens; SEARCHING has to find the cutoff first.
-DONE, WEIGHED, CUT_KNOWN, SEARCHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# States. CUT_KNOWN has only the race left; SEARCHING has to find the cutoff first.
+DONE, CUT_KNOWN, SEARCHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
