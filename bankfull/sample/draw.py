@@ -42,14 +42,28 @@ def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
 def draw(scores: Tensor, key: NumberKey, purpose: int) -> Tensor:
     """Token ids [n] int64 with probability proportional to exp(scores), the lowest id among equal keys; NO_TOKEN where
     a line has no usable score."""
+    ids, keys, usable = _finalists(scores, key, purpose, _FINALISTS)
+    wins = keys == keys.amax(-1, keepdim=True)
+    return torch.where(usable, torch.where(wins, ids, scores.shape[-1]).amin(-1), NO_TOKEN)
+
+
+def draw_several(scores: Tensor, key: NumberKey, purpose: int, count: int) -> Tensor:
+    """`count` distinct token ids [n, count] in the order of a race, the first as in `draw`: each follows the
+    distribution without the tokens before it. NO_TOKEN where a line has too few tokens."""
+    ids, keys, usable = _finalists(scores, key, purpose, count + _FINALISTS)
+    ids, order = ids.sort(-1)
+    keys, order = keys.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    found = torch.where(usable.unsqueeze(-1) & keys.isfinite(), ids.gather(1, order), NO_TOKEN)
+    return torch.nn.functional.pad(found, (0, max(0, count - found.shape[-1])), value=NO_TOKEN)[:, :count]
+
+
+def _finalists(scores: Tensor, key: NumberKey, purpose: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids that may have the highest keys and their exact keys, and which lines have a usable score."""
     scores, usable = centred(scores)
     scores = scores.double().masked_fill(scores < -REACH, -torch.inf)
     words = high_words(key, purpose, scores.shape[-1])
-    ids = (scores + highest_gumbel(words)).topk(min(_FINALISTS, scores.shape[-1])).indices
-    exact = scores.gather(1, ids) + gumbel(words.gather(1, ids), words_of(key, purpose, ids, low=True))
-    wins = exact == exact.amax(-1, keepdim=True)
-    token = torch.where(wins, ids, scores.shape[-1]).amin(-1)
-    return torch.where(usable, token, NO_TOKEN)
+    ids = (scores + highest_gumbel(words)).topk(min(count, scores.shape[-1])).indices
+    return ids, scores.gather(1, ids) + gumbel(words.gather(1, ids), words_of(key, purpose, ids, low=True)), usable
 
 
 def best(scores: Tensor) -> Tensor:
