@@ -23,6 +23,7 @@ from bankfull.ops.triton.attention_splits import (
     tile_keys,
 )
 from bankfull.ops.triton.attention_tile import (
+    bit_count,
     capped,
     dot_dtype,
     load_frames,
@@ -30,6 +31,7 @@ from bankfull.ops.triton.attention_tile import (
     online_softmax,
     score_factors,
     store_heads,
+    visible_keys,
 )
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 
@@ -37,36 +39,6 @@ MOST_TOKENS = 16
 """Sequences with more new tokens use the prefill kernel, unless they may have a tree."""
 WIDTHS = (1, 4, MOST_TOKENS, TREE_TOKENS)
 """New tokens per sequence that kernels are compiled for: padding rows of queries cost less than another kernel."""
-
-
-@triton.jit
-def bit_count(x):
-    """The number of set bits of int64."""
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return (x * 0x0101010101010101) >> 56
-
-
-@triton.jit
-def visible_keys(key, position, begin, end, window, path, tree, ALL: tl.constexpr):
-    """Mask of keys visible to the queries. ALL: every query sees all of begin .. end, except for a window. `path`: the
-    mask of each query's ancestors among the keys from `tree` on, 0 if its sequence has no tree; None: no trees."""
-    seen = ((key >= begin) & (key < end))[None, :]
-    if path is None:
-        if not ALL:
-            seen = seen & (key[None, :] <= position[:, None])
-        if window is not None:
-            seen = seen & (key[None, :] > position[:, None] - window)
-    else:
-        inside = (key >= tree)[None, :] & (path != 0)[:, None]
-        ancestors = path[:, None] >> tl.minimum(tl.maximum(key - tree, 0), 63).to(tl.int64)[None, :]
-        if not ALL:
-            seen = seen & tl.where(inside, (ancestors & 1) != 0, key[None, :] <= position[:, None])
-        if window is not None:
-            # Of two tokens on a path, as many are from one to the other as there are bits.
-            seen = seen & tl.where(inside, bit_count(ancestors) <= window, key[None, :] > position[:, None] - window)
-    return seen
 
 
 @triton.jit

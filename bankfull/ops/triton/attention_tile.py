@@ -1,4 +1,4 @@
-"""Shared parts of the attention kernels: online softmax, page lookup and dot product dtypes.
+"""Shared parts of the attention kernels: visible keys, online softmax, page lookup and dot product dtypes.
 
 Scores are exponents of two: `exp2` is one instruction, and the factor log2(e) is part of the score scale.
 """
@@ -60,6 +60,36 @@ def offsets(frames, at, frame_stride, place_stride, PAGE: tl.constexpr, BLOCK: t
 def capped(score, inner, outer):
     """cap * tanh(score * scale / cap) as an exponent of two. tanh x = 1 - 2 / (e^2x + 1), even if e^2x overflows."""
     return outer - 2.0 * outer / (tl.exp2(score * inner) + 1.0)
+
+
+@triton.jit
+def bit_count(x):
+    """The number of set bits of int64."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101) >> 56
+
+
+@triton.jit
+def visible_keys(key, position, begin, end, window, path, tree, ALL: tl.constexpr):
+    """Mask of keys visible to the queries. ALL: every query sees all of begin .. end, except for a window. `path`: the
+    mask of each query's ancestors among the keys from `tree` on, 0 if its sequence has no tree; None: no trees."""
+    seen = ((key >= begin) & (key < end))[None, :]
+    if path is None:
+        if not ALL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if window is not None:
+            seen = seen & (key[None, :] > position[:, None] - window)
+    else:
+        inside = (key >= tree)[None, :] & (path != 0)[:, None]
+        ancestors = path[:, None] >> tl.minimum(tl.maximum(key - tree, 0), 63).to(tl.int64)[None, :]
+        if not ALL:
+            seen = seen & tl.where(inside, (ancestors & 1) != 0, key[None, :] <= position[:, None])
+        if window is not None:
+            # Of two tokens on a path, as many are from one to the other as there are bits.
+            seen = seen & tl.where(inside, bit_count(ancestors) <= window, key[None, :] > position[:, None] - window)
+    return seen
 
 
 @triton.jit
