@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future as HostFuture
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -63,8 +63,8 @@ class Engine(Generic[RunnerKind]):
         self.on_settle: list[Callable[[StepPlan], None]] = []
         """Called with every step when its results have arrived, before they are processed."""
         self._clock = clock
-        self._inflight: deque[tuple[StepPlan, Future[StepResult], float]] = deque()
-        """Launched steps that are not settled, with the time of their launch."""
+        self._inflight: deque[tuple[StepPlan, Future[StepResult], float, dict[int, Key]]] = deque()
+        """Launched steps that are not settled, with the time of their launch and the owners of their rows."""
         self._free_at = 0.0
         """Time at which the last step settled: from then on the device runs only the next one."""
         self._owner: dict[int, Key] = {}
@@ -112,7 +112,8 @@ class Engine(Generic[RunnerKind]):
             if self._inflight:
                 outputs = self._settle()
             self.runner.finish(step, self._grammars.masks(plan, self._owner))
-            self._inflight.append((plan, step, launched))
+            owners = {work.row: self._owner[work.row] for work in plan.work} if self._grammars else {}
+            self._inflight.append((plan, step, launched, owners))
             self.scheduler.name_ahead()
             if self.depth == 0:
                 outputs = self._settle()
@@ -126,7 +127,7 @@ class Engine(Generic[RunnerKind]):
         return self.scheduler.wake_at()
 
     def _settle(self) -> list[Output]:
-        plan, step, launched = self._inflight.popleft()
+        plan, step, launched, owners = self._inflight.popleft()
         result = step.wait()
         now = self._clock()
         self.scheduler.took(plan, now - max(launched, self._free_at))
@@ -138,7 +139,8 @@ class Engine(Generic[RunnerKind]):
             self.totals.sampled += len(output.tokens)
             try:
                 # A complete grammar ends its sequence: only an end token could follow, and those may be ignored.
-                ends = Finish.STOP if self._grammars.advance(output) else None
+                drafts = {owners[row]: drafts for row, drafts in result.drafts.items() if row in owners}
+                ends = Finish.STOP if self._grammars.advance(output, drafts) else None
             except BankfullError as error:
                 ends, output.error = Finish.ERROR, str(error)
             if ends is not None:
@@ -169,15 +171,18 @@ class Grammars:
         self._matchers[key] = matcher
         self._prepare(key)
 
-    def _prepare(self, key: Key) -> None:
-        if self._pool is None:
-            from bankfull.sample.grammar import MaskPool
+    def __bool__(self) -> bool:
+        return bool(self._matchers)
 
+    def _prepare(self, key: Key, drafts: tuple[list[int], list[int]] | None = None) -> None:
+        from bankfull.sample.grammar import DraftTokens, MaskPool
+
+        if self._pool is None:
             self._pool = MaskPool()
-        self._pending[key] = self._pool.submit(self._matchers[key])
+        self._pending[key] = self._pool.submit(self._matchers[key], None if drafts is None else DraftTokens(*drafts))
 
     def masks(self, plan: StepPlan, owner: dict[int, Key]) -> dict[int, Any]:
-        """Row -> mask, for the rows of this step that sample under a grammar."""
+        """Row -> mask, for the rows of this step that sample under a grammar; with drafts one for each of its lines."""
         if not self._matchers:
             return {}
         masks = {}
@@ -189,19 +194,23 @@ class Grammars:
                     masks[row] = 0  # allows no token: this request ends with an error, the others continue
         return masks
 
-    def advance(self, output: Output) -> bool:
-        """Advance the matcher by a sequence's new tokens; True when the grammar allows no more."""
+    def advance(self, output: Output, drafts: Mapping[Key, tuple[list[int], list[int]]]) -> bool:
+        """Advance the matcher by a sequence's new tokens; True when the grammar allows no more. Tokens after that are
+        removed: drafts were accepted up to a complete grammar. `drafts`: of the sequences' next step."""
         key = (output.request, output.child)
         matcher = self._matchers.get(key)
         if matcher is None or output.finish is not None or not output.tokens:
             return False
         if (pending := self._pending.pop(key, None)) is not None:
             pending.exception()  # a matcher is used by one thread at a time: wait for its mask
-        for token in output.tokens:
+        for i, token in enumerate(output.tokens):
             matcher.advance(token)
-        if matcher.finished:
-            return True
-        self._prepare(key)
+            if matcher.finished:
+                del output.tokens[i + 1 :]
+                if output.extra is not None:
+                    del output.extra.logprobs[i + 1 :]
+                return True
+        self._prepare(key, drafts.get(key))
         return False
 
     def drop(self, outputs: list[Output]) -> None:

@@ -139,6 +139,8 @@ class StepResult:
     """Work index -> the error that ends this request, and only this one."""
     completed: list[int] = field(default_factory=list)
     """Ids of completed transfers, possibly of earlier steps."""
+    drafts: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """For rows under a grammar, if there are drafts: row -> tokens and parents of the drafts of its next step."""
 
 
 @dataclass(slots=True)

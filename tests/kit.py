@@ -83,11 +83,12 @@ class Bench:
         params: SamplingParams = GREEDY,
         seed: int = 0,
         stop: Sequence[int] = (),
+        matchers: Sequence[Any] = (),
         **more: object,
     ) -> None:
         job = Job(params, seed, frozenset(stop))
         request = Request(name, tuple(prompt), len(prompt) + count, frozenset(stop), samples=n, payload=job, **more)  # type: ignore[arg-type]
-        self.engine.add(request)
+        self.engine.add(request, matchers)
         self.prompts[name] = list(prompt)
         for child in range(n):
             self.tokens[name, child] = []

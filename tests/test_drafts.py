@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,8 @@ from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import DraftTree, Strategy
 from bankfull.decode.verify import accepted_path
 from bankfull.runtime.trees import paths_of
-from bankfull.sample.params import SamplingParams
+from bankfull.sample.grammar import DraftTokens
+from bankfull.sample.params import SamplingParams, StructuredOutput
 from tests.kit import Bench, Guess, GuessTree, device_of, random_tree
 from tests.tiny import VOCAB, kit_of, model_of
 
@@ -28,12 +31,76 @@ PARAMS = {
     "greedy penalties": SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.3),
     "typical": SamplingParams(temperature=1.0, typical_p=0.8),
 }
+GRAMMAR = SamplingParams(temperature=1.0, structured=StructuredOutput(regex=".*"))
+"""The runner needs to know that there is a grammar; the engine is given the matcher."""
 
 
-def generated(
-    strategy: Strategy, shape: str, depth: int, n: int = 2
-) -> tuple[Bench, dict[tuple[object, int], list[int]]]:
-    bench = Bench(
+class Ladder:
+    """A grammar over token ids: each token must be near the one before it, and after `count` tokens it is complete.
+    It stands in for a `Matcher`."""
+
+    known = True
+
+    def __init__(self, count: int, last: int = 0) -> None:
+        self.count, self.last = count, last
+
+    def _allowed(self, last: int) -> np.ndarray:
+        bits = np.zeros((VOCAB + 31) // 32 * 32, np.uint8)
+        bits[[(last + step) % VOCAB for step in (1, 2, 3, 5, 8)]] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def mask(self) -> np.ndarray:
+        return self._allowed(self.last)
+
+    def masks_along(self, drafts: DraftTokens) -> np.ndarray:
+        masks = [self.mask()]
+        for draft in range(len(drafts.tokens)):
+            path = [draft]
+            while (up := drafts.parents[path[-1]]) >= 0:
+                path.append(up)
+            other = Ladder(self.count, self.last)
+            try:
+                for node in reversed(path):
+                    other.advance(drafts.tokens[node])
+                masks.append(np.full_like(masks[0], -1) if other.finished else other.mask())
+            except AssertionError:
+                masks.append(np.zeros_like(masks[0]))
+        return np.stack(masks)
+
+    def advance(self, token: int) -> None:
+        assert not self.finished and self._allowed(self.last)[token // 32] >> (token % 32) & 1, "forbidden"
+        self.count, self.last = self.count - 1, token
+
+    @property
+    def finished(self) -> bool:
+        return self.count == 0
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize(
+    ("shape", "kind"), [("llama", GuessTree), ("gemma", GuessTree), ("llama", Guess), ("mamba", Guess)]
+)
+def test_each_draft_is_verified_under_the_grammar_after_its_own_path(shape: str, kind: type[Guess], depth: int) -> None:
+    def run(strategy: Strategy) -> Bench:
+        bench = bench_of(strategy, shape, depth)
+        for i, params in enumerate((GRAMMAR, replace(GRAMMAR, temperature=0.0), GRAMMAR)):
+            bench.add(i, [i + 1, 5, 7], NEW, params=params, seed=i, matchers=[Ladder(9 + 5 * i)])
+        bench.add("free", [3, 4], NEW)
+        bench.run(preempt=random.Random(2))
+        return bench
+
+    plain = run(Plain())
+    assert [len(plain.tokens[i, 0]) for i in range(3)] == [9, 14, 19]
+    assert {plain.finish[i, 0] for i in range(3)} == {"stop"}
+    truths = [plain.prompts[name] + tokens for (name, _), tokens in plain.tokens.items()]
+    strategy = kind(truths, width=6, seed=depth)
+    drafted = run(strategy)
+    assert drafted.tokens == plain.tokens and drafted.finish == plain.finish
+    assert strategy.accepted > strategy.proposed / 4, "hardly any draft was accepted"
+
+
+def bench_of(strategy: Strategy, shape: str, depth: int) -> Bench:
+    return Bench(
         model_of(shape, torch.float32, "auto"),
         device_of(depth, seed=3),
         depth,
@@ -42,6 +109,12 @@ def generated(
         strategy,
         kit=kit_of(shape, torch.float32, "auto"),
     )
+
+
+def generated(
+    strategy: Strategy, shape: str, depth: int, n: int = 2
+) -> tuple[Bench, dict[tuple[object, int], list[int]]]:
+    bench = bench_of(strategy, shape, depth)
     rng = random.Random(5)
     for name, params in PARAMS.items():
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]

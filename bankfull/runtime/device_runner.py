@@ -87,6 +87,8 @@ class Landed:
     """Instead of a verdict: one token for each sequence of the step, on the host."""
     scored: dict[int, tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=dict)
     pooled: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    drafts: tuple[list[int], Tensor, Tensor | None] | None = None
+    """Rows under a grammar, with tokens and parents of their next drafts."""
 
 
 class DeviceRunner:
@@ -189,6 +191,7 @@ class DeviceRunner:
             if chosen:
                 landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
             self._commit(step.batch, work, chosen, landed.verdict)
+            landed.drafts = self._constrained_drafts(work)
             self._bring(landed)
             step.batch = step.hidden = None  # the step stays in flight: its activations need not
             return landed
@@ -216,7 +219,8 @@ class DeviceRunner:
             first = 0
             for w, width in zip(work, widths, strict=True):
                 if w.row in masks:
-                    packed[first : first + width] = masks[w.row]
+                    mask_of = masks[w.row]
+                    packed[first : first + width] = mask_of[:width] if np.ndim(mask_of) == 2 else mask_of
                 first += width
             mask = self._there(packed)
         rows, tree = self.rows, None
@@ -261,6 +265,17 @@ class DeviceRunner:
         if draft is not None:
             rows.hint(host_rows, draft)
 
+    def _constrained_drafts(self, work: list[Work]) -> tuple[list[int], Tensor, Tensor | None] | None:
+        """Rows under a grammar, and the drafts of their next step: their masks depend on them."""
+        width, rows = self.strategy.width(0), self.rows
+        constrained = [w.row for w in work if w.sample and rows.sampling.facts[w.row].masked] if width else []
+        if not constrained:
+            return None
+        index = rows.index(constrained)[:, None]
+        places = rows.known[index] + torch.arange(width, device=rows.device)
+        tokens = rows.tokens[index, places.clamp_max(rows.tokens.shape[1] - 1)]
+        return constrained, tokens, None if rows.trees is None else rows.trees.parents[index[:, 0], 1 : 1 + width] - 1
+
     def _move_accepted(self, work: list[Work], verdict: Verdict) -> None:
         """Move the state of accepted drafts from their places in the tree to those after the known tokens. Their keys
         were rotated for these positions already."""
@@ -304,6 +319,9 @@ class DeviceRunner:
             landed.scored[i] = (at, own, ids, values)
         for i, (at, vector) in landed.pooled.items():
             landed.pooled[i] = (at, fetch(vector))
+        if landed.drafts is not None:
+            lines, tokens, parents = landed.drafts
+            landed.drafts = (lines, fetch(tokens), None if parents is None else fetch(parents))
 
     def _prompt_extras(self, batch: Batch, hidden: Tensor, work: list[Work], landed: Landed) -> None:
         """Prompt logprobs and pooled hidden states, for the rows that want them."""
@@ -357,6 +375,11 @@ class DeviceRunner:
             extra.prompt = {first + j: TokenLogprobs(o, tuple(t), tuple(v)) for j, (o, t, v) in enumerate(lines)}
         for i, (at, vector) in landed.pooled.items():
             result.extras[i] = Extra(pooled=(at, vector))
+        if landed.drafts is not None:
+            constrained, drafted, above = landed.drafts
+            chain = list(range(-1, drafted.shape[1] - 1))
+            parents = [chain] * len(constrained) if above is None else above.tolist()
+            result.drafts = dict(zip(constrained, zip(drafted.tolist(), parents, strict=True), strict=True))
         return result
 
 

@@ -25,6 +25,7 @@ class Runner(Protocol[Launched]):
         ...
 
     def finish(self, step: Launched, masks: Mapping[int, np.ndarray], /) -> None:
-        """Enqueue the choice of tokens. `masks`: row -> packed bitmask of the tokens that its grammar allows; the
-        engine knows it only after the previous step has settled. Called once per step, in the order of `forward`."""
+        """Enqueue the choice of tokens. `masks`: row -> packed bitmask of the tokens that its grammar allows, or one
+        for each line of the row (its last known token and its drafts). The engine knows it only after the previous step
+        has settled. Called once per step, in the order of `forward`."""
         ...

@@ -53,6 +53,15 @@ class GrammarTokenizer(Protocol):
     def token_bytes(self, token: int, /) -> bytes: ...
 
 
+@dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """The drafts of a sequence's next step: a tree, whose parents come before their children."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    """The index of each draft's parent; -1 for the last known token."""
+
+
 class Matcher:
     """One sequence's position in its grammar. Not thread-safe: wait for a mask before advancing."""
 
@@ -81,6 +90,31 @@ class Matcher:
         if self._vocab % 32:
             words[-1] &= np.int32((1 << self._vocab % 32) - 1)
         return words
+
+    def masks_along(self, drafts: DraftTokens) -> NDArray[np.int32]:
+        """The mask here, and after each draft: of the tokens that may follow its path. All zeros after a path that the
+        grammar forbids; all ones after one that completes it, since the token after it is dropped. The position does
+        not change."""
+        masks = np.zeros((1 + len(drafts.tokens), (self._vocab + 31) // 32), np.int32)
+        masks[0] = self.mask()
+        children: list[list[int]] = [[] for _ in masks]
+        for draft, parent in enumerate(drafts.parents):
+            children[parent + 1].append(draft)
+        # A copy per leaf: llguidance cannot roll back from a complete grammar.
+        todo = [(self.copy(), 0)]
+        while todo:
+            matcher, line = todo.pop()
+            # The library would fail for an id that only the model has.
+            allowed = [d for d in children[line] if masks[line, (t := drafts.tokens[d]) // 32] >> t % 32 & 1]
+            for draft in allowed:
+                follower = matcher if draft == allowed[-1] else matcher.copy()
+                follower.advance(drafts.tokens[draft])
+                if follower.finished:
+                    masks[draft + 1] = -1
+                else:
+                    masks[draft + 1] = follower.mask()
+                    todo.append((follower, draft + 1))
+        return masks
 
     def advance(self, token: int) -> None:
         """Advance by `token`; raises RequestError if the grammar forbids it."""
@@ -193,7 +227,10 @@ class MaskPool:
     def __init__(self, threads: int = 2) -> None:
         self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="grammar-mask")
 
-    def submit(self, matcher: Matcher) -> Future[NDArray[np.int32]]:
+    def submit(self, matcher: Matcher, drafts: DraftTokens | None = None) -> Future[NDArray[np.int32]]:
+        """The mask at the matcher's position, or with drafts one for it and one after each of them."""
+        if drafts is not None:
+            return self._threads.submit(matcher.masks_along, drafts)
         if matcher.known:
             there: Future[NDArray[np.int32]] = Future()
             there.set_result(matcher.mask())

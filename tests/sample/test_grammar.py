@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bankfull.errors import RequestError
 from bankfull.sample import grammar
-from bankfull.sample.grammar import GrammarCompiler, MaskPool, Matcher
+from bankfull.sample.grammar import DraftTokens, GrammarCompiler, MaskPool, Matcher
 from bankfull.sample.logits import SamplingTable, sample
 from bankfull.sample.params import SamplingParams, StructuredOutput
 from tests.sample.batch import entering
@@ -343,3 +344,47 @@ def test_a_tokenizer_without_an_end_token_is_named(tokenizer: ByteLevel) -> None
 def test_llguidance_is_not_loaded_before_it_is_needed() -> None:
     code = "import sys, bankfull.sample.grammar; assert not {'llguidance', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("structured", "holds"), CASES, ids=["dict", "schema", "regex", "choice", "lark"])
+def test_masks_along_a_tree_are_those_of_fresh_matchers(
+    structured: StructuredOutput, holds: Callable[[str], bool], compiler: GrammarCompiler, tokenizer: ByteLevel
+) -> None:
+    """Trees of tokens that the grammar allows, of others, and of those that complete it."""
+    rng = random.Random(3)
+    right = finish(compiler.compile(structured), tokenizer, 1)
+    for begun in range(min(4, len(right))):
+        matcher = compiler.compile(structured)
+        for token in right[:begun]:
+            matcher.advance(token)
+        tokens, parents, paths = [], [], []
+        for node in range(24):
+            parent = rng.randrange(-1, node)
+            path = [] if parent < 0 else paths[parent]
+            following = right[begun + len(path) : begun + len(path) + 1] or [rng.randrange(512)]
+            tokens.append(rng.choice((following[0], rng.randrange(512))))
+            parents.append(parent)
+            paths.append([*path, tokens[-1]])
+        masks = matcher.masks_along(DraftTokens(tokens, parents))
+        assert bits(masks[0]) == bits(matcher.mask())
+        for path, mask in zip(paths, masks[1:], strict=True):
+            fresh = compiler.compile(structured)
+            for token in right[:begun]:
+                fresh.advance(token)
+            allowed = True
+            for token in path:
+                allowed = allowed and not fresh.finished and token in bits(fresh.mask())
+                if allowed:
+                    fresh.advance(token)
+            complete = allowed and fresh.finished
+            assert bits(mask) == (set(range(512)) if complete else bits(fresh.mask()) if allowed else set())
+        for token in right[begun:]:
+            matcher.advance(token)  # the position has not changed
+        assert matcher.finished == (len(right) > 0 and compiler_finished(compiler, structured, right))
+
+
+def compiler_finished(compiler: GrammarCompiler, structured: StructuredOutput, tokens: list[int]) -> bool:
+    matcher = compiler.compile(structured)
+    for token in tokens:
+        matcher.advance(token)
+    return matcher.finished
