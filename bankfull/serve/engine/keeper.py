@@ -149,8 +149,8 @@ class EngineKeeper(ABC):
                 self._fail_all(Unavailable(STOPPED))
                 await engine.finish(LEAVING)
                 raise
-            except OSError as error:
-                log.error("The engine process cannot be started: %s.", error)
+            except (OSError, Unavailable) as error:
+                log.error("The engine process cannot be started: %s", error)
             was_ready = self._ready
             self._fail_all(EngineDied("The engine process has died while the request was running."))
             how = await engine.finish(patience=1.0)

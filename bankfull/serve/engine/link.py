@@ -273,7 +273,8 @@ class Link(EngineKeeper):
 
     def _abort(self, request: int) -> None:
         if self._engine is not None and not self._engine.withdraw(request):
-            self._engine.send(pack(Abort([request])))
+            with suppress(Unavailable):  # it has just ended, and the request with it
+                self._engine.send(pack(Abort([request])))
 
     def drop(self, stream: Stream, error: BankfullError) -> None:
         """Abort a request with an error."""

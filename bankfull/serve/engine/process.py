@@ -42,9 +42,12 @@ class EngineConnection(asyncio.Protocol, ABC):
         self._paused = False
 
     def send(self, message: bytes, request: int | None = None) -> None:
-        """In the order of the calls. `request`: the request that the message submits, for `withdraw`."""
+        """In the order of the calls. `request`: the request that the message submits, for `withdraw`. Raises
+        Unavailable."""
         if self._transport is None:
             raise Unavailable("The engine is starting; ask again in a moment.")
+        if self._transport.is_closing():  # some event loops raise RuntimeError for a write
+            raise Unavailable("The engine has just ended; ask again in a moment.")
         if self._paused:
             self._unsent.append((request, message))
         else:
@@ -112,8 +115,8 @@ class EngineConnection(asyncio.Protocol, ABC):
 
     def resume_writing(self) -> None:
         self._paused = False
-        while self._unsent and not self._paused:  # writing may pause it again
-            assert self._transport is not None
+        assert self._transport is not None
+        while self._unsent and not self._paused and not self._transport.is_closing():  # writing may pause it again
             self._transport.write(self._unsent.popleft()[1])
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 import bankfull
 from bankfull import SamplingParams
@@ -19,7 +20,7 @@ from bankfull.serve.engine import gateway as gateway_module
 from bankfull.serve.engine import handshake
 from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine import remote as remote_module
-from bankfull.serve.engine.backend import EngineDied
+from bankfull.serve.engine.backend import EngineDied, Unavailable
 from bankfull.serve.engine.gateway import Gateway
 from bankfull.serve.engine.handshake import CONTROL, ENGINE, HandshakeRefused, call
 from bankfull.serve.engine.link import Link
@@ -124,6 +125,24 @@ def test_a_killed_engine_fails_its_requests_and_is_started_again(
 
     run(kill())
     assert "ended by signal 9; it is started again" in caplog.text
+
+
+def test_an_engine_that_has_just_ended_is_unavailable() -> None:
+    """Before the link knows it: the server's event loop raises RuntimeError for a write to a closed connection."""
+
+    async def end() -> None:
+        async with gateway() as (_, address), linked(lambda: address) as link:
+            await link.wait_ready()
+            begun = link.generate(PROMPT, ENDLESS)
+            engine = link._engine
+            assert engine is not None and engine._transport is not None
+            engine._transport.abort()
+            assert link.ready, "it does not know yet"
+            with pytest.raises(Unavailable, match="has just ended"):
+                link.generate(PROMPT, FEW)
+            await begun.aclose()
+
+    uvloop.run(asyncio.wait_for(end(), 120))
 
 
 def test_an_engine_that_hangs_is_killed_through_its_gateway(
