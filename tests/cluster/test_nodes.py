@@ -28,8 +28,7 @@ import json, sys
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
     "object_store_memory": 80 << 20})
-nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20, env_vars=variables)
-    for variables in (None, json.loads(sys.argv[1]))]
+nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
 print(json.dumps({"address": cluster.address}), flush=True)
 for line in sys.stdin:
     if line.strip() == "kill":
@@ -40,16 +39,14 @@ cluster.shutdown()
 
 
 class RayNodes:
-    """A Ray cluster of three nodes with one CPU each, all on this machine, with a token. `last`: variables of the last
-    node."""
+    """A Ray cluster of three nodes with one CPU each, all on this machine, with a token."""
 
-    def __init__(self, folder: Path, **last: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(32)
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         environment.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder))
-        self.mark = f"RAY_TMPDIR={folder}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NODES, json.dumps(last)],
+            [sys.executable, "-c", NODES],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -80,9 +77,9 @@ class RayNodes:
 
 
 @contextmanager
-def running_nodes(**last: str) -> Iterator[RayNodes]:
+def running_nodes() -> Iterator[RayNodes]:
     folder = Path(tempfile.mkdtemp(prefix="bf-nodes-"))  # short: Ray puts sockets below it
-    nodes = RayNodes(folder, **last)
+    nodes = RayNodes(folder)
     try:
         yield nodes
     finally:
