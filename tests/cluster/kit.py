@@ -42,8 +42,7 @@ def processes(variable: str) -> dict[int, str]:
 class ClusterServer:
     """A server with replicas, in an environment that marks all of its processes."""
 
-    def __init__(self, folder: Path, *options: str, wait: bool = True, **variables: str) -> None:
-        """`wait`: until it serves, or has ended."""
+    def __init__(self, folder: Path, *options: str, **variables: str) -> None:
         folder.mkdir(exist_ok=True)
         self.mark = f"BANKFULL_DATA={folder}"
         self.environment = {**os.environ, "BANKFULL_DATA": str(folder), **variables}
@@ -58,7 +57,7 @@ class ClusterServer:
             env=self.environment,
         )
         assert self.process.stdout is not None
-        line = next((line for line in self.process.stdout if "browser" in line), "") if wait else ""
+        line = next((line for line in self.process.stdout if "browser" in line), "")
         self.url = line.split()[-1].rstrip("/") if line else ""
 
     def said(self) -> str:

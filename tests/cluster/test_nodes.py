@@ -156,21 +156,6 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     assert code == 2 and "No server with replicas runs" in error
 
 
-@pytest.mark.parametrize("moment", ["ready", "starting"])
-def test_a_server_and_its_manager_killed_together_leave_nothing_behind(tmp_path: Path, moment: str) -> None:
-    """No process is left that could end Ray: each of its processes must notice by itself."""
-
-    def of(server: ClusterServer, part: str) -> list[int]:
-        return [pid for pid, command in processes(server.mark).items() if part in command]
-
-    server = ClusterServer(tmp_path / "data", "--replicas", "1", wait=moment == "ready")
-    until(lambda: bool(of(server, "/raylet/raylet ")))
-    for pid in [*of(server, "bankfull.cluster.manager"), server.process.pid]:
-        os.kill(pid, signal.SIGKILL)
-    server.process.wait()
-    until(lambda: not processes(server.mark), 60.0)
-
-
 def refused(tmp_path: Path, sentence: str, *options: str, **variables: str) -> str:
     """The server ends with one sentence, and nothing that it has started is left."""
     server = ClusterServer(tmp_path / "data", *options, **variables)
