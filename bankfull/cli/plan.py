@@ -10,6 +10,8 @@ import typer
 
 from bankfull.cli.options import Json
 
+DEFAULT_REQUESTS = 200
+
 
 def plan(
     model: Annotated[
@@ -56,7 +58,9 @@ def plan(
     lossless: Annotated[
         bool, typer.Option("--lossless", help="Leave out configurations that quantize weights or the KV cache.")
     ] = False,
-    requests: Annotated[int, typer.Option(help="Requests in the longest simulation and in --verify.")] = 200,
+    requests: Annotated[
+        int, typer.Option(help="Requests in the longest simulation, in --verify, and in the day of --simulate.")
+    ] = DEFAULT_REQUESTS,
     seed: Annotated[int, typer.Option(help="Random seed of arrivals and lengths.")] = 0,
     no_calibrate: Annotated[
         bool, typer.Option("--no-calibrate", help="Measure nothing on this machine; use typical efficiency factors.")
@@ -67,7 +71,37 @@ def plan(
         typer.Option("--verify", help="Run the recommendation on this machine, and compare it with the prediction."),
     ] = False,
     chart: Annotated[
-        str | None, typer.Option(help="Draw the configurations to this .svg or .png file.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Draw the configurations, or the simulated day, to this .svg or .png file.", show_default=False
+        ),
+    ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            help="Simulate a day of this many replicas (1000), or of a range that is scaled (100..1000), with the "
+            "server's router and the engine's scheduler. --requests is then the number of requests of the day.",
+            show_default=False,
+        ),
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(help="Routing of --simulate: prefix, least-loaded, random-two, round-robin, or all.")
+    ] = "prefix",
+    trace: Annotated[
+        str | None,
+        typer.Option(help="A recorded day for --simulate: the formats of `bankfull bench serve`.", show_default=False),
+    ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(help="Mean hours between two failures of a replica in --simulate.", show_default="no failures"),
+    ] = None,
+    node_size: Annotated[int, typer.Option(help="Replicas that fail with one machine in --simulate.")] = 8,
+    start_seconds: Annotated[
+        float, typer.Option(help="Seconds until a started replica is ready in --simulate.")
+    ] = 60.0,
+    update: Annotated[
+        float | None,
+        typer.Option(help="Hour of the day at which --simulate begins a rolling update.", show_default="no update"),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -92,9 +126,27 @@ def plan(
     sites = sites_of(devices, catalogue, price)
     if goal is None:
         goal = usual_goal(objectives.stated, all(site.dollars_per_hour is not None for site in sites))
+    planned = requests if simulate is None else DEFAULT_REQUESTS
     request = PlanRequest(
-        model, parse_traffic(traffic), objectives, goal, most, requests, seed, lossless, not no_calibrate, refresh
+        model, parse_traffic(traffic), objectives, goal, most, planned, seed, lossless, not no_calibrate, refresh
     )
+    if simulate is not None:
+        from bankfull.cli.fleet import simulate_day
+        from bankfull.fleet.replica_range import ReplicaRange
+        from bankfull.plan.fleet import FleetOptions
+
+        if verify:
+            raise ConfigError("--verify runs one machine, --simulate a fleet; give one of them.")
+        options = FleetOptions(
+            ReplicaRange.parse(simulate),
+            start_seconds=start_seconds,
+            mtbf_hours=mtbf,
+            node_size=node_size,
+            update_at=None if update is None else update / 24,
+            seed=seed,
+        )
+        simulate_day(request, sites, options, requests, routing, trace, chart, json)
+        return
     subject = open_model_or_config(model)
     with progress("simulations", None) as advance:
         found = Planner(subject, sites, request, advance).plan()

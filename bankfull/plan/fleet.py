@@ -382,7 +382,9 @@ class FleetSimulation:
             return
         # Hours of the day: a compressed day has as many failures as a whole one.
         each = mean / 24 * self.day.seconds
-        self._at(now + self._random.expovariate(len(self.members) / each), self._fail)
+        later = now + self._random.expovariate(len(self.members) / each)
+        if later < self.day.seconds:
+            self._at(later, self._fail)
 
     def _fail(self, now: float) -> None:
         self._next_failure(now)

@@ -50,8 +50,9 @@ class FleetOutcome:
 
     @property
     def goodput(self) -> float:
-        """Requests per second that met the objectives."""
-        return float(self.met.sum()) / self.ledger.closed
+        """Requests of the day per second that met the objectives."""
+        today = self.ledger.column("arrived") <= self.ledger.seconds
+        return float((self.met & today).sum()) / self.ledger.seconds
 
     @property
     def attainment(self) -> float:
@@ -70,12 +71,16 @@ class FleetOutcome:
 
     @property
     def replica_hours(self) -> float:
-        return float(self.ledger.paid_seconds(np.array([0.0, self.ledger.closed]))[0]) / 3600
+        """Hours that replicas were paid for during the day, all together."""
+        return float(self.ledger.paid_seconds(np.array([0.0, self.ledger.seconds]))[0]) / 3600
 
     @property
     def dollars_per_million(self) -> float | None:
-        """Per million output tokens."""
-        return None if self.price is None else 1e6 * self.price * self.replica_hours / max(1.0, self.output_tokens)
+        """Per million output tokens of requests that ended during the day."""
+        if self.price is None:
+            return None
+        tokens = float(self.ledger.column("output")[self.ledger.column("last") <= self.ledger.seconds].sum())
+        return 1e6 * self.price * self.replica_hours / max(1.0, tokens)
 
     def late(self, name: str, share: float) -> float:
         """A quantile of the time until the first token ("ttft") or per further token ("tpot"), in seconds."""

@@ -116,8 +116,9 @@ class StateManager:
         tables = []
         for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
             first, size = policy.first_live(length), group.page_tokens
-            found = (self._find(chain, tokens, g, (i + 1) * size) for i in range(first, length // size))
-            tables.append((NULL,) * first + tuple(page for page in found if page is not None))
+            # The prefix was found just before, so all its blocks have names.
+            keys = ((g, chain.names[end // chain.block]) for end in range((first + 1) * size, length + 1, size))
+            tables.append((NULL,) * first + tuple(page for page in map(self.pages.find, keys) if page is not None))
         slot = self._find_slot(chain, tokens, length) if self.snapshots is not None else None
         return Match(length, tuple(tables), slot or NULL)
 
