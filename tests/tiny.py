@@ -99,8 +99,9 @@ TEMPLATE = (
 
 
 @lru_cache
-def speaking_folder() -> Path:
-    """A tiny Llama with a byte-level tokenizer and a chat template: a whole model, text to text."""
+def speaking_folder(seed: int = 5) -> Path:
+    """A tiny Llama with a byte-level tokenizer and a chat template: a whole model, text to text. Another `seed` gives
+    other weights with the same tokenizer."""
     import atexit
     import shutil
     import tempfile
@@ -120,7 +121,7 @@ def speaking_folder() -> Path:
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=backend.get_vocab_size(),
         hidden_size=32,

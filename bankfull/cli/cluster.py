@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -50,6 +51,55 @@ def drain(
 
 
 @cluster.command()
+def update(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="Path or hub id of the new weights.", show_default="the same again, with new files"
+        ),
+    ] = None,
+    *,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that requests may run on old weights; the rest of them end with an error.",
+            show_default="as long as they take",
+        ),
+    ] = None,
+    pid: Pid = None,
+    json: Json = False,
+) -> int:
+    """Replace the weights of all replicas, one at a time, without losing a request.
+
+    The model must have the same vocabulary, chat template and context. New requests get the new weights as soon as one
+    replica has them; a request that has begun is finished with the weights that it began with. The update goes on in
+    the server if this command is stopped.
+    """
+    from bankfull.cluster.admin import ask
+    from bankfull.errors import ConfigError
+
+    if grace is not None and not 0 <= grace < 1e6:
+        raise ConfigError(f"--grace {grace:g} is no time: give seconds, 0 or more.")
+    if model is not None and Path(model).expanduser().exists():
+        model = str(Path(model).expanduser().resolve())  # the server has another working directory
+    state = ask({"do": "update", "model": model, "grace": grace}, pid)
+    server, shown = int(state["pid"]), 0
+    while True:
+        lines = state["update"]["lines"]
+        if not json:
+            for line in lines[shown:]:
+                print(line, flush=True)
+        shown = len(lines)
+        if state["update"]["state"] != "running":
+            break
+        time.sleep(0.5)
+        state = ask({"do": "status"}, server)
+    if json:
+        print(json_text.dumps(state["update"]))
+    return 0 if state["update"]["state"] == "done" else 1
+
+
+@cluster.command()
 def down(*, pid: Pid = None, json: Json = False) -> int:
     """Stop the server, its replicas, and Ray if the server has started it. Running requests may finish first."""
     from bankfull.cluster.admin import alive, ask
@@ -76,6 +126,8 @@ def _show(command: dict[str, Any], pid: int | None, json: bool) -> None:
     where = "on a Ray of its own" if state["ray"] == "local" else f"on the Ray cluster at {state['ray']}"
     print(f"server {state['pid']}: {state['wanted']} replicas wanted, {state['starting']} starting, {where}")
     print(f"{state['routing']} routing; {state['cpus']:g} CPUs and {state['gpus']:g} GPUs each")
+    if state["update"] is not None and state["update"]["state"] == "running":
+        print(f"update: {state['update']['updated']} of {state['update']['total']} replicas serve the new weights")
     for replica in state["replicas"]:
         rate = "" if replica["hit_rate"] is None else f", {100 * replica['hit_rate']:.0f}% of prompt tokens cached"
         print(

@@ -48,7 +48,7 @@ class ReplicaOptions:
         float | None, typer.Option(help="GPUs of each replica.", show_default="1 if the cluster has GPUs, else 0")
     ] = None
 
-    def factory(self, device: str, grace: float, slo: SloMeter | None = None) -> SetFactory | None:
+    def factory(self, model: str, device: str, grace: float, slo: SloMeter | None = None) -> SetFactory | None:
         """Makes the replicas, for `run_server`; None: there is one engine, without Ray."""
         if self.replicas is None:
             others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
@@ -67,6 +67,7 @@ class ReplicaOptions:
 
         options = ClusterOptions(
             ReplicaRange.parse(self.replicas),
+            model,
             self.routing,
             self.ray or os.environ.get("RAY_ADDRESS") or None,
             self.replica_cpus,

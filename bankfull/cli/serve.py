@@ -114,6 +114,6 @@ def serve(
         grace=grace,
         stall_seconds=stall_seconds,
         give_up_after=give_up_after,
-        replicas=replication.factory(engine.device, grace, slo_meter),
+        replicas=replication.factory(engine.model, engine.device, grace, slo_meter),
         slo=slo_meter,
     )

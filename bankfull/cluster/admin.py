@@ -33,6 +33,8 @@ class Controlled(Protocol):
 
     def retire(self, name: str) -> None: ...
 
+    def update(self, model: str | None, grace: float | None) -> None: ...
+
 
 class AdminSocket:
     """The server's end."""
@@ -80,6 +82,8 @@ class AdminSocket:
                     self._cluster.resize(ReplicaRange.parse(text))
                 case {"do": "drain", "name": str(name)}:
                     self._cluster.retire(name)
+                case {"do": "update", "model": str() | None as model, "grace": int() | float() | None as grace}:
+                    self._cluster.update(model, grace)
                 case {"do": "down"}:
                     os.kill(os.getpid(), signal.SIGTERM)
                 case _:

@@ -23,7 +23,8 @@ from bankfull.cluster.messages import (
     ReplicaPlaced,
     StartCluster,
 )
-from bankfull.errors import ConfigError
+from bankfull.cluster.rolling_update import RollingUpdate
+from bankfull.errors import ConfigError, ModelError
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
@@ -38,6 +39,8 @@ log = logging.getLogger("bankfull.serve")
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Back-off in seconds before the cluster is started again."""
+PLACE_SECONDS = 60.0
+"""Time in which Ray must place a replica for an update, after it has reported free resources."""
 STARTING = "The replicas are starting; ask again in a moment."
 
 
@@ -46,6 +49,7 @@ class ClusterOptions:
     """What the user has asked for."""
 
     replicas: ReplicaRange
+    model: str
     routing: str = DEFAULT_POLICY
     ray: str | None = None
     """Address of the Ray cluster to join; None: start one on this machine."""
@@ -84,6 +88,16 @@ class ClusterReplicas(ReplicaSet):
         self._failure = ""
         self._problem = ""
         """Why there are fewer replicas than wanted."""
+        self._model, self._generation = options.model, 0
+        """The model that new replicas load, and the number of updates before it."""
+        self._assigned: dict[str, tuple[str, int]] = {}
+        """Model and generation of each replica."""
+        self._update: RollingUpdate | None = None
+        self._updating: asyncio.Task[None] | None = None
+        self._emptied: set[str] = set()
+        """Replicas without an engine, in which the update starts another one."""
+        self._placing: asyncio.Future[str] | None = None
+        """The name of a replica that the update has asked for."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._autoscaler = Autoscaler()
         self._decision = ""
@@ -122,10 +136,11 @@ class ClusterReplicas(ReplicaSet):
             raise ConfigError(self._failure)
         super()._raise_failure()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -157,8 +172,12 @@ class ClusterReplicas(ReplicaSet):
                 self._fail(why)
                 return
             log.error("%s The replicas are started again in %g seconds.", why, pause)
+            if self._updating is not None:
+                self._updating.cancel()
             await asyncio.gather(*(self.remove(name, 0.0) for name in list(self._placed) if name not in self._leaving))
             self._placed.clear()
+            self._assigned.clear()
+            self._emptied.clear()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -184,7 +203,9 @@ class ClusterReplicas(ReplicaSet):
                 self._placed[message.name] = message
                 if not known:
                     self._expected = max(0, self._expected - 1)
-                if self.up is not None:
+                if not known and self._placing is not None and not self._placing.done():
+                    self._placing.set_result(message.name)  # the update starts its engine
+                elif self.up is not None and message.name not in self._emptied:
                     await self._connect(message.name)
             case ClusterUp():
                 self.up = message
@@ -192,6 +213,9 @@ class ClusterReplicas(ReplicaSet):
                     await self._connect(name)
             case ReplicaLost():
                 log.error("%s does not answer: %s", message.name, message.why)
+            case CannotAdd() if self._placing is not None and not self._placing.done():
+                self._expected = 0
+                self._placing.set_exception(ConfigError(message.why))
             case CannotAdd():
                 self._expected = 0
                 self.bounds = ReplicaRange(min(self.bounds.least, self.size), self.size)
@@ -207,7 +231,9 @@ class ClusterReplicas(ReplicaSet):
                 return
             await self.remove(name, 0.0)
         assert self.up is not None
-        await self.add(name, self._make_link(open_engine=self._opener(name), threads=self.up.threads))
+        model, generation = self._assigned.setdefault(name, (self._model, self._generation))
+        link = self._make_link(open_engine=self._opener(name), threads=self.up.threads, model=model)
+        await self.add(name, link, generation)
 
     def _opener(self, name: str) -> Callable[[Callable[[FromEngine], None]], EngineConnection]:
         def open_engine(receive: Callable[[FromEngine], None]) -> EngineConnection:
@@ -215,6 +241,79 @@ class ClusterReplicas(ReplicaSet):
             return RemoteEngine(receive, (placed.host, placed.port), self._token)
 
         return open_engine
+
+    # -- update
+
+    @property
+    def _updates(self) -> bool:
+        return self._update is not None and self._update.state == "running"
+
+    def _refuse_during_update(self) -> None:
+        if self._updates:
+            raise ConfigError("The replicas are being updated: wait until `bankfull cluster status` shows its end.")
+
+    def update(self, model: str | None, grace: float | None) -> None:
+        """Begin to replace all replicas, one at a time, by ones with other weights. `grace`: seconds that requests of
+        the last old replica have; None: as long as they take."""
+        self._refuse_during_update()
+        if self.up is None or self._expected or self._leaving or not self._placed:
+            raise ConfigError("Replicas are starting or ending: try again when `bankfull cluster status` lists none.")
+        self._update = RollingUpdate(
+            self,
+            list(self._placed),
+            (self._model, self._generation),
+            model or self._model,
+            grace=self._options.grace if grace is None else min(grace, self._options.grace),
+            last_grace=grace,
+            check=self.check_model,
+        )
+        self._updating = self._begin(self._update.run())
+
+    async def place(self, seconds: float) -> str:
+        ends = asyncio.get_running_loop().time() + seconds
+        while True:
+            name = f"replica-{self._next}"
+            self._placing = asyncio.get_running_loop().create_future()
+            try:
+                self._ask_for(1, now=True)
+                return await asyncio.wait_for(self._placing, PLACE_SECONDS)
+            except TimeoutError:
+                self._expected = 0
+                self._forget(name)
+                raise ConfigError(f"Ray has not placed {name} within {PLACE_SECONDS:g} seconds.") from None
+            except ConfigError:
+                if asyncio.get_running_loop().time() >= ends:
+                    raise
+            finally:
+                self._placing = None
+            await asyncio.sleep(1.0)
+
+    async def load_weights(self, name: str, model: str, generation: int) -> None:
+        self._assigned[name] = (model, generation)
+        self._emptied.discard(name)
+        await self._connect(name)
+        while True:
+            view = next((view for view in self.views() if view.name == name), None)
+            if view is None or view.state in ("failed", "refused"):
+                why = "It has ended." if view is None else view.problem
+                await self.empty(name, 0.0)
+                raise ModelError(f"{name} cannot serve {model}: {why}")
+            if view.state == "ready":
+                return
+            await self.wait_change(LOOK_SECONDS)
+
+    async def empty(self, name: str, grace: float) -> None:
+        self._emptied.add(name)
+        if any(view.name == name for view in self.views()):
+            await self.remove(name, grace)
+
+    async def discard(self, name: str) -> None:
+        await self.empty(name, 0.0)
+        self._emptied.discard(name)
+        self._forget(name)
+
+    def adopt(self, model: str, generation: int) -> None:
+        self._model, self._generation = model, generation
 
     # -- size
 
@@ -225,10 +324,12 @@ class ClusterReplicas(ReplicaSet):
 
     def resize(self, bounds: ReplicaRange) -> None:
         """Have this many replicas from now on."""
+        self._refuse_during_update()
         self.bounds, self._problem = bounds, ""
 
     def retire(self, name: str) -> None:
         """Move the work of a replica to the others, end it, and have one less from now on."""
+        self._refuse_during_update()
         if name not in self._placed or name in self._leaving:
             there = ", ".join(n for n in self._placed if n not in self._leaving) or "none"
             raise ConfigError(f"There is no replica {name[:80]!r} that could be drained; there are {there}.")
@@ -247,25 +348,35 @@ class ClusterReplicas(ReplicaSet):
             await self.remove(name, self._options.grace)
         finally:
             self._leaving.discard(name)
-            self._placed.pop(name, None)
-            if self._manager is not None:
-                self._manager.send(RemoveReplica(name))
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._placed.pop(name, None)
+        self._assigned.pop(name, None)
+        if self._manager is not None:
+            self._manager.send(RemoveReplica(name))
 
     async def _keep_size(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if self.up is None or self._manager is None or not self._placed:
                 continue
+            demand = self._demand()
+            if self._updates:
+                continue
             size = self.size
-            wanted = self._autoscaler.decide(self.bounds, size, self._demand())
+            wanted = self._autoscaler.decide(self.bounds, size, demand)
             if self._autoscaler.reason:
                 self._decide(size, wanted, self._autoscaler.reason)
             if wanted > self.size:
-                added = wanted - self.size
-                self._expected += added
-                self._manager.send(AddReplicas(added))
+                self._ask_for(wanted - self.size)
             for _ in range(self.size - wanted):
                 self._leave(self._least_busy())
+
+    def _ask_for(self, count: int, *, now: bool = False) -> None:
+        assert self._manager is not None
+        self._expected += count
+        self._manager.send(AddReplicas(count, self._next, now))
 
     def _decide(self, size: int, wanted: int, why: str) -> None:
         what = "added" if wanted > size else "removed" if wanted < size else "added or removed"
@@ -316,6 +427,7 @@ class ClusterReplicas(ReplicaSet):
                     "waiting": view.load.waiting if view and view.load is not None else 0,
                     "rows": view.rows if view else 0,
                     "hit_rate": view.hit_rate if view else None,
+                    "weights": view.weights if view else "",
                     "restarts": (view.restarts if view else 0) + placed.restarts,
                 }
                 for name, placed in self._placed.items()
@@ -324,6 +436,8 @@ class ClusterReplicas(ReplicaSet):
             "starting": self._expected,
             "problem": self._problem,
             "decision": self._decision,
+            "model": self._model,
+            "update": None if self._update is None else self._update.status(),
             "slo": "" if self._options.slo is None else str(self._options.slo.slo),
             "routing": self._options.routing,
             "ray": "local" if up is not None and up.local else self._options.ray,

@@ -32,7 +32,7 @@ from bankfull.cluster.messages import (
     to_manager,
 )
 from bankfull.cluster.ray_session import RaySession
-from bankfull.cluster.sizes import Share, check_room, share_of
+from bankfull.cluster.sizes import Share, check_free, check_room, share_of
 from bankfull.errors import BankfullError, ConfigError
 
 LOOK_SECONDS = 0.5
@@ -85,9 +85,11 @@ class ClusterManager:
         share = self._share
         self.say(ClusterUp(share.threads, share.cpus, share.gpus, len(nodes), self._session.local))
 
-    def add(self, count: int) -> None:
-        """Raises ConfigError if they do not fit."""
+    def add(self, count: int, now: bool = False) -> None:
+        """Raises ConfigError if they do not fit, with `now` also if other work uses the resources."""
         check_room(self._session.nodes(), self._share, len(self._replicas) + count)
+        if now:
+            check_free(self._session.free(), self._share, count)
         from bankfull.cluster.replica import EngineReplica
 
         kind = self._ray.remote(EngineReplica).options(
@@ -154,9 +156,10 @@ class ClusterManager:
     def _obey(self) -> None:
         for message in self._commands():
             match message:
-                case AddReplicas(count=count):
+                case AddReplicas(count=count, first=first, now=now):
+                    self._next = max(self._next, first)
                     try:
-                        self.add(count)
+                        self.add(count, now)
                     except BankfullError as error:
                         self.say(CannotAdd(str(error)))
                 case RemoveReplica(name=name):

@@ -32,6 +32,10 @@ class StartCluster(msgspec.Struct, tag="start"):
 
 class AddReplicas(msgspec.Struct, tag="add"):
     count: int
+    first: int = 1
+    """Number of the first of them, in its name, unless it is taken."""
+    now: bool = False
+    """Whether they are wanted only if Ray has free resources for them, and need not wait for other work to end."""
 
 
 class RemoveReplica(msgspec.Struct, tag="remove"):

@@ -94,6 +94,11 @@ class RaySession:
                 found.append(NodeResources(resources.get("CPU", 0.0), resources.get("GPU", 0.0)))
         return found
 
+    def free(self) -> NodeResources:
+        """CPUs and GPUs of all machines that no actor or task uses."""
+        free = self.ray.available_resources()
+        return NodeResources(free.get("CPU", 0.0), free.get("GPU", 0.0))
+
     def close(self) -> None:
         """End all replicas, and Ray if it was started here."""
         try:

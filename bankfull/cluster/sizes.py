@@ -61,3 +61,12 @@ def check_room(nodes: list[NodeResources], share: Share, replicas: int) -> None:
         f"{cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} machines, room for {room}; "
         f"give fewer --replicas, or a smaller {option}."
     )
+
+
+def check_free(free: NodeResources, share: Share, replicas: int) -> None:
+    """Raises ConfigError if other work leaves too little for that many replicas."""
+    if free.room(share) < replicas:
+        raise ConfigError(
+            f"{replicas} replicas more with {share.cpus:g} CPUs and {share.gpus:g} GPUs each do not fit beside those "
+            f"that run: {free.cpus:g} CPUs and {free.gpus:g} GPUs of the cluster are free."
+        )

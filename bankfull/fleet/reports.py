@@ -32,6 +32,9 @@ class Facts(msgspec.Struct):
     or none for a model with only recurrent state."""
     snapshots: int = 0
     """Recurrent state is reusable only at multiples of this many tokens; 0: no recurrent state."""
+    weights: str = ""
+    """Fingerprint of the weights (`weights.fingerprint`): a request that has tokens of some weights must not continue
+    with others. Empty without replicas."""
 
 
 class Load(msgspec.Struct, array_like=True):

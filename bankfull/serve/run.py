@@ -105,10 +105,18 @@ def _run(
     queue = QueueLimits(requests=queue_requests)
     many = replicas is not None
     make_link = partial(
-        Link, model, options, queue, stall_seconds=stall_seconds, give_up_after=give_up_after, tells_prefixes=many
+        Link,
+        model=model,
+        options=options,
+        limits=queue,
+        stall_seconds=stall_seconds,
+        give_up_after=give_up_after,
+        tells_prefixes=many,
     )
     link = make_link() if replicas is None else replicas(make_link)
     views = link.views if isinstance(link, ReplicaSet) else None
+    if isinstance(link, ReplicaSet):
+        link.check_model = texts.misfit
     failure: list[Exception] = []
 
     async def announce(server: uvicorn.Server) -> None:

@@ -43,6 +43,11 @@ class ChatTemplate:
         self._plain = Source(source)
         self._with_tools = self._plain if tool_source is None else Source(tool_source)
 
+    def same_as(self, other: ChatTemplate) -> bool:
+        """Whether both render every conversation to the same text."""
+        own, others = ((t.source, t.tool_source, t._tokens) for t in (self, other))
+        return own == others
+
     @cached_property
     def variables(self) -> tuple[frozenset[str], frozenset[str]]:
         """The variables that the template reads without setting them, with and without tools. Raises ModelError if it

@@ -65,6 +65,12 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         return self._backend
 
+    def same_as(self, other: Tokenizer) -> bool:
+        """Whether both make the same ids of every text."""
+        rules = ("vocab_size", "bos_id", "eos_ids", "opening", "add_bos", "space_prefix")
+        same = all(getattr(self, rule) == getattr(other, rule) for rule in rules)
+        return same and self._backend.to_str() == other._backend.to_str()
+
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
         """The ids of `text`.
 

@@ -52,6 +52,8 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, defaults: Mapping[str, Any]) -> None:
         """`defaults`: default sampling parameters, under the names of SamplingParams."""
         self.tokenizer, self.template, self.defaults = tokenizer, template, dict(defaults)
+        self.model = "the model"
+        """Its name, for messages."""
         self.spans = tokenizer.spans
         self.desk = Desk("bankfull-texts", most_size=MAX_WAITING, most_size_per_key=MAX_WAITING_PER_KEY, what="texts")
         self._batch_turns = asyncio.Semaphore(BATCH_AT_ONCE)
@@ -69,7 +71,25 @@ class Texts:
         """Open by path, hub id or short name; downloads missing files."""
         files = open_text_files(locate(model))
         tokenizer, template = load_tokenizer(files)
-        return cls(tokenizer, template, recommended(files, chats=template is not None))
+        made = cls(tokenizer, template, recommended(files, chats=template is not None))
+        made.model = model
+        return made
+
+    def misfit(self, model: str) -> str:
+        """Why another model cannot be served with these texts, in one sentence; empty if it can. Reads its files."""
+        tokenizer, template = load_tokenizer(open_text_files(locate(model)))
+        chats = template is not None and self.template is not None and template.same_as(self.template)
+        for what, same in (
+            ("vocabulary", tokenizer.vocab_size == self.tokenizer.vocab_size),
+            ("tokenizer", tokenizer.same_as(self.tokenizer)),
+            ("chat template", chats or template is self.template is None),
+        ):
+            if not same:
+                return (
+                    f"{model} has another {what} than {self.model}, which this server was started with: start another "
+                    "server for it."
+                )
+        return ""
 
     @property
     def takes_tools(self) -> bool:

@@ -28,6 +28,7 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.engine.begin_report import BeginReporter
+from bankfull.serve.engine.model_files import ModelFiles
 from bankfull.serve.engine.wire import (
     Abort,
     ApiGone,
@@ -209,6 +210,7 @@ class Worker:
 
         if wanted.threads is not None:
             set_threads(wanted.threads)
+        files = ModelFiles(wanted)
         options: dict[str, Any] = {"step_ms": STEP_MS, **wanted.options}
         if not {"policy", "scheduling_policy"} & options.keys():
             options["policy"] = "priority"  # batch work yields to online requests
@@ -240,6 +242,7 @@ class Worker:
             ceilings=known[1] if known is not None else None,
             groups=[(group.page_tokens, group.window or 0) for group in loaded.layout.paged],
             snapshots=state.snapshots.block if state.snapshots is not None else 0,
+            weights=files.fingerprint(),
         )
 
     def _say(self, message: FromEngine) -> None:

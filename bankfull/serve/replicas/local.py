@@ -17,9 +17,11 @@ MOST_LOCAL = 64
 
 
 class MakeLink(Protocol):
-    """Makes a link, not started yet, with the server's model, options and limits."""
+    """Makes a link, not started yet, with the server's options and limits, and its model if no other is given."""
 
-    def __call__(self, open_engine: EngineFactory = EngineProcess, threads: int | None = None) -> Link: ...
+    def __call__(
+        self, open_engine: EngineFactory = EngineProcess, threads: int | None = None, *, model: str = ...
+    ) -> Link: ...
 
 
 SetFactory = Callable[[MakeLink], ReplicaSet]

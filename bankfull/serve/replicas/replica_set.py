@@ -21,8 +21,9 @@ from bankfull.fleet.table import ReplicaTable
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
-from bankfull.serve.engine.backend import Backend, Busy, Continuation, DeadlineExceeded, Unavailable
+from bankfull.serve.engine.backend import Backend, Busy, Continuation, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
+from bankfull.serve.replicas.fitting import OTHER_WEIGHTS, misfit
 from bankfull.serve.replicas.resume import EngineStream, Leg, ResumableStream, SentParts
 from bankfull.serve.replicas.view import ReplicaView
 
@@ -84,8 +85,10 @@ class ReplicaLink(Backend, Protocol):
 class RoutedReplica:
     """One engine, what the front knows about it, and what it has counted."""
 
-    def __init__(self, name: str, link: ReplicaLink, table: ReplicaTable, index: PrefixIndex) -> None:
-        self.name, self.link = name, link
+    def __init__(
+        self, name: str, link: ReplicaLink, table: ReplicaTable, index: PrefixIndex, generation: int = 0
+    ) -> None:
+        self.name, self.link, self.generation = name, link, generation
         self.meter = ReplicaMeter()
         self.slot = table.add(self.meter)
         self._index = index
@@ -101,6 +104,16 @@ class RoutedReplica:
     @property
     def ready(self) -> bool:
         return self.link.ready and not self.leaving and not self.refusal
+
+    @property
+    def weights(self) -> str:
+        """The fingerprint of its weights, also while its engine is started again."""
+        return self.link.facts.weights if self.link.facts is not None else ""
+
+    @property
+    def lost(self) -> bool:
+        """Whether it will never take a request again."""
+        return self.leaving or bool(self.refusal) or self.link.failure is not None
 
     @property
     def state(self) -> str:
@@ -135,6 +148,7 @@ class RoutedReplica:
             state=self.state,
             problem=link.failure or self.refusal,
             device=link.facts.device if link.facts is not None else "",
+            weights=self.weights,
             rows=link.facts.rows if link.facts is not None else 0,
             requests=self.meter.requests,
             batch=self.meter.batch_samples,
@@ -158,11 +172,13 @@ class ReplicaSet:
         self._replicas: dict[str, RoutedReplica] = {}
         self._table, self._index = ReplicaTable(), PrefixIndex()
         self._facts: Facts | None = None
-        """Those of the first replica that was ready: the others must fit to them."""
+        """Those of a replica of the newest generation."""
         self._all_facts: Facts | None = None
         self._numbers = count(1)
         self._seeds = SystemRandom()
         self._started = self._closing = False
+        self.check_model: Callable[[str], str] = lambda model: ""
+        """Why the server's tokenizer or chat template does not fit to a model; empty if they do. May block."""
         self._changed = asyncio.Event()
         self._removed_restarts = self._removed_failures = 0
         self._past = dict.fromkeys(COUNTERS, 0.0)
@@ -245,9 +261,11 @@ class ReplicaSet:
 
     # -- replicas
 
-    async def add(self, name: str, link: ReplicaLink) -> None:
-        """One more replica. It gets requests as soon as it is ready. Starts it, if the set was started."""
-        self._enlist(name, link)
+    async def add(self, name: str, link: ReplicaLink, generation: int = 0) -> None:
+        """One more replica. It gets requests as soon as it is ready. Starts it, if the set was started. Replicas of one
+        generation have the same weights. New requests go to the newest generation, and to an older one only if that
+        refuses them; a request with tokens stays with its weights."""
+        self._enlist(name, link, generation)
         if self._started:
             await link.start()
 
@@ -272,17 +290,16 @@ class ReplicaSet:
         self._index.leave(replica.slot)
         self._table.remove(replica.slot)
         replica.link.on_change = replica.link.on_prefixes = None
-        for refused in [other for other in self._replicas.values() if other.refusal]:
-            self._on_change(refused)  # it may have differed from this one only
+        self._check_refused()  # one may have differed from this one only
         self._notify()
 
     def views(self) -> list[ReplicaView]:
         return [replica.view() for replica in self._replicas.values()]
 
-    def _enlist(self, name: str, link: ReplicaLink) -> None:
+    def _enlist(self, name: str, link: ReplicaLink, generation: int = 0) -> None:
         if name in self._replicas:
             raise ConfigError(f"There is a replica {name!r} already; give each its own name.")
-        replica = self._replicas[name] = RoutedReplica(name, link, self._table, self._index)
+        replica = self._replicas[name] = RoutedReplica(name, link, self._table, self._index, generation)
         link.on_change = lambda: self._on_change(replica)
         self._on_change(replica)
 
@@ -290,20 +307,30 @@ class ReplicaSet:
         """Its engine has become ready, has ended or is given up."""
         facts = replica.link.facts
         if replica.link.ready and facts is not None:
-            others = [r for r in self._replicas.values() if r is not replica and r.link.facts is not None]
-            if self._facts is None or all(other.refusal for other in others):
-                self._facts = facts
-            replica.refusal = _difference(replica.name, facts, self._facts)
+            others = [r for r in self._replicas.values() if r is not replica and not r.refusal]
+            same = [r.link.facts for r in others if r.generation == replica.generation]
+            replica.refusal = misfit(replica.name, facts, same, [r.link.facts for r in others])
             if replica.refusal:
                 log.error("%s", replica.refusal)
-            elif replica.held is None:  # else it is the engine of before, which reports its prefixes only once
-                replica.begin(facts)
+            else:
+                if replica.held is None:  # else it is the engine of before, which reports its prefixes only once
+                    replica.begin(facts)
+                self._check_refused()
         else:
             replica.lose()
         self._notify()
 
+    def _check_refused(self) -> None:
+        """Compare the replicas that were refused with those that are there now."""
+        for refused in [replica for replica in self._replicas.values() if replica.refusal]:
+            if refused.refusal:  # else another one's check has cleared it
+                self._on_change(refused)
+
     def _sum_facts(self) -> Facts | None:
-        known = [r.link.facts for r in self._replicas.values() if r.link.facts is not None and not r.refusal]
+        fitting = [r for r in self._replicas.values() if r.link.facts is not None and not r.refusal]
+        if fitting:
+            self._facts = max(fitting, key=lambda replica: replica.generation).link.facts
+        known = [r.link.facts for r in fitting if r.link.facts is not None]
         if self._facts is None or len(known) < 2:
             return self._facts
         rows, pages = sum(facts.rows for facts in known), sum(facts.pages for facts in known)
@@ -334,17 +361,45 @@ class ReplicaSet:
         return self._closing
 
     def dispatch(
-        self, parts: SentParts, deadline: float | None, begun: Continuation | None = None, *, suspect: bool = False
+        self,
+        parts: SentParts,
+        deadline: float | None,
+        begun: Continuation | None = None,
+        *,
+        suspect: bool = False,
+        weights: str = "",
     ) -> Leg:
         """Submit a request to the replica that the policy chooses among those that admit it; a suspect only where no
-        other one is. Raises Busy or Unavailable if none does."""
+        other one is, and one with `weights` only to a replica that has them. Raises Busy or Unavailable if none admits
+        it, and EngineDied if none will have its weights again."""
         choices = sorted(
             (r for r in self._replicas.values() if r.ready and not (suspect and r.meter.suspects)), key=_slot
         )
+        newest = max((replica.generation for replica in choices), default=0)
+        if weights:
+            choices = [replica for replica in choices if replica.weights == weights]
+            if not any(r.weights == weights and not r.lost for r in self._replicas.values()):
+                raise EngineDied(OTHER_WEIGHTS)
+        refusals: list[Busy | Unavailable] = []
+        for new in (True, False):
+            few = [replica for replica in choices if (replica.generation == newest) == new]
+            if few and (leg := self._submit(few, parts, deadline, begun, suspect, refusals)) is not None:
+                return leg
+        raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
+
+    def _submit(
+        self,
+        choices: list[RoutedReplica],
+        parts: SentParts,
+        deadline: float | None,
+        begun: Continuation | None,
+        suspect: bool,
+        refusals: list[Busy | Unavailable],
+    ) -> Leg | None:
+        """Submit a request to one of these replicas; None, and more `refusals`, if none admits it."""
         tokens = len(parts.prompt) + (sum(map(len, begun.generated)) if begun is not None else 0)
         batch = parts.priority >= BATCH_PRIORITY
         cached = self._cached_tokens(parts, choices)
-        refusals: list[Busy | Unavailable] = []
         while choices:
             index = 0
             if len(choices) > 1:
@@ -372,8 +427,8 @@ class ReplicaSet:
                 continue
             number = next(self._numbers)
             replica.meter.sent(number, tokens, held, parts.params.n, batch, suspect)
-            return Leg(replica.name, steps, replica.meter, number)
-        raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
+            return Leg(replica.name, steps, replica.meter, number, replica.weights)
+        return None
 
     def _cached_tokens(self, parts: SentParts, choices: list[RoutedReplica]) -> CachedTokens:
         """Tokens of the prompt that each replica holds."""
@@ -435,15 +490,3 @@ def _mildest(refusals: list[Busy | Unavailable]) -> Busy | Unavailable | None:
     if waits:
         return min(waits, key=lambda busy: busy.retry_after)
     return refusals[0] if refusals else None
-
-
-def _difference(name: str, facts: Facts, others: Facts) -> str:
-    """Why a replica cannot serve beside the others, in one sentence; empty if it can."""
-    for what, own, usual in (
-        ("serves the model", facts.name, others.name),
-        ("has a vocabulary of size", facts.vocab, others.vocab),
-        ("has a context in tokens of", facts.max_len, others.max_len),
-    ):
-        if own != usual:
-            return f"Replica {name} {what} {own}, the others {usual}: start it with the same model and options."
-    return ""

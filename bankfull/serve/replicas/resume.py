@@ -85,10 +85,10 @@ class SentParts:
 class Leg:
     """The part of a stream that runs on one replica, and its place in the replica's meter."""
 
-    __slots__ = ("_answered", "_loop", "_meter", "_number", "replica", "steps")
+    __slots__ = ("_answered", "_loop", "_meter", "_number", "replica", "steps", "weights")
 
-    def __init__(self, replica: str, steps: EngineStream, meter: ReplicaMeter, number: int) -> None:
-        self.replica, self.steps = replica, steps
+    def __init__(self, replica: str, steps: EngineStream, meter: ReplicaMeter, number: int, weights: str = "") -> None:
+        self.replica, self.steps, self.weights = replica, steps, weights
         self._meter = meter
         self._number: int | None = number
         self._answered = False
@@ -133,10 +133,17 @@ class Dispatcher(Protocol):
         ...
 
     def dispatch(
-        self, parts: SentParts, deadline: float | None, begun: Continuation | None = None, *, suspect: bool = False
+        self,
+        parts: SentParts,
+        deadline: float | None,
+        begun: Continuation | None = None,
+        *,
+        suspect: bool = False,
+        weights: str = "",
     ) -> Leg:
-        """Submit a request to a replica, a suspect to one without another suspect. `deadline`: seconds from now. Raises
-        Busy or Unavailable."""
+        """Submit a request to a replica, a suspect to one without another suspect. `deadline`: seconds from now.
+        `weights`: the fingerprint that its replica must have, if it has tokens already. Raises Busy or Unavailable, or
+        EngineDied if no replica has these weights any more."""
         ...
 
     async def wait_change(self, seconds: float) -> None:
@@ -262,7 +269,7 @@ class ResumableStream:
             self._check(left, error)
             if self._parts.generates and len(self._finished) == len(self._tokens):
                 return self._closing_items(error)
-            await self._submit_again(error)
+            await self._submit_again(left, error)
         except BaseException:
             self._end()
             raise
@@ -297,9 +304,10 @@ class ResumableStream:
             ) from error
         return [RequestDone(0, None, None, 0.0, 0, 0)]
 
-    async def _submit_again(self, error: BankfullError) -> None:
+    async def _submit_again(self, before: Leg, error: BankfullError) -> None:
         some = self._parts.generates and (any(self._tokens) or bool(self._finished))
         begun = Continuation(self._tokens, self._finished) if some else Continuation([], [])
+        weights = before.weights if some else ""
         suspect = self._barren > 0
         if isinstance(error, Busy):
             await self._wait_for_room(error)
@@ -310,7 +318,7 @@ class ResumableStream:
             if left is not None and left <= 0:
                 raise DeadlineExceeded(LATE) from error
             try:
-                self._leg = self._replicas.dispatch(self._parts, left, begun, suspect=suspect)
+                self._leg = self._replicas.dispatch(self._parts, left, begun, suspect=suspect, weights=weights)
                 return
             except (Busy, Unavailable) as refusal:
                 if self._replicas.closing:

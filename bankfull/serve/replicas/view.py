@@ -15,6 +15,8 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     """Why it is refused or failed, in one sentence for the operator; empty otherwise."""
     device: str
     """cpu or cuda; empty until the model is loaded."""
+    weights: str
+    """Fingerprint of its weights; empty until they are loaded."""
     rows: int
     """Sequences that it runs at once."""
     requests: int
