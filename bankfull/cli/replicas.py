@@ -48,8 +48,11 @@ class ReplicaOptions:
         float | None, typer.Option(help="GPUs of each replica.", show_default="1 if the cluster has GPUs, else 0")
     ] = None
 
-    def factory(self, model: str, device: str, grace: float, slo: SloMeter | None = None) -> SetFactory | None:
-        """Makes the replicas, for `run_server`; None: there is one engine, without Ray."""
+    def factory(
+        self, model: str, device: str, grace: float, slo: SloMeter | None = None, take_over: bool = False
+    ) -> SetFactory | None:
+        """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `take_over`: on a shared Ray
+        cluster the old server has most of the resources until it ends."""
         if self.replicas is None:
             others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
             for name, value in others.items():
@@ -63,17 +66,19 @@ class ReplicaOptions:
             raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
         from bankfull.cluster.cluster_replicas import ClusterOptions, cluster_replicas
         from bankfull.cluster.ray_version import installed_version
-        from bankfull.fleet.replica_range import ReplicaRange
+        from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
 
+        ray = self.ray or os.environ.get("RAY_ADDRESS") or None
         options = ClusterOptions(
             ReplicaRange.parse(self.replicas),
             model,
             self.routing,
-            self.ray or os.environ.get("RAY_ADDRESS") or None,
+            ray,
             self.replica_cpus,
             self.replica_gpus,
             device,
             grace,
+            1 if take_over and ray is not None else MOST_REPLICAS,
             slo,
         )
         installed_version()

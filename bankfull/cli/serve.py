@@ -69,6 +69,14 @@ def serve(
             "Must be longer than loading the model takes. 0: no time-out."
         ),
     ] = 0.0,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Replace the server that this user runs on --port, without a refused connection: load the model, "
+            "then take its listening socket. The old server finishes its requests and ends.",
+        ),
+    ] = False,
     replication: ReplicaOptions,
     protection: ProtectionOptions,
 ) -> None:
@@ -103,6 +111,8 @@ def serve(
         max_body_bytes=max_body_bytes,
         use_generation_config=not no_generation_config,
     )
+    if take_over and not port:
+        raise ConfigError("--take-over needs the --port of the server to replace.")
     slo_meter = None if slo is None else SloMeter(parse_slo(slo))
     run_server(
         engine.model,
@@ -114,6 +124,7 @@ def serve(
         grace=grace,
         stall_seconds=stall_seconds,
         give_up_after=give_up_after,
-        replicas=replication.factory(engine.model, engine.device, grace, slo_meter),
+        replicas=replication.factory(engine.model, engine.device, grace, slo_meter, take_over),
         slo=slo_meter,
+        take_over=take_over,
     )

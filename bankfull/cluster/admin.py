@@ -54,11 +54,15 @@ class AdminSocket:
         self._note = notes / f"{os.getpid()}.json"
         self._note.write_text(json.dumps({"pid": os.getpid(), "socket": str(place)}))
 
+    def hide(self) -> None:
+        """Commands go to the server that takes over."""
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        if self._note is not None:
-            self._note.unlink(missing_ok=True)
+        self.hide()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -23,10 +23,10 @@ from bankfull.cluster.messages import (
     ReplicaPlaced,
     StartCluster,
 )
-from bankfull.cluster.rolling_update import RollingUpdate
+from bankfull.cluster.rolling_update import FOREVER, RollingUpdate
 from bankfull.errors import ConfigError, ModelError
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
-from bankfull.fleet.replica_range import ReplicaRange
+from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
 from bankfull.fleet.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
 from bankfull.serve.engine.process import EngineConnection
 from bankfull.serve.engine.remote import RemoteEngine
@@ -58,6 +58,8 @@ class ClusterOptions:
     device: str = "auto"
     grace: float = 30.0
     """Seconds that requests may run on a replica that is removed, before they continue on another one."""
+    first: int = MOST_REPLICAS
+    """Replicas that must be placed at the start; the others follow when there is room."""
     slo: SloMeter | None = None
     """Counts the requests that meet the latency objectives, for autoscaling."""
 
@@ -158,8 +160,9 @@ class ClusterReplicas(ReplicaSet):
         pause = FIRST_PAUSE
         while True:
             self._manager = manager = ManagerProcess()
-            self._expected = self.bounds.least
-            await manager.start(self._wanted())
+            few = self.bounds.least if self.up is not None else min(self.bounds.least, self._options.first)
+            self._expected = few
+            await manager.start(self._wanted(few))
             why = ""
             async for message in manager.messages():
                 if isinstance(message, ClusterFailed):
@@ -181,10 +184,10 @@ class ClusterReplicas(ReplicaSet):
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _wanted(self) -> StartCluster:
+    def _wanted(self, replicas: int) -> StartCluster:
         options = self._options
         return StartCluster(
-            replicas=self.bounds.least,
+            replicas=replicas,
             most=self.bounds.most,
             token=self._token.hex(),
             folder="",
@@ -339,13 +342,23 @@ class ClusterReplicas(ReplicaSet):
         self.bounds = ReplicaRange(min(self.bounds.least, left), max(left, self.bounds.most - 1))
         self._leave(name)
 
-    def _leave(self, name: str) -> None:
-        self._leaving.add(name)
-        self._begin(self._removed(name))
+    def shrink(self) -> None:
+        """Replicas end as their requests end; one stays for calls on connections that are still open."""
+        if self._updating is not None:
+            self._updating.cancel()
+        self._admin.hide()
+        self.bounds = ReplicaRange(1, 1)
+        staying = [name for name in self._placed if name not in self._leaving]
+        for name in staying[:-1]:
+            self._leave(name, FOREVER)
 
-    async def _removed(self, name: str) -> None:
+    def _leave(self, name: str, grace: float | None = None) -> None:
+        self._leaving.add(name)
+        self._begin(self._removed(name, self._options.grace if grace is None else grace))
+
+    async def _removed(self, name: str, grace: float) -> None:
         try:
-            await self.remove(name, self._options.grace)
+            await self.remove(name, grace)
         finally:
             self._leaving.discard(name)
             self._forget(name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import shlex
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,9 @@ from tempfile import TemporaryDirectory
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from bankfull.errors import ConfigError
 from bankfull.serve.api.texts import Texts
@@ -33,6 +37,7 @@ from bankfull.serve.guard.layers import Protection, protect
 from bankfull.serve.guard.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.guard.reload import Reloader
 from bankfull.serve.guard.tls import certificates_of
+from bankfull.serve.handover import Predecessor, Successor
 from bankfull.serve.replicas.local import SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.settings import Settings
@@ -43,6 +48,11 @@ from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import WatchedBackend
 
+log = logging.getLogger("bankfull.serve")
+
+BATCH_PATHS = ("/v1/files", "/v1/batches")
+MOVING_SECONDS = 10.0
+"""Time that running calls of files and batches have before their data are handed over."""
 FAREWELL_SECONDS = 5
 """Seconds that clients have to read the last event after the grace period."""
 ACCEPTED_PER_TURN = 16
@@ -64,19 +74,25 @@ def run_server(
     give_up_after: float = 0.0,
     replicas: SetFactory | None = None,
     slo: SloMeter | None = None,
+    take_over: bool = False,
 ) -> None:
     """Serve until stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: no
     limit), ends the server with a ModelError. `data`: the folder in which files and batches survive the server;
     without it they are temporary. `replicas` makes the engines behind the API from a function that makes a link to one
     (see `replicas.local`); without it there is one engine process, and no set of replicas on the path of a request.
-    `slo` counts the requests that meet the latency objectives."""
+    `slo` counts the requests that meet the latency objectives. `take_over`: load the model first, then get the
+    listening socket of the server on this port, which ends (see `handover`)."""
+    successor = Successor(settings.port, settings.host, data) if take_over else None
     logs = Logs(json=protection.log_json)
     try:
         with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
             place, times = Path(folder), (grace, stall_seconds, give_up_after)
-            _run(model, options, settings, protection, place, queue_requests, *times, replicas, slo)
+            kept = data is not None
+            _run(model, options, settings, protection, place, kept, queue_requests, *times, replicas, slo, successor)
     finally:
         logs.close()
+        if successor is not None:
+            successor.close()
 
 
 def _run(
@@ -85,12 +101,14 @@ def _run(
     settings: Settings,
     protection: Protection,
     data: Path,
+    kept: bool,
     queue_requests: int | None,
     grace: float,
     stall_seconds: float,
     give_up_after: float,
     replicas: SetFactory | None,
     slo: SloMeter | None,
+    successor: Successor | None,
 ) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     running = Running()
@@ -100,7 +118,7 @@ def _run(
     reloader.listen()
     possible = raise_file_limit(protection.connections.connections)
     connection_table = ConnectionTable(replace(protection.connections, connections=possible))
-    listening = listen(settings.host, settings.port)
+    listening = listen(settings.host, settings.port) if successor is None else None
     texts = Texts.open(model)
     queue = QueueLimits(requests=queue_requests)
     many = replicas is not None
@@ -117,6 +135,7 @@ def _run(
     views = link.views if isinstance(link, ReplicaSet) else None
     if isinstance(link, ReplicaSet):
         link.check_model = texts.misfit
+    predecessor: Predecessor | None = None
     failure: list[Exception] = []
 
     async def announce(server: uvicorn.Server) -> None:
@@ -124,6 +143,7 @@ def _run(
         try:
             await link.wait_ready()
             settle_heap()
+            assert listening is not None
             with suppress(OSError):  # stdout is closed
                 print(greeting(link, settings, listening, protection), flush=True)
             await link.wait_failed()
@@ -133,13 +153,16 @@ def _run(
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
-        await link.start()
+        if successor is None:
+            await link.start()
         announcing = asyncio.ensure_future(announce(server))
         supervisor.keep("reloading of keys and certificates", reloader.run)
         try:
             async with batches:
                 yield
         finally:
+            if predecessor is not None:
+                predecessor.close()
             announcing.cancel()
             await supervisor.close()
             await link.drain(0.0)  # the grace period is over
@@ -152,16 +175,24 @@ def _run(
     )
     backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)
-    batches = BatchService(
-        data,
-        handle_within(app.state.apis, lambda key: caller_named(protection.access, key), keyring),
-        rows=lambda: link.facts.rows if link.facts is not None else 1,
-        count=lambda outcome: metrics.batch_requests.add(1, outcome),
-        wait=keyring.batch_wait,
-        most_body_bytes=settings.max_body_bytes,
-        supervisor=supervisor,
-    )
-    app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings, views)])
+
+    def open_batches() -> BatchService:
+        """Locks their folder: at a take-over this must wait until the old server has closed it."""
+        made = BatchService(
+            data,
+            handle_within(app.state.apis, lambda key: caller_named(protection.access, key), keyring),
+            rows=lambda: link.facts.rows if link.facts is not None else 1,
+            count=lambda outcome: metrics.batch_requests.add(1, outcome),
+            wait=keyring.batch_wait,
+            most_body_bytes=settings.max_body_bytes,
+            supervisor=supervisor,
+        )
+        app.router.routes.extend(made.routes)
+        return made
+
+    if successor is None:
+        batches = open_batches()
+    app.router.routes.extend(console_routes(backend, metrics, backend.lines, settings, views))
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
     layers = protect(
         app, backend, protection.access, metrics, limits=limits, log_prompts=protection.log_prompts, running=running
@@ -175,20 +206,96 @@ def _run(
         log_level="warning",
         timeout_graceful_shutdown=round(grace) + FAREWELL_SECONDS,
     )
-    server = Server(config, running, grace)
-    # The event loop accepts one connection per turn and socket. A client that connects and leaves again and again would
-    # keep the connections of others waiting in the kernel.
-    server.run([listening, *(listening.dup() for _ in range(ACCEPTED_PER_TURN - 1))])
+
+    async def prepare() -> list[socket.socket]:
+        nonlocal listening, batches
+        if successor is not None:
+            try:
+                await link.start()
+                await link.wait_all_ready()
+                listening = await successor.listener()
+                await successor.release()
+                batches = open_batches()
+            except BaseException:
+                await link.close()
+                raise
+        assert listening is not None
+        # The event loop accepts one connection per turn and socket. A client that connects and leaves again and again
+        # would keep the connections of others waiting in the kernel.
+        return [listening, *(listening.dup() for _ in range(ACCEPTED_PER_TURN - 1))]
+
+    async def release() -> None:
+        """Close files and batches for the server that takes over."""
+        routes = app.router.routes
+        routes[:] = [route for route in routes if route not in batches.routes] + list(map(moved, batches.routes))
+        await running.until_ended(lambda trace: trace.path.startswith(BATCH_PATHS), MOVING_SECONDS)
+        await batches.close()
+
+    def leave() -> None:
+        log.info("Another server has taken over; this one ends when its connections have ended.")
+        connection_table.leaving = True
+        server.leave()
+        if isinstance(link, ReplicaSet):
+            link.shrink()
+
+    async def accepting() -> None:
+        nonlocal predecessor
+        assert listening is not None
+        if successor is not None:
+            await successor.leave()
+            log.info("The server %d has handed over its connections to come.", successor.pid)
+        try:
+            kept_data = data if kept else None
+            predecessor = Predecessor(listening, settings.host, kept_data, release=release, leave=leave)
+            predecessor.announce()
+            supervisor.keep("hand-over to another server", predecessor.run)
+        except OSError as error:
+            log.error("--take-over will not find this server: %s.", error)
+
+    server = Server(config, running, grace, prepare, accepting)
+    server.run()
     if failure:
         raise failure[0]
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which sends an error to the calls that still run at the end of the grace period."""
+    """uvicorn's server, which sends an error to the calls that still run at the end of the grace period, and which may
+    leave its listening sockets to another server."""
 
-    def __init__(self, config: uvicorn.Config, running: Running, grace: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        running: Running,
+        grace: float,
+        prepare: Callable[[], Awaitable[list[socket.socket]]],
+        accepting: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`prepare` returns the sockets to listen on; `accepting` is called when connections are accepted."""
         super().__init__(config)
         self._running, self._grace = running, grace
+        self._prepare, self._accepting = prepare, accepting
+        self._sockets: list[socket.socket] = []
+        self._left = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._sockets = await self._prepare()
+        await super().serve(self._sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            await self._accepting()
+
+    def leave(self) -> None:
+        """Accept no more connections, and end when those that there are have ended."""
+        self._left = True
+        for server in self.servers:
+            server.close()
+        for listening in self._sockets:
+            listening.close()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or (self._left and not self.server_state.connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.get_running_loop().call_later(self._grace, self._running.end, Unavailable(STOPPED))
@@ -204,6 +311,15 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def moved(route: Route) -> Route:
+    """The same path after its data were handed over to another server."""
+
+    async def refuse(request: Request) -> Response:
+        raise Unavailable("Files and batches are moving to another server on this port; ask again in a moment.")
+
+    return Route(route.path, refuse, methods=list(route.methods or ["GET"]))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -64,6 +64,7 @@ class BatchService:
         most_body_bytes: int = MOST_BODY_BYTES,
         supervisor: Supervisor | None = None,
     ) -> None:
+        self._closed = False
         self.store = Store(folder, limits)
         self.batch_store = BatchStore(self.store)
         self._runner = BatchRunner(
@@ -95,5 +96,11 @@ class BatchService:
         return self
 
     async def __aexit__(self, *how: object) -> None:
-        await self._runner.stop()
-        await asyncio.to_thread(self.store.close)
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop the batches, which continue at the next start, and close the storage. Later calls have no effect."""
+        if not self._closed:
+            self._closed = True
+            await self._runner.stop()
+            await asyncio.to_thread(self.store.close)

@@ -226,6 +226,10 @@ class Link(EngineKeeper):
             stream.set_deadline(deadline)
         return stream
 
+    async def wait_all_ready(self) -> None:
+        """As of a set of replicas."""
+        await self.wait_ready()
+
     async def reset_cache(self) -> int:
         question = next(self._numbers)
         self._send(ResetCache(question))

@@ -120,6 +120,8 @@ class ConnectionTable:
         self._sending: set[TrackedConnection] = set()
         self._connections: set[TrackedConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self.leaving = False
+        """Whether another server has taken over: each connection ends with the response to its next request."""
         self.reserved = 0
         self.held = 0
         """Bytes of large responses that clients have not read yet."""

@@ -254,6 +254,8 @@ class Connection(HttpToolsProtocol, TrackedConnection):
         cast(dict[str, Any], self.scope)[ON_RESERVE] = self._table.needs_reserve(self)
         super().on_headers_complete()
         if self.cycle is not None:  # it has not started yet
+            if self._table.leaving:
+                self.cycle.keep_alive = False
             self.cycle.transport = cast(asyncio.Transport, CoalescedHead(self))
             self.cycle.send = ChunkedSender(self, self.cycle.send, self._table)  # type: ignore[method-assign]
 

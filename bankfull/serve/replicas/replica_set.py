@@ -460,6 +460,15 @@ class ReplicaSet:
             self._raise_failure()
             await self._changed.wait()
 
+    async def wait_all_ready(self) -> None:
+        """Wait until every replica that is there is ready or given up. Raises ModelError when all are given up."""
+        await self.wait_ready()
+        while any(not replica.ready and not replica.lost for replica in self._replicas.values()):
+            await self._changed.wait()
+
+    def shrink(self) -> None:
+        """Another server has taken over: replicas that are not needed any more may end."""
+
     async def wait_failed(self) -> NoReturn:
         """Raises ModelError once every replica has been given up; otherwise waits for ever."""
         while True:

@@ -7,6 +7,7 @@ endpoint can forget to count.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,6 +92,12 @@ class Running:
             yield
         finally:
             del self._calls[task]
+
+    async def until_ended(self, which: Callable[[Trace], bool], seconds: float) -> None:
+        """Wait until no call that matches runs, at most that many seconds."""
+        ends = time.monotonic() + seconds
+        while any(which(trace) for trace in self._calls.values()) and time.monotonic() < ends:
+            await asyncio.sleep(0.02)
 
     def end(self, error: BankfullError, which: Callable[[Trace], bool] = lambda trace: True) -> int:
         """Cancel the calls that match; their number. Each gets the error: a stream as its last event, any other call as
