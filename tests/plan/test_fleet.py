@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bankfull.bench.load.arrivals import Arrivals
+from bankfull.bench.load.slo import Slo
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import POLICIES
@@ -18,6 +19,7 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.plan.day import SyntheticDay
 from bankfull.plan.fleet import FleetOptions, FleetSimulation
 from bankfull.plan.fleet_ledger import COLUMNS
+from bankfull.plan.fleet_report import BINS, FleetOutcome, fleet_charts, fleet_table, stacked_svg
 from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TrafficSpec, UniformLengths
@@ -156,3 +158,16 @@ def test_a_day_is_reproducible_and_has_the_wanted_shape() -> None:
 def test_too_many_requests_are_refused_in_one_sentence() -> None:
     with pytest.raises(Exception, match="--requests 0 is out of range"):
         day(0, 1.0, 0)
+
+
+def test_a_day_is_reported_as_table_json_and_picture() -> None:
+    found = simulated(FleetOptions(ReplicaRange(3, 3), mtbf_hours=50.0, update_at=0.5), spec(), day(120, 6.0, 1))
+    outcome = FleetOutcome("prefix", "3", found.ledger, Slo(ttft=5.0), 2.0)
+    told = outcome.as_json()
+    assert (told["requests"], told["lost"]) == (120, 0)
+    assert told["replica_hours"] == pytest.approx(3 * 20 / 3600) and told["dollars_per_million"] > 0
+    assert 0 < told["hit_rate"] < 1 and len(told["curves"]["goodput_per_s"]) == BINS
+    assert fleet_table([outcome], "a day").row_count == 1
+    picture = stacked_svg(fleet_charts([outcome], "a day"))
+    for text in ("goodput", "hit rate", "replicas ready", "output tokens", "update begins"):
+        assert text in picture
