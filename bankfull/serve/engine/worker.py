@@ -28,7 +28,7 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.engine.begin_report import BeginReporter
-from bankfull.serve.engine.model_files import ModelFiles
+from bankfull.serve.engine.loaded_weights import LoadedWeights
 from bankfull.serve.engine.wire import (
     Abort,
     ApiGone,
@@ -210,7 +210,7 @@ class Worker:
 
         if wanted.threads is not None:
             set_threads(wanted.threads)
-        files = ModelFiles(wanted)
+        files = LoadedWeights(wanted)
         options: dict[str, Any] = {"step_ms": STEP_MS, **wanted.options}
         if not {"policy", "scheduling_policy"} & options.keys():
             options["policy"] = "priority"  # batch work yields to online requests

@@ -9,22 +9,22 @@ from contextlib import suppress
 from itertools import count
 from operator import attrgetter
 from random import SystemRandom
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import msgspec
 
 from bankfull.errors import ConfigError, ModelError
-from bankfull.fleet.meter import ReplicaMeter
-from bankfull.fleet.prefixes import CachedTokens, HeldPrefixes, PrefixIndex, PromptKeys
+from bankfull.fleet.prefixes import CachedTokens, PrefixIndex, PromptKeys
 from bankfull.fleet.routing import RoutingPolicy
 from bankfull.fleet.table import ReplicaTable
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
-from bankfull.serve.engine.backend import Backend, Busy, Continuation, DeadlineExceeded, EngineDied, Unavailable
-from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
+from bankfull.serve.engine.backend import Busy, Continuation, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.replicas.fitting import OTHER_WEIGHTS, misfit
-from bankfull.serve.replicas.resume import EngineStream, Leg, ResumableStream, SentParts
+from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
+from bankfull.serve.replicas.routed_replica import ReplicaLink, RoutedReplica
 from bankfull.serve.replicas.view import ReplicaView
 
 log = logging.getLogger("bankfull.serve")
@@ -49,116 +49,6 @@ COUNTERS = (
 """Fields of `Load` that only grow while an engine runs."""
 GAUGES = ("running", "waiting", "waiting_tokens", "pages_used", "pages_total", "pages_cached")
 """Fields of `Load` that are added up over the replicas. The two rates are not: each holds for one engine."""
-
-
-class ReplicaLink(Backend, Protocol):
-    """One engine and its supervision: `Link`, or a test's own."""
-
-    phase: str
-    failure: str | None
-    on_change: Callable[[], None] | None
-    on_prefixes: Callable[[PrefixChanges], None] | None
-
-    def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        begun: Continuation | None = None,
-    ) -> EngineStream: ...
-
-    async def start(self) -> None: ...
-
-    def try_again(self) -> None: ...
-
-    async def drain(self, grace: float) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class RoutedReplica:
-    """One engine, what the front knows about it, and what it has counted."""
-
-    def __init__(
-        self, name: str, link: ReplicaLink, table: ReplicaTable, index: PrefixIndex, generation: int = 0
-    ) -> None:
-        self.name, self.link, self.generation = name, link, generation
-        self.meter = ReplicaMeter()
-        self.slot = table.add(self.meter)
-        self._index = index
-        self.held: HeldPrefixes | None = None
-        self.refusal = ""
-        """Why its engine does not fit to the others."""
-        self.leaving = False
-        self.resumed = 0
-        self.seen: Load | None = None
-        """The load that was last added up."""
-        link.on_prefixes = self._apply
-
-    @property
-    def ready(self) -> bool:
-        return self.link.ready and not self.leaving and not self.refusal
-
-    @property
-    def weights(self) -> str:
-        """The fingerprint of its weights, also while its engine is started again."""
-        return self.link.facts.weights if self.link.facts is not None else ""
-
-    @property
-    def lost(self) -> bool:
-        """Whether it will never take a request again."""
-        return self.leaving or bool(self.refusal) or self.link.failure is not None
-
-    @property
-    def state(self) -> str:
-        if self.link.failure is not None:
-            return "failed"
-        if self.leaving:
-            return "draining"
-        if self.refusal:
-            return "refused"
-        if self.link.ready:
-            return "ready"
-        return "loading" if self.link.facts is None else "restarting"
-
-    def begin(self, facts: Facts) -> None:
-        self.meter.started(facts)
-        self.held = self._index.enter(self.slot, facts)
-
-    def lose(self) -> None:
-        self.meter.lost()
-        self._index.leave(self.slot)
-        self.held = None
-
-    def _apply(self, changes: PrefixChanges) -> None:
-        if self.held is not None:
-            self.held.apply(changes)
-
-    def view(self) -> ReplicaView:
-        link, load = self.link, self.link.load
-        queries = load.prefix_queries if load is not None else 0
-        return ReplicaView(
-            name=self.name,
-            state=self.state,
-            problem=link.failure or self.refusal,
-            device=link.facts.device if link.facts is not None else "",
-            weights=self.weights,
-            rows=link.facts.rows if link.facts is not None else 0,
-            requests=self.meter.requests,
-            batch=self.meter.batch_samples,
-            load=load,
-            prefix_keys=0 if self.held is None else len(self.held),
-            hit_rate=load.prefix_hits / queries if load is not None and queries else None,
-            restarts=link.restarts,
-            failed_loads=link.failed_loads,
-            resumed=self.resumed,
-        )
 
 
 class ReplicaSet:

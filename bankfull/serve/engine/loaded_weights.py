@@ -6,7 +6,7 @@ from bankfull.errors import ModelError
 from bankfull.serve.engine.wire import Configure
 
 
-class ModelFiles:
+class LoadedWeights:
     """Made before the files are loaded, where there are other replicas that must have the same ones."""
 
     def __init__(self, wanted: Configure) -> None:
