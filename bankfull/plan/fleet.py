@@ -80,7 +80,7 @@ class FleetRequest:
 
 
 @dataclass(slots=True)
-class Member:
+class FleetMember:
     """One place for a replica, and what it does now. An event of an earlier life is ignored: its `life` is older."""
 
     number: int
@@ -117,7 +117,7 @@ class FleetSimulation:
         self._clock = Clock()
         self.front = FleetFront(facts, options.replicas.most, options.routing, queue, self._clock, options.seed)
         self.ledger = FleetLedger(day.requests, day.seconds)
-        self.members = [Member(number) for number in range(options.replicas.most)]
+        self.members = [FleetMember(number) for number in range(options.replicas.most)]
         self.active: dict[int, FleetRequest] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
@@ -259,7 +259,7 @@ class FleetSimulation:
 
     # -- steps
 
-    def _wake_at(self, member: Member, time: float) -> None:
+    def _wake_at(self, member: FleetMember, time: float) -> None:
         member.life += 1
         life = member.life
 
@@ -269,7 +269,7 @@ class FleetSimulation:
 
         self._at(time, wake)
 
-    def _wake(self, member: Member, now: float) -> None:
+    def _wake(self, member: FleetMember, now: float) -> None:
         assert member.replica is not None
         if member.ends:
             member.replica.take_stride(member.begun, member.ends)
@@ -289,7 +289,7 @@ class FleetSimulation:
             return
         self._next_step(member, now)
 
-    def _next_step(self, member: Member, now: float) -> None:
+    def _next_step(self, member: FleetMember, now: float) -> None:
         replica = member.replica
         assert replica is not None
         replica.clock.now = now
@@ -306,7 +306,7 @@ class FleetSimulation:
 
     # -- replicas
 
-    def _begin(self, member: Member, now: float, seconds: float) -> None:
+    def _begin(self, member: FleetMember, now: float, seconds: float) -> None:
         """Start a replica, which is ready after these seconds."""
         member.life += 1
         life = member.life
@@ -329,7 +329,7 @@ class FleetSimulation:
         else:
             ready(now)
 
-    def _stop(self, member: Member, now: float) -> list[FleetRequest]:
+    def _stop(self, member: FleetMember, now: float) -> list[FleetRequest]:
         """End a replica at once. Its requests, with the tokens that the front has received."""
         replica = member.replica
         assert replica is not None
@@ -350,7 +350,7 @@ class FleetSimulation:
         member.life += 1
         return left
 
-    def _move(self, member: Member, left: list[FleetRequest], now: float) -> None:
+    def _move(self, member: FleetMember, left: list[FleetRequest], now: float) -> None:
         """The front notices the end of a replica: its requests go on elsewhere."""
         self.front.lose(member.number)
         self.ledger.ready(now, self.front.ready)
@@ -404,7 +404,7 @@ class FleetSimulation:
             else:
                 self._notice(member, now)
 
-    def _notice(self, member: Member, now: float) -> None:
+    def _notice(self, member: FleetMember, now: float) -> None:
         self._move(member, [self.active[number] for number in sorted(member.requests)], now)
         restarts = member.restarts or not member.draining
         if member.draining:
@@ -416,7 +416,7 @@ class FleetSimulation:
 
     # -- drains, updates and scaling
 
-    def _drain(self, member: Member, now: float, restarts: bool) -> None:
+    def _drain(self, member: FleetMember, now: float, restarts: bool) -> None:
         member.draining, member.restarts = True, restarts
         self.front.admit(member.number, False)
         self.ledger.ready(now, self.front.ready)
@@ -431,7 +431,7 @@ class FleetSimulation:
 
         self._at(now + self.options.grace, end_of_grace)
 
-    def _drained(self, member: Member, now: float) -> None:
+    def _drained(self, member: FleetMember, now: float) -> None:
         if member.replica is None:
             return
         self._move(member, self._stop(member, now), now)
@@ -442,10 +442,10 @@ class FleetSimulation:
         else:
             self._unpaid(member, now)
 
-    def _after_drain(self, member: Member) -> None:
+    def _after_drain(self, member: FleetMember) -> None:
         member.draining = member.restarts = False
 
-    def _unpaid(self, member: Member, now: float) -> None:
+    def _unpaid(self, member: FleetMember, now: float) -> None:
         member.wanted = False
         self.ledger.paid(now, -1)
 
