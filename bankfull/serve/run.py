@@ -51,6 +51,8 @@ from bankfull.serve.telemetry.watch import WatchedBackend
 log = logging.getLogger("bankfull.serve")
 
 BATCH_PATHS = ("/v1/files", "/v1/batches")
+LEAVING_SECONDS = 0.1
+"""Time between two looks at the connections of a server that another one has replaced."""
 MOVING_SECONDS = 10.0
 """Time that running calls of files and batches have before their data are handed over."""
 FAREWELL_SECONDS = 5
@@ -275,32 +277,31 @@ class Server(uvicorn.Server):
         self._running, self._grace = running, grace
         self._prepare, self._accepting = prepare, accepting
         self._sockets: list[socket.socket] = []
-        self._left = False
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._sockets = await self._prepare()
-        await super().serve(self._sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        self._sockets = await self._prepare()
+        await super().startup(self._sockets)
         if self.started:
             await self._accepting()
 
     def leave(self) -> None:
         """Accept no more connections, and end when those that there are have ended."""
-        self._left = True
         for server in self.servers:
             server.close()
         for listening in self._sockets:
             listening.close()
+        self._end_when_idle()
 
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or (self._left and not self.server_state.connections)
+    def _end_when_idle(self) -> None:
+        if self.server_state.connections:
+            asyncio.get_running_loop().call_later(LEAVING_SECONDS, self._end_when_idle)
+        else:
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.get_running_loop().call_later(self._grace, self._running.end, Unavailable(STOPPED))
         try:
-            await super().shutdown(sockets)
+            await super().shutdown(self._sockets)
         finally:
             ending.cancel()
 
