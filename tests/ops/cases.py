@@ -342,11 +342,11 @@ def paged(
         slots += [int(table[i, at // page]) * page + at % page for at in range(length - count, length)]
         table[i, : seen // page] = 0
     meta = PagedMeta(q_start, kv_len, table, torch.tensor(slots), page, on_device(q_start), on_device(kv_len))
-    return k_pages, v_pages, replace(meta, ancestors=make.pick.choice((None, trees(make, q_start))))
+    return k_pages, v_pages, meta
 
 
 def trees(make: Maker, q_start: np.ndarray) -> Tensor:
-    """Masks of random trees among the new tokens of some sequences."""
+    """Masks of random trees among the new tokens of some sequences, which have fewer than 64."""
     masks: list[int] = []
     for count in np.diff(q_start).tolist():
         paths = [1]
@@ -368,6 +368,7 @@ def paged_attention(make: Maker, values: int | None = None) -> Case:
     dtype = make.pick.choice((make.dtype, make.dtype, torch.bfloat16, torch.int8))
     floats = make.dtype if dtype is torch.int8 else dtype
     k_pages, v_pages, meta = paged(make, kv, size, size if values is None else values, window, floats)
+    meta = replace(meta, ancestors=make.pick.choice((None, trees(make, meta.q_start))))
     scales: tuple[Tensor, ...] = ()
     if dtype is torch.int8:
         (k_pages, k_scales), (v_pages, v_scales) = rounded(make, k_pages), rounded(make, v_pages)
@@ -384,6 +385,7 @@ def attend(make: Maker) -> Case:
     window, cap = make.pick.choice((None, None, 1, 7, 33)), make.pick.choice((None, None, 50.0))
     heads = Heads(kv * groups, kv, size, size**-0.5, window, cap)
     k_pages, v_pages, meta = paged(make, kv, size, size, window)
+    meta = replace(meta, ancestors=make.pick.choice((None, trees(make, meta.q_start))))
     tokens = int(meta.q_start[-1])
     # As a stacked projection leaves them: adjacent in one row.
     q, k, v = make.normal(tokens, kv * (groups + 2), size).split((kv * groups, kv, kv), 1)
