@@ -208,6 +208,9 @@ class Transport:
     def set_write_buffer_limits(self, high: int) -> None:
         pass
 
+    def is_closing(self) -> bool:
+        return False
+
 
 def test_a_request_that_the_engine_has_not_read_can_be_withdrawn() -> None:
     async def run() -> list[bytes]:
