@@ -290,7 +290,8 @@ def test_only_the_request_that_kills_its_engines_is_given_up() -> None:
         with pytest.raises(EngineDied, match="it is not tried again"):
             await doomed
         await made.both_ready()
-        assert made.set.restarts - before == MOST_BARREN
+        # An engine may give a token before the signal reaches it: then its end does not count.
+        assert MOST_BARREN <= made.set.restarts - before < 2 * MOST_BARREN
         assert told(await collect(made.set.generate(others[0], params))) == usual[0]
 
     made = Replicas()
