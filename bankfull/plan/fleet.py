@@ -17,6 +17,7 @@ from itertools import count
 from random import Random
 
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
+from bankfull.fleet.failures import PATIENCE, PROBE_SECONDS, QUIET_SECONDS
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.plan.day import Day, DayConversation
 from bankfull.plan.decode_times import DecodeTimes
@@ -27,10 +28,6 @@ from bankfull.plan.simulate import Clock, ReplicaSpec
 from bankfull.state.prefix import Chain
 from bankfull.types import Request
 
-PATIENCE = 10.0
-"""Seconds that a request whose replica has ended waits for another one, as in the server."""
-HEARTBEAT = 5.0
-"""Seconds after which the front notices that a machine is gone; the end of a process is noticed at once."""
 ADVANCE_EVERY = 256
 """Requests between two calls of `advance`."""
 
@@ -399,8 +396,8 @@ class FleetSimulation:
         for member in hit:
             self.ledger.failed += 1
             self._stop(member, now)
-            if whole:
-                self._at(now + HEARTBEAT, lambda later, member=member: self._notice(member, later))  # type: ignore[misc]
+            if whole:  # the end of a process is noticed at once
+                self._at(now + QUIET_SECONDS + PROBE_SECONDS, lambda later, member=member: self._notice(member, later))  # type: ignore[misc]
             else:
                 self._notice(member, now)
 

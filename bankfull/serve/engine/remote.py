@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
+from bankfull.fleet.failures import PROBE_SECONDS, QUIET_SECONDS
 from bankfull.serve.engine.gateway import HEARTBEAT, KILL, PROBE, RUNNING
 from bankfull.serve.engine.handshake import CONTROL, ENGINE, HANDSHAKE_SECONDS, SESSION, HandshakeRefused, call, tune
 from bankfull.serve.engine.process import EngineConnection, how_ended
@@ -20,11 +21,6 @@ from bankfull.serve.engine.wire import Failed, FromEngine
 
 log = logging.getLogger("bankfull.serve")
 
-QUIET_SECONDS = 0.75
-"""Time without a heartbeat, which is three of them, after which the replica's machine is probed."""
-PROBE_SECONDS = 0.75
-"""Time in which its kernel must acknowledge a probe; TCP repeats a lost packet after 0.2 and 0.6 seconds. A machine
-that does not is without power or network, and counts as gone."""
 SILENT_SECONDS = 5.0
 """Time without a heartbeat after which a gateway counts as gone although its machine acknowledges probes: processes may
 have to wait for a processor, kernels do not. The death of a process is noticed at once, because its connections are

@@ -14,6 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from bankfull.errors import ConfigError, ModelError
+from bankfull.fleet.failures import PATIENCE
 from bankfull.fleet.prefixes import CachedTokens, PrefixIndex, PromptKeys
 from bankfull.fleet.routing import RoutingPolicy
 from bankfull.fleet.table import ReplicaTable
@@ -30,9 +31,6 @@ from bankfull.serve.replicas.view import ReplicaView
 log = logging.getLogger("bankfull.serve")
 _slot = attrgetter("slot")
 
-PATIENCE = 60.0
-"""Seconds without any ready replica after which a stream is given up; a model of 8 B parameters is loaded again in
-about 30."""
 NO_REPLICA = "No replica is running; ask again in a moment."
 COUNTERS = (
     "prefix_queries",
