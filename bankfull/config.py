@@ -134,6 +134,8 @@ class RunConfig:
     """CPU threads that compute, for all models of this process; None = BANKFULL_THREADS, else all that it may use."""
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order of their arrival."""
+    speculative: str = "auto"
+    """Speculative decoding: `NAME[,key=value...]` (`SpeculativeChoice`). It changes the speed, never the tokens."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth not in (0, 1):
@@ -148,3 +150,55 @@ class RunConfig:
             raise ConfigError(f"activations={self.activations!r} is unknown; use auto, int8, int8-few, bf16 or float.")
         if not isinstance(self.quantize, str | None):
             raise ConfigError(f"quantize={self.quantize!r} is not the name of a weight type; use 'int8' or 'int4'.")
+        if not isinstance(self.speculative, str):
+            raise ConfigError(f"speculative={self.speculative!r} is not a name; use one of {', '.join(SPECULATIVE)}.")
+        SpeculativeChoice.parse(self.speculative)
+
+
+SPECULATIVE: dict[str, dict[str, int | bool]] = {
+    "off": {},
+    "auto": {},
+    "ngram": {"width": 8, "least": 2, "most": 4, "adaptive": True},
+    "suffix": {"width": 12, "least": 2, "adaptive": True},
+}
+"""Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
+sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the width of each step by its expected gain,
+down to 0."""
+MOST_DRAFTS = 63
+"""Draft tokens of one sequence that a step can verify."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeChoice:
+    """A way of speculative decoding and its options."""
+
+    name: str
+    options: dict[str, int | bool]
+
+    @staticmethod
+    def parse(text: str) -> SpeculativeChoice:
+        """From `NAME[,key=value...]`."""
+        name, *given = (part.strip() for part in text.split(","))
+        shown = f"speculative={text[:80]!r}"
+        if name not in SPECULATIVE:
+            raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
+        options = dict(SPECULATIVE[name])
+        for part in given:
+            key, _, value = (side.strip() for side in part.partition("="))
+            if key not in options:
+                known = f"its options are {', '.join(options)}" if options else "it has none"
+                raise ConfigError(f"{shown} has no option {key[:40]!r}; {known}.")
+            options[key] = _option(shown, key, value, isinstance(options[key], bool))
+        if options.get("most", MOST_DRAFTS) < options.get("least", 1):
+            raise ConfigError(f"{shown} is contradictory: most must not be less than least.")
+        return SpeculativeChoice(name, options)
+
+
+def _option(shown: str, key: str, value: str, switch: bool) -> int | bool:
+    if switch:
+        if value not in ("true", "false"):
+            raise ConfigError(f"{shown}: {key} must be true or false, not {value[:40]!r}.")
+        return value == "true"
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= MOST_DRAFTS:
+        raise ConfigError(f"{shown}: {key} must be a whole number from 1 to {MOST_DRAFTS}, not {value[:40]!r}.")
+    return int(value)

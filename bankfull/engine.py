@@ -10,19 +10,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future as HostFuture
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import BankfullError
 from bankfull.runtime.device import Future
 from bankfull.runtime.runner import Runner
-from bankfull.sched.scheduler import Scheduler
-from bankfull.types import Finish, Output, Request, StepPlan, StepResult
+from bankfull.sched.scheduler import Drafts, Scheduler
+from bankfull.types import Finish, Guess, Output, Request, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bankfull.decode.drafting import Drafting
     from bankfull.runtime.device_runner import DeviceRunner
     from bankfull.sample.grammar import MaskPool, Matcher
     from bankfull.sample.params import SamplingParams
@@ -41,8 +42,23 @@ class Totals:
     """Tokens computed, drafts included."""
     sampled: int = 0
     """Tokens generated."""
+    drafted: list[int] = field(default_factory=list)
+    """Draft tokens verified, by their position in a row's drafts."""
+    accepted: list[int] = field(default_factory=list)
+    """Draft tokens accepted, by the length of the accepted path."""
     busy: float = 0.0
     """Seconds inside `step`."""
+
+    def verified(self, drafts: int, accepted: int) -> None:
+        """One row has verified this many drafts."""
+        if drafts > len(self.drafted):
+            more = [0] * (drafts - len(self.drafted))
+            self.drafted += more
+            self.accepted += more
+        for position in range(drafts):
+            self.drafted[position] += 1
+        for position in range(accepted):
+            self.accepted[position] += 1
 
 
 class Engine(Generic[RunnerKind]):
@@ -53,8 +69,11 @@ class Engine(Generic[RunnerKind]):
         strategy: Strategy,
         depth: int,
         clock: Callable[[], float] = time.monotonic,
+        drafting: Drafting | None = None,
     ) -> None:
+        """`drafting`: finds draft tokens on the host, if any."""
         self.scheduler, self.runner, self.strategy, self.depth = scheduler, runner, strategy, depth
+        self.drafting = drafting
         self.started: dict[Hashable, float] = {}
         """Request id -> time at which it first got a row; the caller removes entries."""
         self.totals = Totals()
@@ -70,10 +89,16 @@ class Engine(Generic[RunnerKind]):
         self._owner: dict[int, Key] = {}
         """Row -> the sequence that runs there."""
         self._grammars = Grammars()
+        self._references: dict[Hashable, tuple[int, ...]] = {}
+        """Request id -> its reference text, until one of its sequences has ended."""
+        self._guessed: dict[Key, tuple[Guess, int]] = {}
+        """Guesses and numbers of drafts of the newest plan, for sequences under a grammar."""
 
     def add(self, request: Request, matchers: Sequence[Matcher] = ()) -> None:
         """Queue a request; `matchers`: its grammar, once for each sample, at the position of the sample's tokens."""
         self.scheduler.add(request)
+        if self.drafting is not None and request.reference:
+            self._references[request.id] = request.reference
         for child, matcher in enumerate(matchers):
             if child not in request.finished:
                 self._grammars.add((request.id, child), matcher)
@@ -89,7 +114,7 @@ class Engine(Generic[RunnerKind]):
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
         """End a request, or one of its samples; allowed at any moment between two steps."""
         outputs = self.scheduler.abort(request_id, reason, child)
-        self._grammars.drop(outputs)
+        self._drop(outputs)
         return outputs
 
     @property
@@ -101,12 +126,14 @@ class Engine(Generic[RunnerKind]):
         """Plan, run and settle once; the outputs of the settled step. Empty when nothing could run: see `wake_at`."""
         begun = self._clock()
         outputs: list[Output] = []
-        plan = self.scheduler.plan(self.strategy.width(self.scheduler.running))
+        plan = self.scheduler.plan(self._drafts())
         if plan is None:
             if self._inflight:
                 outputs = self._settle()
         else:
             self._note(plan)
+            if self.drafting is not None:
+                self._guess(self.drafting, plan)
             launched = self._clock()
             step = self.runner.forward(plan)
             if self._inflight:
@@ -122,6 +149,33 @@ class Engine(Generic[RunnerKind]):
         self.totals.busy += self._clock() - begun
         return outputs
 
+    def _drafts(self) -> Drafts:
+        drafting = self.drafting
+        if drafting is None:
+            return self.strategy.width(self.scheduler.running)
+        rows = self.scheduler.decoding()
+        return drafting.widths({row: self._owner[row] for row in rows}, self.scheduler.config.step_tokens - len(rows))
+
+    def _guess(self, drafting: Drafting, plan: StepPlan) -> None:
+        """Send the host's guesses with the plan. A grammar needs a mask after each draft: with a step in flight, the
+        drafts are known when that has settled."""
+        for enter in plan.enter:
+            drafting.open((enter.request, enter.child), enter.tokens, self._references.get(enter.request, ()))
+        plan.guesses = drafting.guesses(plan)
+        self._guessed = {}
+        if self._grammars and plan.guesses:
+            counts = {work.row: work.drafts for work in plan.work}
+            self._guessed = {self._owner[guess.row]: (guess, counts[guess.row]) for guess in plan.guesses}
+            if not self._inflight:
+                for key in self._guessed:
+                    self._grammars.draft(key, self._host_drafts(key))
+
+    def _host_drafts(self, key: Key) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the drafts that the newest plan guesses for a sequence."""
+        assert self.drafting is not None
+        guess, count = self._guessed[key]
+        return guess.drafts(self.drafting.known(key), count), list(range(-1, count - 1))
+
     def wake_at(self) -> float | None:
         """The time at which a step may find work although nothing arrives; None if only an arrival helps."""
         return self.scheduler.wake_at()
@@ -130,24 +184,42 @@ class Engine(Generic[RunnerKind]):
         plan, step, launched, owners = self._inflight.popleft()
         result = step.wait()
         now = self._clock()
-        self.scheduler.took(plan, now - max(launched, self._free_at))
+        seconds = now - max(launched, self._free_at)
+        self.scheduler.took(plan, seconds)
         self._free_at = now
+        for work, tokens in zip(plan.work, result.tokens, strict=True):
+            if work.drafts:
+                self.totals.verified(work.drafts, max(0, len(tokens) - 1))
         for observe in self.on_settle:
             observe(plan)
         outputs = self.scheduler.settle(plan, result)
+        if self.drafting is not None:
+            self.drafting.observe(plan, seconds)
+            self.drafting.extend([((output.request, output.child), output.tokens) for output in outputs])
+        drafts = {owners[row]: drafts for row, drafts in result.drafts.items() if row in owners}
+        if self.depth > 0:
+            drafts.update({key: self._host_drafts(key) for key in self._guessed})
         for output in outputs:
             self.totals.sampled += len(output.tokens)
             try:
                 # A complete grammar ends its sequence: only an end token could follow, and those may be ignored.
-                drafts = {owners[row]: drafts for row, drafts in result.drafts.items() if row in owners}
                 ends = Finish.STOP if self._grammars.advance(output, drafts) else None
             except BankfullError as error:
                 ends, output.error = Finish.ERROR, str(error)
             if ends is not None:
                 self.scheduler.abort(output.request, ends, output.child)
                 output.finish = ends
-        self._grammars.drop(outputs)
+        self._drop(outputs)
         return outputs
+
+    def _drop(self, outputs: list[Output]) -> None:
+        """Forget the sequences that have ended."""
+        self._grammars.drop(outputs)
+        if self.drafting is not None:
+            for output in outputs:
+                if output.finish is not None:
+                    self.drafting.close((output.request, output.child))
+                    self._references.pop(output.request, None)
 
     def _note(self, plan: StepPlan) -> None:
         self.totals.steps += 1
@@ -181,6 +253,17 @@ class Grammars:
             self._pool = MaskPool()
         self._pending[key] = self._pool.submit(self._matchers[key], None if drafts is None else DraftTokens(*drafts))
 
+    def draft(self, key: Key, drafts: tuple[list[int], list[int]]) -> None:
+        """The drafts of a sequence's next step, if it has a grammar: tokens and parents."""
+        if key in self._matchers:
+            self._finish_mask(key)
+            self._prepare(key, drafts)
+
+    def _finish_mask(self, key: Key) -> None:
+        """Wait for the sequence's mask: a matcher is used by one thread at a time."""
+        if (pending := self._pending.pop(key, None)) is not None:
+            pending.exception()
+
     def masks(self, plan: StepPlan, owner: dict[int, Key]) -> dict[int, Any]:
         """Row -> mask, for the rows of this step that sample under a grammar; with drafts one for each of its lines."""
         if not self._matchers:
@@ -201,8 +284,7 @@ class Grammars:
         matcher = self._matchers.get(key)
         if matcher is None or output.finish is not None or not output.tokens:
             return False
-        if (pending := self._pending.pop(key, None)) is not None:
-            pending.exception()  # a matcher is used by one thread at a time: wait for its mask
+        self._finish_mask(key)
         for i, token in enumerate(output.tokens):
             matcher.advance(token)
             if matcher.finished:

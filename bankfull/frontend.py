@@ -160,6 +160,8 @@ class Frontend:
             reuse=params.prompt_logprobs is None and pool != "mean",
             generates=generates,
             scored=params.prompt_logprobs is not None,
+            drafts=None if params.speculative is True else int(params.speculative),
+            reference=self._reference(params) if generates else (),
         )
         if generated or finished:
             resumed = checked_generated(generated, finished, params, generates, self.vocab)
@@ -212,6 +214,17 @@ class Frontend:
                 )
             done.finish_reason = finish.value
         pending.result.metrics.output_tokens += len(tokens)
+
+    def _reference(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens of the reference text, if draft tokens are looked up."""
+        if not params.reference or self.engine.drafting is None:
+            return ()
+        ids = self.tokenizer.encode(params.reference, add_bos=False, parse_special=False)
+        if len(ids) > self.max_len:
+            raise RequestError(
+                f"The reference has {len(ids)} tokens, but may have {self.max_len}, as many as the context; shorten it."
+            )
+        return tuple(ids)
 
     def _limit(self, prompt_len: int, params: SamplingParams, generates: bool) -> int:
         """The most tokens, prompt included, that a sequence may reach."""

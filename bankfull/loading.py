@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.config import RunConfig, SchedConfig, SpeculativeChoice, StateConfig
+from bankfull.decode.drafting import Drafting
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy
 from bankfull.engine import Engine
@@ -43,6 +44,8 @@ log = logging.getLogger("bankfull")
 
 OFFERED: frozenset[str] = frozenset()
 """Features that a strategy may need beyond hidden states and logits: none so far."""
+AUTO_GAIN = 1.05
+"""Expected gain from which on `speculative=auto` verifies draft tokens."""
 COPY_SHARE = 0.25
 """Largest fraction of the free memory for a second copy of the weights, at a byte each, for steps of many rows."""
 
@@ -132,6 +135,7 @@ def assemble(
     device = device or open_device(run.device)
     if run.quantize is not None:
         files = rounded(files, run.quantize, device)
+    choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
     strategy = strategy or Plain()
     if strategy.needs - OFFERED:
         raise ConfigError(
@@ -165,6 +169,7 @@ def assemble(
     layout = layout_of(model.states(), state.page_tokens)
     refuse_pages_without_use(layout, run.kv_dtype)
     depth = device.depth if run.depth is None else run.depth
+    drafting = host_drafting(choice, device, layout, depth)
     with refusing_large_steps(device, sched):
         kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured_widths(strategy))
         device.compile_ahead(kinds, build.kit)
@@ -179,7 +184,7 @@ def assemble(
         depth=depth,
         made_for=model.max_positions,
         max_len=max_len,
-        drafts=strategy.width(0),
+        drafts=max(strategy.width(0), 0 if drafting is None else drafting.width),
         share=device.share,
     )
     for notice in sizes.notices:
@@ -204,8 +209,28 @@ def assemble(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
         ) from error
     phases.end("state and captured steps")
-    engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
+    engine = Engine(Scheduler(sched, manager), runner, strategy, depth, drafting=drafting)
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
+
+
+def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, depth: int) -> Drafting | None:
+    """Draft tokens found by lookup, if the choice is one that finds them so. `auto` leaves out a GPU, where its gain is
+    not measured yet, and models with recurrent state, which would need memory for a state after each draft."""
+    options = choice.options
+    if choice.name == "off":
+        return None
+    if choice.name == "auto":
+        if device.kind != "cpu" or layout.recurrent is not None or native.status() is not None:
+            return None
+        options, least_gain = SpeculativeChoice.parse("suffix").options, AUTO_GAIN
+    else:
+        least_gain = 1.0
+    if (missing := native.status()) is not None:
+        raise ConfigError(f"speculative={choice.name!r} needs the native kernels: {missing}")
+    from bankfull.ops.native.lookup import SuffixLookup
+
+    lookup = SuffixLookup(options["least"], options.get("most", 0))
+    return Drafting(lookup, options["width"], depth, least_gain if options["adaptive"] else None)
 
 
 class Phases:

@@ -49,6 +49,10 @@ class Request:
     those of a preempted sequence, and generation continues after them."""
     finished: frozenset[int] = frozenset()
     """Numbers of the samples that have ended on another engine and do not run."""
+    drafts: int | None = None
+    """Maximum draft tokens of a step for each of its sequences; None for no limit of its own."""
+    reference: tuple[int, ...] = ()
+    """A text that the answer may repeat: draft tokens are looked up in it, too."""
     payload: Any = None
 
 
@@ -108,6 +112,21 @@ class PageEdit:
     pages: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens that the host expects in a row from `position` on: the row's drafts are those after its newest token."""
+
+    row: int
+    position: int
+    tokens: tuple[int, ...]
+
+    def drafts(self, known: int, count: int) -> list[int]:
+        """The drafts of a row with `known` tokens. Beyond the guess, its last token is repeated: a draft may be
+        wrong."""
+        first, last = max(0, known - self.position), len(self.tokens) - 1
+        return [self.tokens[min(first + i, last)] for i in range(count)]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Everything that the runner learns about a step."""
@@ -119,6 +138,7 @@ class StepPlan:
     """Rows whose sequences have ended or were preempted."""
     pages: list[PageEdit] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    guesses: list[Guess] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:

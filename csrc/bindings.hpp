@@ -4,5 +4,6 @@
 #include <nanobind/nanobind.h>
 
 void bind_ceilings(nanobind::module_& m);
+void bind_lookup(nanobind::module_& m);
 void bind_packed(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);

@@ -420,6 +420,7 @@ NB_MODULE(_native, m) {
     m.def("placement", &placement, "address: the number of its memory policy (3: interleave), or -errno");
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
+    bind_lookup(m);
     bind_packed(m);
     bind_ceilings(m);
 }

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import bankfull.loading
 from bankfull.config import SchedConfig, StateConfig
+from bankfull.decode.drafting import Drafting
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
 from bankfull.decode.verify import verify
@@ -50,7 +52,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         layout = layout_of(self.model.states(), self.state.page_tokens)
-        width = self.strategy.width(0)
+        lookup = self.strategy if isinstance(self.strategy, GuessLookup) else None
+        width = self.strategy.width(0) if lookup is None else lookup.most
         slots = (2 + self.depth) * (1 + width) * self.sched.rows + self.state.snapshot_slots
         self.manager = StateManager(layout, self.frames if layout.paged else 0, slots, self.state)
         self.runner = DeviceRunner(
@@ -65,7 +68,9 @@ class Bench:
             kit=self.kit,
             step_tokens=self.sched.step_tokens or 0,
         )
-        self.engine = Engine(Scheduler(self.sched, self.manager), self.runner, self.strategy, self.depth)
+        drafting = None if lookup is None else Drafting(lookup, lookup.most, self.depth, None)
+        scheduler = Scheduler(self.sched, self.manager)
+        self.engine = Engine(scheduler, self.runner, self.strategy, self.depth, drafting=drafting)
         self.tokens: dict[tuple[object, int], list[int]] = {}
         self.finish: dict[tuple[object, int], str] = {}
         self.cached: dict[object, int] = {}
@@ -206,6 +211,39 @@ class Guess:
         if verdict.counts is not None:
             self.accepted += int((verdict.counts - 1).sum())
             self.proposed += len(verdict.counts)
+
+
+class GuessLookup(Plain):
+    """Drafts from the host: what greedy decoding will choose, except where it errs on purpose, and rows with unequal
+    numbers of drafts. It stands in for a `SuffixLookup`."""
+
+    def __init__(self, truths: Sequence[Sequence[int]], width: int = 3, seed: int = 0) -> None:
+        self.truths = [list(t) for t in truths]
+        self.most = width
+        self._random = random.Random(seed)
+        self._texts: dict[int, list[int]] = {}
+
+    def open(self, tokens: Sequence[int]) -> int:
+        self._texts[number := len(self._texts)] = list(tokens)
+        return number
+
+    def close(self, sequence: int) -> None:
+        self._texts[sequence] = []
+
+    def extend(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        new = iter(tokens)
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._texts[sequence] += [next(new) for _ in range(count)]
+
+    def predict(self, sequences: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        tokens, lengths = np.zeros((len(sequences), width), np.int64), np.zeros(len(sequences), np.int64)
+        for i, sequence in enumerate(sequences):
+            so_far = self._texts[sequence]
+            right = next((t for t in self.truths if t[: len(so_far)] == so_far), so_far)[len(so_far) :][:width]
+            found = [(t + 1) % 7 if self._random.random() < 0.2 else t for t in right]
+            found = found[: self._random.choice((0, 1, width))]
+            tokens[i, : len(found)], lengths[i] = found, len(found)
+        return tokens, lengths, np.ones(tokens.shape)
 
 
 class GuessTree(Guess):

@@ -19,13 +19,14 @@ from bankfull.decode.strategy import Strategy
 from bankfull.errors import ConfigError
 from bankfull.runtime import naive
 from bankfull.sched.pace import Pace
-from tests.kit import Bench, Guess, GuessTree, device_of
+from tests.kit import Bench, Guess, GuessLookup, GuessTree, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
 NEW = 20
 STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
     "plain": lambda truths, seed: Plain(),
     "drafts": lambda truths, seed: Guess(truths, seed=seed),
+    "lookup": lambda truths, seed: GuessLookup(truths, seed=seed),
     "trees": lambda truths, seed: GuessTree(truths, width=5 + seed % 9, seed=seed),
 }
 """Factories, called for each case with the sequences that greedy decoding gives and a seed."""
@@ -149,6 +150,8 @@ def check(
         assert not any(bench.cached.values())
     if isinstance(chosen, Guess) and not preempt and chunk > 1:  # one token a step leaves no room for guesses
         assert chosen.accepted > 0, "no draft was ever accepted"
+    if isinstance(chosen, GuessLookup) and not preempt and chunk > 1:
+        assert sum(bench.engine.totals.accepted) > 0, "no draft was ever accepted"
 
 
 def cases() -> Iterator[object]:
@@ -178,7 +181,7 @@ def test_greedy_tokens_equal_the_naive_loop(
 @pytest.mark.parametrize("depth", (0, 1))
 def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
     for resumed in (False, True):
-        for strategy in ("drafts", "trees"):
+        for strategy in ("drafts", "lookup", "trees"):
             check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, torch.float32, "auto")
 
 

@@ -92,6 +92,15 @@ class EngineOptions:
     kv_dtype: KvDtype = "auto"
     activations: Activations = "auto"
     threads: Threads = None
+    speculative: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[,KEY=VALUE]",
+            help="Speculative decoding: off, ngram or suffix (draft tokens are looked up in the sequence itself; "
+            "options width, least, adaptive), or auto (suffix where its expected gain exceeds 5%). The tokens are the "
+            "same.",
+        ),
+    ] = "auto"
 
     def rounding(self) -> dict[str, str]:
         """The given options that change results, under the names of RunConfig."""

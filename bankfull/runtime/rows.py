@@ -17,7 +17,7 @@ from bankfull.runtime.trees import RowTrees
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.table import SamplingTable
 from bankfull.state.spec import Layout
-from bankfull.types import Enter, PageEdit, StepPlan
+from bankfull.types import Enter, Guess, PageEdit, StepPlan
 
 Ship = Callable[[np.ndarray], Tensor]
 """Copies an array to the device; the host does not wait for it."""
@@ -114,6 +114,8 @@ class Rows:
                 self.host.tables[edit.group][edit.row, edit.first : edit.first + len(edit.pages)] = edit.pages
         elif plan.pages:
             self._edit(plan.pages)
+        if plan.guesses:
+            self._take(plan.guesses)
 
     def _enter(self, enters: Sequence[Enter]) -> None:
         sampled: list[Enter] = []
@@ -173,6 +175,20 @@ class Rows:
             if pages:
                 there = self.ship(np.array((list(pages), list(pages.values())), np.int64))
                 table.view(-1).index_copy_(0, there[0], there[1])
+
+    def _take(self, guesses: Sequence[Guess]) -> None:
+        """Make drafts of the host's guesses: their tokens after each row's newest one, which the device alone knows
+        while a step is in flight. Beyond a guess, its last token is repeated: any draft may be wrong."""
+        most = max(len(guess.tokens) for guess in guesses)
+        facts = [
+            (guess.row, guess.position, *guess.tokens, *(guess.tokens[-1],) * (most - len(guess.tokens)))
+            for guess in guesses
+        ]
+        there = self.index(np.array(facts, np.int64))
+        rows, tokens = there[:, 0], there[:, 2:]
+        first = (self.known[rows] - there[:, 1]).clamp(0, most - 1)
+        places = (first[:, None] + torch.arange(most, device=self.device)).clamp_max(most - 1)
+        self.hint([guess.row for guess in guesses], Draft(tokens.gather(1, places)))
 
     def is_simple(self, job: Job) -> bool:
         """Whether the job wants only tokens, greedy or sampled from the logits alone (no penalties, bans, grammar)."""

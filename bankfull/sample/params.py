@@ -111,6 +111,10 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1, `min_p` 0 and `typical_p` 1 are off. `max_tokens` None means
     until the context is full. `logprobs` 0 gives the chosen token's own log-probability only. `bad_word_ids` are the
     token sequences of `bad_words`; the owner of the tokenizer fills them in with `dataclasses.replace`.
+
+    `speculative` False verifies no draft tokens for this request; a number limits those of a step. The tokens are the
+    same. `reference` is a text that the answer may repeat (a file to edit, a document to quote): draft tokens are
+    looked up in it.
     """
 
     n: int = 1
@@ -139,6 +143,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured: StructuredOutput | None = None
+    speculative: bool | int = True
+    reference: str | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -184,6 +190,10 @@ class SamplingParams:
         for name in ("top_p", "typical_p"):
             if getattr(self, name) == 0.0:
                 raise RequestError(f"{name} is 0, which leaves no token: give a value above 0, up to 1.")
+        if not isinstance(self.speculative, bool):
+            _integer("speculative", self.speculative, 0, MAX_TOKENS)
+        if not isinstance(self.reference, str | None):
+            raise RequestError(f"reference must be a text, not {_shown(self.reference)}.")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_shown(value)}.")

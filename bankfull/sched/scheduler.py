@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from itertools import count
 
 from bankfull.config import SchedConfig
@@ -27,6 +27,8 @@ from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
 from bankfull.types import Enter, Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
+Drafts = int | Mapping[int, int]
+"""The most draft tokens of each decoding row, or of single rows by their number."""
 FORKS_PER_STEP = 8
 """Samples of one request that enter in one step, beside the first."""
 
@@ -107,7 +109,11 @@ class Scheduler:
 
     # -- planning
 
-    def plan(self, drafts: int = 0) -> StepPlan | None:
+    def decoding(self) -> list[int]:
+        """Rows of which only the newest token is missing: the next step may verify drafts there."""
+        return [seq.row for seq in self._running if seq.missing <= 1]
+
+    def plan(self, drafts: Drafts = 0) -> StepPlan | None:
         """The next step with up to `drafts` draft tokens per decoding row; None when nothing can run now."""
         quota = self._waiting.quota(self.running, self._clock(), self.sealed) if self._waiting else 0
         step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota)
@@ -144,7 +150,7 @@ class Scheduler:
         """Whether there is batch work, which is last in order."""
         return any(line[-1].batch for line in (self._running, self._waiting) if line)
 
-    def _fill(self, running: list[Sequence], step: Sketch, drafts: int) -> bool:
+    def _fill(self, running: list[Sequence], step: Sketch, drafts: Drafts) -> bool:
         """Serve these, decodes first, then admit more of their kind; False when one of them lacks memory."""
         decoding: list[Sequence] = []
         filling: list[Sequence] = []
@@ -171,7 +177,7 @@ class Scheduler:
         with step.budget_of(step.budget if step.room is None else step.room.tokens(False)):
             return self._fill_fairly(filling, step, drafts, stalled)
 
-    def _fill_fairly(self, filling: list[Sequence], step: Sketch, drafts: int, stalled: bool) -> bool:
+    def _fill_fairly(self, filling: list[Sequence], step: Sketch, drafts: Drafts, stalled: bool) -> bool:
         """Continue running prompts and admit others so that each tenant gets its share of the step's tokens."""
         decodes = len(step.served)
         waiting = [seq for seq in self._waiting if seq.parent is None and seq.batch == step.batch]
@@ -198,7 +204,7 @@ class Scheduler:
             with step.budget_of(step.budget - later):
                 self._admit(step, tenant)
 
-    def _serve_each(self, line: list[Sequence], step: Sketch, drafts: int, most: int | None = None) -> bool:
+    def _serve_each(self, line: list[Sequence], step: Sketch, drafts: Drafts, most: int | None = None) -> bool:
         """Serve sequences of the line until the budget or `most` is reached; False when one of them lacks memory."""
         able = True
         last = len(step.served) + (len(line) if most is None else most)
@@ -209,7 +215,7 @@ class Scheduler:
                 able &= self._serve(seq, step, drafts)
         return able
 
-    def _serve(self, seq: Sequence, step: Sketch, drafts: int) -> bool:
+    def _serve(self, seq: Sequence, step: Sketch, drafts: Drafts) -> bool:
         """Give `seq` its share of the step; False when it could use one but memory is short."""
         if seq.children:
             self._fork_children(seq, step)
@@ -221,31 +227,33 @@ class Scheduler:
             return True
         assert seq.state is not None
         sample = size == missing and seq.request.generates
-        if drafts:
+        most = drafts if isinstance(drafts, int) else drafts.get(seq.row, 0)
+        if most:
             # Even if every draft in flight and every new one is accepted, the limit holds.
             room = seq.request.limit - seq.known - seq.drafted - 1
-            drafts = max(0, min(drafts, step.spare, room)) if sample and size == 1 else 0
+            own = seq.request.drafts
+            most = max(0, min(most, step.spare, room, most if own is None else own)) if sample and size == 1 else 0
         upto = seq.start + seq.drafted + size
-        reserved = self.state.reserve(seq.state, upto + drafts, 1 + drafts)
+        reserved = self.state.reserve(seq.state, upto + most, 1 + most)
         if reserved is None:
-            drafts = 0  # draft tokens are worth neither waiting nor preempting
+            most = 0  # draft tokens are worth neither waiting nor preempting
             reserved = self._insist(seq, upto, step)
             if reserved is None:
                 return False
         for group, first, pages in reserved.pages:
             step.plan.pages.append(PageEdit(group, seq.row, first, pages))
         step.prompts |= not seq.batch and (missing > 1 or seq.start < seq.prompt_len)
-        work = Work(seq.row, seq.start, size, drafts, sample, reserved.slots)
+        work = Work(seq.row, seq.start, size, most, sample, reserved.slots)
         step.plan.work.append(work)
         step.served.append(seq)
         step.fixed.add(seq.row)
         seq.turn = step.plan.step
         if size > 1:
             self._filling.append(seq)
-        step.budget -= size + drafts
+        step.budget -= size + most
         if timed is not None:
             timed.take(size, scored)
-        step.spare -= drafts
+        step.spare -= most
         seq.launch(work)
         return True
 

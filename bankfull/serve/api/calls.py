@@ -173,6 +173,10 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    speculative: bool | int | None = None
+    """False: no draft tokens for this call; a number: at most so many per step."""
+    reference: str | None = None
+    """A text that the answer may repeat: draft tokens are looked up in it."""
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
     stream: bool | None = None
@@ -213,6 +217,8 @@ _OWN_NAMES = (
     "max_tokens",
     "skip_special_tokens",
     "prompt_logprobs",
+    "speculative",
+    "reference",
 )
 
 

@@ -1,0 +1,119 @@
+"""Draft tokens that the host finds, and the number of draft tokens that each row verifies in the next step.
+
+The host knows the tokens up to the last settled step; at loop depth 1 another step is in flight. So a guess is not a
+draft for the next step, but a continuation from a position that the host knows. The device takes from it the tokens
+after its own newest one. A guess that has become wrong costs the drafts of one step, never a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from bankfull.decode.gain import StepCosts, best_widths
+from bankfull.types import Guess, StepPlan
+
+SEPARATOR = -1
+"""Between a reference text and the prompt: no match crosses it."""
+
+
+class Lookup(Protocol):
+    """An index of sequences that predicts their next tokens (`SuffixLookup`)."""
+
+    def open(self, tokens: Sequence[int]) -> int:
+        """A new sequence; its number."""
+        ...
+
+    def close(self, sequence: int) -> None: ...
+
+    def extend(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        """counts[i] new tokens of sequences[i]; `tokens` holds those of one sequence after the other."""
+        ...
+
+    def predict(self, sequences: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Up to `width` predicted tokens of each sequence (sequences, width), their numbers (sequences), and the
+        probability that a token and all before it are right (sequences, width; 0 beyond the number)."""
+        ...
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A sequence in the index."""
+
+    number: int
+    known: int
+    """Settled tokens, prompt included."""
+
+
+class Drafting:
+    """`width`: the most drafts of a row. `depth`: steps in flight while the next one is planned. `least_gain`: drafts
+    are verified if that gives this many times the tokens per second; None: whenever there are any."""
+
+    def __init__(self, lookup: Lookup, width: int, depth: int, least_gain: float | None) -> None:
+        self.width, self.least_gain = width, least_gain
+        self.costs = StepCosts()
+        self._lookup, self._depth = lookup, depth
+        self._tracked: dict[Hashable, Tracked] = {}
+        self._guesses: dict[int, Guess] = {}
+        """By row: those of the newest plan."""
+
+    def open(self, key: Hashable, tokens: Sequence[int], reference: Sequence[int]) -> None:
+        """A sequence got a row. One that was preempted is known already."""
+        if key not in self._tracked:
+            text = [*reference, SEPARATOR, *tokens] if reference else tokens
+            self._tracked[key] = Tracked(self._lookup.open(text), len(tokens))
+
+    def close(self, key: Hashable) -> None:
+        """A sequence has ended."""
+        if (gone := self._tracked.pop(key, None)) is not None:
+            self._lookup.close(gone.number)
+
+    def extend(self, settled: Sequence[tuple[Hashable, Sequence[int]]]) -> None:
+        """New tokens of sequences."""
+        known = [(self._tracked[key], tokens) for key, tokens in settled if tokens and key in self._tracked]
+        if not known:
+            return
+        for one, tokens in known:
+            one.known += len(tokens)
+        counts = [len(tokens) for _, tokens in known]
+        self._lookup.extend([one.number for one, _ in known], counts, [t for _, tokens in known for t in tokens])
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken this long. Only steps without prompts are compared."""
+        if all(work.count == 1 for work in plan.work):
+            self.costs.observe(plan.tokens, seconds)
+
+    def widths(self, owners: Mapping[int, Hashable], spare: int) -> dict[int, int]:
+        """Drafts to verify in the next step, by row; rows without any are left out. `owners`: the sequences of the
+        rows that decode. `spare`: the most drafts of the step."""
+        self._guesses = {}
+        found = [(row, one) for row, key in owners.items() if (one := self._tracked.get(key)) is not None]
+        if not found or spare <= 0:
+            return {}
+        ahead = self._depth * (1 + self.width)  # tokens that steps in flight may add
+        tokens, lengths, chances = self._lookup.predict([one.number for _, one in found], ahead + self.width)
+        if not lengths.any():
+            return {}
+        skip = self._depth
+        if self.least_gain is None:
+            wanted = np.minimum((lengths - skip).clip(0), self.width)
+        else:
+            offered = chances[:, skip : skip + self.width]
+            wanted = best_widths(offered, len(owners), self.costs, self.least_gain, spare)
+        widths: dict[int, int] = {}
+        for i in wanted.nonzero()[0].tolist():
+            row, one = found[i]
+            widths[row] = int(wanted[i])
+            self._guesses[row] = Guess(row, one.known, tuple(tokens[i, : lengths[i]].tolist()))
+        return widths
+
+    def known(self, key: Hashable) -> int:
+        """Settled tokens of a sequence that has a row."""
+        return self._tracked[key].known
+
+    def guesses(self, plan: StepPlan) -> list[Guess]:
+        """Those of the rows that verify drafts in this plan."""
+        return [self._guesses[work.row] for work in plan.work if work.drafts and work.row in self._guesses]

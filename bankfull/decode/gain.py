@@ -1,0 +1,85 @@
+"""How many draft tokens are worth verifying: the time of a step by its tokens, and the widths with the highest rate.
+
+A step of n tokens takes c(n) seconds, measured on this machine while it serves. Draft token j of a row is accepted with
+probability p_j, which includes all drafts before it, so the p_j of a row descend. A step with the k most probable
+drafts of all rows gives rows + p_1 + ... + p_k tokens in c(rows + k) seconds; the best k has the highest rate. It is 0
+where drafts do not pay: at high load, where steps are bound by arithmetic, or where drafts fail.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from statistics import median
+
+import numpy as np
+
+REMEMBERED = 9
+"""Steps of one size whose median time counts."""
+LIFETIME = 4096
+"""Steps after which a measurement is forgotten, so that a size that was slow once is tried again."""
+ASSUMED_COST = 0.04
+"""Time of an additional token, relative to a step of the largest measured size, before a larger step was measured. Low:
+a step that is tried is measured, one that is not tried never is."""
+LEAST_CHANCE = 0.02
+"""Drafts less probable than this are not considered."""
+
+
+class StepCosts:
+    """Seconds of steps that compute no prompt, by their number of tokens."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = {}
+        self._last: dict[int, int] = {}
+        self._sizes: list[int] = []
+        self._seconds: dict[int, float] = {}
+        self._steps = 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        self._steps += 1
+        if tokens not in self._seen:
+            self._seen[tokens] = deque(maxlen=REMEMBERED)
+            insort(self._sizes, tokens)
+        self._seen[tokens].append(seconds)
+        self._last[tokens] = self._steps
+        self._seconds[tokens] = median(self._seen[tokens])
+        if self._steps % LIFETIME == 0:
+            self._forget()
+
+    def _forget(self) -> None:
+        for tokens in [one for one in self._sizes if self._steps - self._last[one] >= LIFETIME]:
+            del self._seen[tokens], self._last[tokens], self._seconds[tokens]
+            del self._sizes[bisect_left(self._sizes, tokens)]
+
+    def seconds(self, tokens: np.ndarray) -> np.ndarray | None:
+        """Estimated seconds of steps of these sizes, ascending; None before any step was measured."""
+        if not self._sizes:
+            return None
+        # A step of more tokens may take less time: another kernel computes it.
+        sizes = np.array(self._sizes, np.float64)
+        times = np.array([self._seconds[size] for size in self._sizes])
+        beyond = np.maximum(tokens - sizes[-1], 0)
+        return np.interp(tokens, sizes, times) + beyond * ASSUMED_COST * times[-1]
+
+
+def best_widths(chances: np.ndarray, rows: int, costs: StepCosts, least_gain: float, spare: int) -> np.ndarray:
+    """Drafts to verify for each line of `chances` (lines, width), which descend along a line. `rows`: sequences that
+    decode in the step. `least_gain`: tokens per second with drafts, relative to without, from which on drafts are used.
+    `spare`: the most drafts of the step."""
+    lines, width = chances.shape
+    flat = chances.ravel()
+    order = np.argsort(-flat, kind="stable")
+    order = order[: min(spare, int((flat > LEAST_CHANCE).sum()))]
+    none = np.zeros(lines, np.int64)
+    if not len(order):
+        return none
+    seconds = costs.seconds(np.arange(rows, rows + len(order) + 1))
+    if seconds is None:
+        return none
+    rates = np.concatenate(([rows], rows + np.cumsum(flat[order]))) / seconds
+    best = int(rates.argmax())
+    if rates[best] < least_gain * rates[0]:
+        return none
+    return np.bincount(order[:best] // width, minlength=lines)

@@ -1,0 +1,129 @@
+"""Draft tokens that the host finds, through the whole engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bankfull import LLM, SamplingParams
+from bankfull.config import SPECULATIVE, RunConfig, SpeculativeChoice
+from bankfull.decode.drafting import Drafting
+from bankfull.errors import ConfigError, RequestError
+from bankfull.ops import native
+from tests.tiny import speaking_folder
+
+needs_kernels = pytest.mark.skipif(native.status() is not None, reason="the native kernels are missing")
+PROMPT = list(range(40, 60)) * 3
+"""Repeats itself, so that there is something to look up."""
+
+
+def tiny(speculative: str, **options: Any) -> LLM:
+    return LLM(str(speaking_folder()), dtype="float32", speculative=speculative, **options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("speculative", ("ngram,adaptive=false", "suffix,adaptive=false,least=1", "suffix", "auto"))
+def test_any_lookup_gives_the_tokens_of_plain_decoding(speculative: str, depth: int) -> None:
+    asked = [
+        SamplingParams(temperature=temperature, seed=7, max_tokens=60, ignore_eos=True, n=n, logprobs=2, **more)
+        for temperature, n, more in (
+            (0.0, 1, {}),
+            (0.0, 1, {"speculative": False}),
+            (0.7, 2, {}),
+            (0.7, 1, {"speculative": 1, "reference": "a text that may be repeated"}),
+            (1.0, 1, {"repetition_penalty": 1.2, "stop": ["zzzz"]}),
+        )
+    ]
+    prompts = [PROMPT[i:] for i in range(len(asked))]
+    plain = tiny("off", depth=depth).generate(prompts, asked)
+    llm = tiny(speculative, depth=depth)
+    found = llm.generate(prompts, asked)
+    for expected, got in zip(plain, found, strict=True):
+        assert [one.token_ids for one in got.outputs] == [one.token_ids for one in expected.outputs]
+        assert [one.text for one in got.outputs] == [one.text for one in expected.outputs]
+        assert [len(one.logprobs or []) for one in got.outputs] == [60] * len(expected.outputs)
+    engine = llm.loaded.engine
+    assert engine.drafting is not None and not engine.drafting._tracked, "an index outlived its sequence"
+    if "false" in speculative:
+        assert sum(engine.totals.drafted) > 0
+
+
+@needs_kernels
+def test_a_request_may_limit_or_refuse_drafts() -> None:
+    for limit, most in ((False, 0), (0, 0), (2, 2), (True, 8)):
+        llm = tiny("ngram,adaptive=false")
+        widths: list[int] = []
+        llm.loaded.engine.on_launch.append(lambda plan, widths=widths: widths.extend(w.drafts for w in plan.work))
+        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculative=limit))
+        assert max(widths) == most
+
+
+@needs_kernels
+def test_a_reference_is_looked_up() -> None:
+    """The answer itself as the reference: nearly all of it is drafted."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+    prompt = [7, 9, 11]
+    plain = tiny("off").generate([prompt], params)[0].outputs[0]
+    steps = {}
+    for reference in (None, plain.text):
+        llm = tiny("suffix,adaptive=false,least=1")
+        got = llm.generate([prompt], replace(params, reference=reference))[0].outputs[0]
+        assert got.token_ids == plain.token_ids
+        steps[reference] = llm.loaded.engine.totals.steps
+    assert steps[plain.text] < steps[None]
+    with pytest.raises(RequestError, match=r"The reference has .* tokens, but may have"):
+        tiny("suffix").generate([prompt], replace(params, reference="word " * 9000))
+
+
+@needs_kernels
+def test_adaptive_drafts_only_where_they_pay() -> None:
+    """A step that takes as long as its tokens one by one leaves nothing to gain."""
+    for each, drafts in ((0.0, True), (1.0, False)):
+        llm = tiny("suffix")
+        engine = llm.loaded.engine
+        drafting = engine.drafting
+        assert isinstance(drafting, Drafting)
+        observe = drafting.costs.observe
+        drafting.costs.observe = lambda tokens, _, each=each, observe=observe: observe(  # type: ignore[method-assign]
+            tokens, 1.0 + each * (tokens - 1)
+        )
+        for tokens in range(1, 20):
+            drafting.costs.observe(tokens, 0.0)
+        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        assert (sum(engine.totals.drafted) > 0) == drafts
+
+
+def test_options_are_read_from_one_text() -> None:
+    assert SpeculativeChoice.parse("suffix").options == SPECULATIVE["suffix"]
+    found = SpeculativeChoice.parse(" ngram , width=3, least = 1,most=2,adaptive=false")
+    assert found.options == {"width": 3, "least": 1, "most": 2, "adaptive": False}
+    assert RunConfig().speculative == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("guess", "is unknown; use off, auto, ngram, suffix"),
+        ("suffix,most=4", "has no option 'most'; its options are width, least, adaptive."),
+        ("off,width=2", "has no option 'width'; it has none."),
+        ("suffix,width=0", "width must be a whole number from 1 to 63, not '0'."),
+        ("suffix,width=x", "width must be a whole number from 1 to 63, not 'x'."),
+        ("ngram,adaptive=1", "adaptive must be true or false, not '1'."),
+        ("ngram,least=5,most=2", "most must not be less than least"),
+    ],
+)
+def test_a_wrong_choice_is_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        LLM(str(speaking_folder()), speculative=text)
+    assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("wrong", (1.5, "yes", -1))
+def test_a_wrong_limit_of_a_request_is_refused(wrong: Any) -> None:
+    with pytest.raises(RequestError, match="speculative"):
+        SamplingParams(speculative=wrong)
+    with pytest.raises(RequestError, match="reference must be a text"):
+        SamplingParams(reference=3)  # type: ignore[arg-type]
