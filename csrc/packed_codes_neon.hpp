@@ -104,37 +104,38 @@ static inline int32x4_t start_of(float correction) {
     return vreinterpretq_s32_f32(vdupq_n_f32(correction));
 }
 
-// sums: rows of 32 floats, of which sixteen are written.
-template <Pack P, int R>
-static void multiply_few(const uint8_t* pack, const CodeRows& x, float* sums) {
+// The outputs of `Columns` registers, from register First on. sums: rows of 32 floats.
+template <Pack P, int R, int First, int Columns>
+static void multiply_columns(const uint8_t* pack, const CodeRows& x, float* sums) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group, registers = layout.group / 16;
     constexpr bool minimums = layout.minimum != 0;
     const uint8_t *scales = pack, *codes = pack + layout.codes_at(x.inner);
     const GroupNumbers* numbers = x.numbers;
-    Lanes totals[R];
-    for (int r = 0; r < R; ++r) totals[r] = Lanes::splat(0.0f);
+    float32x4_t totals[R][Columns];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < Columns; ++i) totals[r][i] = vdupq_n_f32(0.0f);
     for (int64_t k = 0; k < x.inner; scales += layout.scale_bytes())
         for (int group = 0; group < layout.groups(); ++group, k += layout.group, ++numbers) {
             int8x16_t activations[R][registers];
-            int32x4_t found[R][4];
+            int32x4_t found[R][Columns];
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
                 for (int i = 0; i < registers; ++i) activations[r][i] = vld1q_s8(x.row(r) + k + 16 * i);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) found[r][i] = start_of<minimums>(numbers->corrections[r]);
+                for (int i = 0; i < Columns; ++i) found[r][i] = start_of<minimums>(numbers->corrections[r]);
             }
-            if (64 * group < layout.scale_bytes()) fetch(scales + 64 * group);
+            if (First == 0 && 64 * group < layout.scale_bytes()) fetch(scales + 64 * group);
 #pragma GCC unroll 8
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
 #pragma GCC unroll 5
-                for (int line = 0; line < Code::bytes; line += 64) fetch(codes + line);
+                for (int line = 0; First == 0 && line < Code::bytes; line += 64) fetch(codes + line);
 #pragma GCC unroll 4
-                for (int column = 0; column < 4; ++column) {
+                for (int column = 0; column < Columns; ++column) {
                     Quads quads[step / 4];
-                    Code::unpack(codes + 16 * column, quads);
+                    Code::unpack(codes + 16 * (First + column), quads);
 #pragma GCC unroll 8
                     for (int q = 0; q < step / 4; ++q)
 #pragma GCC unroll 4
@@ -149,11 +150,25 @@ static void multiply_few(const uint8_t* pack, const CodeRows& x, float* sums) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i)
-                    totals[r].v[i] = plus_group<minimums>(totals[r].v[i], found[r][i], scale.v[i], minimum.v[i],
-                                                          numbers->scales[r], numbers->corrections[r]);
+                for (int i = 0; i < Columns; ++i)
+                    totals[r][i] = plus_group<minimums>(totals[r][i], found[r][i], scale.v[First + i],
+                                                        minimum.v[First + i], numbers->scales[r],
+                                                        numbers->corrections[r]);
         }
-    for (int r = 0; r < R; ++r) totals[r].store(sums + r * UNIT_OUTPUTS);
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < Columns; ++i) vst1q_f32(sums + r * UNIT_OUTPUTS + 4 * (First + i), totals[r][i]);
+}
+
+// sums: rows of 32 floats, of which sixteen are written. With several rows, sums and totals of all outputs would not fit
+// into the registers: half of the outputs at a time reads the same lines twice, but from L1.
+template <Pack P, int R>
+static void multiply_few(const uint8_t* pack, const CodeRows& x, float* sums) {
+    if constexpr (R <= 2) {
+        multiply_columns<P, R, 0, 4>(pack, x, sums);
+    } else {
+        multiply_columns<P, R, 0, 2>(pack, x, sums);
+        multiply_columns<P, R, 2, 2>(pack, x, sums);
+    }
 }
 
 // Eight outputs of a pack, unpacked in the order in which products read them: for each group the codes of its quads, 32

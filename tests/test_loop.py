@@ -34,7 +34,8 @@ def test_an_aborted_request_is_gone_before_the_next_step(llm: LLM, stage: str) -
             return False
         if stage == "queue":
             return scheduler.waiting == 1
-        return pending.result.metrics.output_tokens == (0 if stage == "prefill" else 5)
+        tokens = pending.result.metrics.output_tokens  # a step may accept several draft tokens
+        return tokens == 0 if stage == "prefill" else tokens >= 5
 
     def abort() -> None:
         front.abort(mine)
