@@ -32,7 +32,7 @@ from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
-from bankfull.state.spec import Layout, layout_of
+from bankfull.state.spec import Layout, joined_states, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
@@ -166,8 +166,8 @@ def assemble(
     phases.end("weights")
     if build.kit.activations != FLOAT:
         files.source.release()  # the weights are repacked
-    layout = layout_of(model.states(), state.page_tokens)
-    refuse_pages_without_use(layout, run.kv_dtype)
+    refuse_pages_without_use(layout_of(model.states(), state.page_tokens), run.kv_dtype)
+    layout = layout_of(joined_states(model.states(), strategy.states()), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
     drafting = host_drafting(choice, device, layout, depth)
     with refusing_large_steps(device, sched):

@@ -28,7 +28,7 @@ from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
-from bankfull.state.spec import layout_of
+from bankfull.state.spec import joined_states, layout_of
 from bankfull.types import Output, Request
 from tests.tiny import DEVICE
 
@@ -51,7 +51,8 @@ class Bench:
     """With it, steps are captured where the device can."""
 
     def __post_init__(self) -> None:
-        layout = layout_of(self.model.states(), self.state.page_tokens)
+        states = joined_states(self.model.states(), self.strategy.states())
+        layout = layout_of(states, self.state.page_tokens)
         lookup = self.strategy if isinstance(self.strategy, GuessLookup) else None
         width = self.strategy.width(0) if lookup is None else lookup.most
         slots = (2 + self.depth) * (1 + width) * self.sched.rows + self.state.snapshot_slots
@@ -175,12 +176,8 @@ def device_of(depth: int, seed: int = 0) -> Device:
     return Late(seed, apart=bool(seed % 2)) if depth else Cpu()
 
 
-class Guess:
+class Guess(Strategy):
     """Proposes what greedy decoding will choose, except where it errs on purpose."""
-
-    needs: frozenset[str] = frozenset()
-    idle = False
-    trees = False
 
     def __init__(self, truths: Sequence[Sequence[int]], width: int = 3, seed: int = 0) -> None:
         self.truths = [list(t) for t in truths]
@@ -190,9 +187,6 @@ class Guess:
 
     def width(self, load: int) -> int:
         return self._width
-
-    def begin(self, rows: Sequence[int]) -> None:
-        pass
 
     def propose(self, view: View) -> Draft | None:
         lines = []

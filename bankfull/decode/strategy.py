@@ -11,8 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.layers.batch import Batch
+from bankfull.layers.decoder import Decoder
+from bankfull.ops.registry import Kit
 from bankfull.sample.logits import Sampled
 from bankfull.sample.table import PLAIN, SamplingTable
+from bankfull.state.spec import StateSpec
+from bankfull.types import Work
 
 Ship = Callable[[Sequence[int] | np.ndarray], Tensor]
 
@@ -147,24 +152,110 @@ class DraftTree:
 class View:
     """Rows that will decode next, for a proposer, after their newest tokens were committed."""
 
-    def __init__(self, host_rows: Sequence[int], tokens: Tensor, known: Tensor, ship: Ship) -> None:
-        self.host_rows, self.tokens, self.ship = host_rows, tokens, ship
+    def __init__(
+        self,
+        host_rows: Sequence[int],
+        tokens: Tensor,
+        known: Tensor,
+        sampling: SamplingTable,
+        ship: Ship,
+        newest_hidden: Callable[[], Tensor],
+    ) -> None:
+        self.host_rows, self.sampling, self.ship = host_rows, sampling, ship
+        self.tokens = tokens
+        """(all rows, longest) token ids of every permanent row. A proposer may write draft tokens after the known ones:
+        the row's next step verifies what is there."""
         self.known = known
         """(all rows) number of known tokens of a row."""
+        self._newest_hidden = newest_hidden
 
     @cached_property
     def rows(self) -> Tensor:
+        """(rows) `host_rows` on the device."""
         return self.ship(self.host_rows)
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """(rows, d) the target model's last hidden state, the input of its head, from which each row's newest token was
+        sampled. Gathered on first use."""
+        return self._newest_hidden()
+
+
+class ComputedStep(Protocol):
+    """A step after the target model has run and before its tokens are chosen."""
+
+    @property
+    def work(self) -> Sequence[Work]: ...
+
+    @property
+    def batch(self) -> Batch:
+        """The tokens of the step with their positions, page tables and KV slots. A step that was replayed from a
+        capture builds them on first use."""
+        ...
+
+    @property
+    def hidden(self) -> Tensor:
+        """(tokens, d) the target model's last hidden states, in the order of the batch, valid within this step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A model that a strategy runs beside the target model, and the kit that it was built with."""
+
+    model: Decoder
+    kit: Kit
+
+
+class OwnSteps(Protocol):
+    """Runs a strategy's own model over the engine's rows. Its keys and values are in the same pages as those of the
+    target model, so the prefix cache, forks, preemption and accepted trees need nothing more."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Hidden states of every token of the batch, valid until the next call. The tokens' keys and values are
+        written."""
+        ...
+
+    def fits(self, host_rows: Sequence[int], ahead: int) -> np.ndarray:
+        """(rows) whether the row has KV slots for `ahead` tokens, of which its newest known token is the first. Known
+        to the host, without waiting. Slots that a row does not have must not be written."""
+        ...
+
+    def batch(self, host_rows: Sequence[int], first: int, counts: Sequence[int] | np.ndarray) -> Batch:
+        """counts[i] tokens of host_rows[i], from place `first` on: 0 is the place of its newest known token, -1 that of
+        the token before, 1 that of its first draft. Only in `propose`, when newest tokens have not run yet."""
+        ...
 
 
 class Strategy(Protocol):
-    needs: frozenset[str]
-    """Features that it needs of the model and the state ("taps", "scratch", ...); checked when the engine is built."""
-    idle: bool
-    """Whether it proposes nothing and learns nothing, so that a captured step may choose tokens without it."""
+    """Subclass it: members that a strategy does not need have defaults. A step calls `follow`, `verify`, `observe` and
+    `propose` in this order, all in the device's order of work; none of them waits for the device."""
 
-    trees: bool
+    needs: frozenset[str] = frozenset()
+    """Features that it needs of the model and the state ("taps", "scratch", ...); checked when the engine is built."""
+    idle: bool = False
+    """Whether it proposes nothing and learns nothing, so that a captured step may choose tokens without it."""
+    trees: bool = False
     """Whether its drafts may be trees; models with recurrent state cannot verify them."""
+    follows: bool = False
+    """Whether `follow` is called."""
+    ahead: int = 0
+    """KV slots per decoding row that `propose` writes, from the row's newest token on. The scheduler reserves them
+    where memory allows (`OwnSteps.fits`); a row without them gets no good drafts, and correct tokens."""
+
+    @property
+    def own(self) -> OwnModel | None:
+        """The model that the strategy runs beside the target model. Its layers' states join the target model's layout;
+        recurrent state is refused."""
+        return None
+
+    def states(self) -> list[tuple[StateSpec, ...]]:
+        """The states of its own model's layers."""
+        return [] if self.own is None else self.own.model.states()
+
+    def attach(self, steps: OwnSteps) -> None:
+        """Called once, before the first step, if the strategy has its own model."""
+        return None
 
     def width(self, load: int) -> int:
         """Drafts per row to verify while `load` rows run; 0 = plain decoding. `width(0)` is the most."""
@@ -172,7 +263,12 @@ class Strategy(Protocol):
 
     def begin(self, rows: Sequence[int]) -> None:
         """Called when new sequences have entered these rows."""
-        ...
+        return None
+
+    def follow(self, step: ComputedStep) -> None:
+        """Called in every step if `follows`, so that the own model can compute its keys and values for the same tokens:
+        prompt chunks, known tokens and drafts, at the same positions and in the same pages."""
+        return None
 
     def propose(self, view: View) -> Draft | None: ...
 
@@ -180,7 +276,7 @@ class Strategy(Protocol):
 
     def observe(self, view: View, verdict: Verdict) -> None:
         """Called with each verdict, to learn from accepted drafts."""
-        ...
+        return None
 
 
 def stack(flat: Tensor, widths: Sequence[int], fill: int) -> Tensor:

@@ -40,6 +40,18 @@ def build_batch(work: Sequence[Work], rows: Rows, layout: Layout) -> Batch:
     return batch
 
 
+def placed_from_newest(
+    rows: Rows, layout: Layout, host_rows: Sequence[int], first: int, counts: Sequence[int] | np.ndarray
+) -> Batch:
+    """counts[i] tokens of host_rows[i] from place `first` on, counted from the row's first token that has not run:
+    negative places are those of computed tokens. The rows must have page table entries for all of them."""
+    row, count = np.array(host_rows, np.int64), np.array(counts, np.int64)
+    q_start = np.concatenate(([0], np.cumsum(count)))
+    kv_len = rows.computed[row] + first + count
+    gather = _gather_on_host if rows.host is not None else _gather
+    return gather(rows, layout, row, count, np.zeros_like(row), q_start, kv_len, q_start[1:] - 1, first)
+
+
 def replayed_batch(
     work: Sequence[Work], q_start: np.ndarray, kv_len: np.ndarray, tokens: Tensor, positions: Tensor
 ) -> Batch:
@@ -144,14 +156,16 @@ def _gather(
     q_start: np.ndarray,
     kv_len: np.ndarray,
     logit_index: np.ndarray,
+    first: int = 0,
 ) -> Batch:
-    """For a device that alone knows its rows' lengths. All integers cross in one copy."""
+    """For a device that alone knows its rows' lengths. All integers cross in one copy. `first`: the place of a row's
+    first token, counted from the first one that has not run."""
     assert rows.ship is not None
     n = len(row)
     there = rows.ship(np.concatenate((row, count, drafts, q_start)))
     index, counts, drafts_there, starts = there.split((n, n, n, n + 1))
     owners, offsets = each_of(counts, starts, int(q_start[-1]))
-    begin = rows.reached[index]
+    begin = rows.reached[index] + first if first else rows.reached[index]
     places = begin[owners] + offsets
     lines = index[owners]
     positions, ancestors = places, None
@@ -190,7 +204,9 @@ def _gather_on_host(
     q_start: np.ndarray,
     kv_len: np.ndarray,
     logit_index: np.ndarray,
+    first: int = 0,
 ) -> Batch:
+    """`first` is part of `kv_len` already."""
     host = rows.host
     assert host is not None
     within = np.arange(int(q_start[-1])) - np.repeat(q_start[:-1], count)

@@ -7,14 +7,14 @@ result. Neither waits for the device: `Step.wait` does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Ship, Strategy, Verdict, View
 from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
 from bankfull.ops import move_tokens
@@ -24,6 +24,7 @@ from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future, commits, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
 from bankfull.runtime.observer import ObservedHead, RunObserver, observed
+from bankfull.runtime.owned import OwnedSteps, RunStep
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import NO_TOKEN, Sampled
 from bankfull.sample.logprobs import logprobs_of
@@ -106,8 +107,9 @@ class DeviceRunner:
         kit: Kit | None = None,
         step_tokens: int = 0,
     ) -> None:
-        """`kit`: the kit of the model's build; without it, steps are not captured. `step_tokens`: the most tokens of a
-        step; prompts are captured up to it."""
+        """`layout`: of the model's layers and then those of the strategy's own model. `kit`: the kit of the model's
+        build; without it, steps are not captured. `step_tokens`: the most tokens of a step; prompts are captured up to
+        it."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         if strategy.trees and layout.recurrent is not None:
             raise ConfigError(
@@ -129,8 +131,13 @@ class DeviceRunner:
             widths, chooser = captured_widths(strategy), self.rows.sampling.chooser
             device.launch(lambda: replaying.capture(self.rows, widths, chooser, step_tokens)).wait()
         self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
-        self._exact = self.rows.host is not None or device.kind == "cpu" or kit is None or _trusts_host(kit)
+        kits = [kit, *([] if strategy.own is None else [strategy.own.kit])]
+        trusting = any(each is None or _trusts_host(each) for each in kits)
+        self._exact = self.rows.host is not None or device.kind == "cpu" or trusting
         """Whether the host must know the number of accepted drafts before the next step, and waits for it."""
+        if strategy.own is not None:
+            layers, on_tape = len(model.mixers), kit is not None and device.kind == "cpu"
+            strategy.attach(OwnedSteps(strategy.own, layout, self.storage, layers, self.rows, device, on_tape))
         self.entered = [-1] * rows
         """The step in which a row got its sequence."""
         self._demanding: set[int] = set()
@@ -158,6 +165,8 @@ class DeviceRunner:
                 landed.chosen = choosing([w.row for w in plan.work])
             elif plan.work:
                 step.batch, step.hidden = self._run(plan.work)
+                if self.strategy.follows:
+                    self.strategy.follow(RunStep(plan.work, self.rows, self.layout, step.batch, step.hidden))
             return landed
 
         future = self._launch(run)
@@ -190,7 +199,7 @@ class DeviceRunner:
             chosen = [i for i, w in enumerate(work) if w.sample]
             if chosen:
                 landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
-            self._commit(step.batch, work, chosen, landed.verdict)
+            self._commit(step.batch, step.hidden, work, chosen, landed.verdict)
             landed.drafts = self._constrained_drafts(work)
             self._bring(landed)
             step.batch = step.hidden = None  # the step stays in flight: its activations need not
@@ -232,8 +241,10 @@ class DeviceRunner:
         wanted = hidden if len(index) == len(hidden) else hidden[self._there(index)]
         return self.strategy.verify(Scores(wanted, self._head), sampling)
 
-    def _commit(self, batch: Batch, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
-        """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
+    def _commit(
+        self, batch: Batch, hidden: Tensor, work: list[Work], chosen: list[int], verdict: Verdict | None
+    ) -> None:
+        """Advance the rows: tokens, lengths, and which recurrent slot holds the state. Then propose their drafts."""
         rows = self.rows
         counts = np.array([w.count for w in work], np.int64)
         accepted = None
@@ -259,7 +270,14 @@ class DeviceRunner:
             return
         host_rows = [work[i].row for i in chosen]
         rows.commit(host_rows, verdict.tokens, verdict.counts)
-        view = View(host_rows, rows.tokens, rows.known, rows.index)
+        if self.strategy.idle:
+            return
+        widths = [work[i].drafts + 1 for i in chosen]
+
+        def newest_hidden() -> Tensor:
+            return hidden[newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)]
+
+        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest_hidden)
         self.strategy.observe(view, verdict)
         draft = self.strategy.propose(view)
         if draft is not None:
@@ -381,6 +399,17 @@ class DeviceRunner:
             parents = [chain] * len(constrained) if above is None else above.tolist()
             result.drafts = dict(zip(constrained, zip(drafted.tolist(), parents, strict=True), strict=True))
         return result
+
+
+def newest_lines(index: Tensor, widths: Sequence[int], verdict: Verdict, ship: Ship) -> Tensor:
+    """(rows) the token of the step after which each row's newest token was sampled. `index`: the token of each line."""
+    first = ship(np.cumsum([0, *widths[:-1]]))
+    if verdict.counts is None:
+        return index[first]
+    last = verdict.counts - 1
+    if verdict.path is not None:
+        last = verdict.path.gather(1, last[:, None])[:, 0]
+    return index[first + last]
 
 
 def captured_widths(strategy: Strategy) -> list[int]:

@@ -91,8 +91,10 @@ class ChoosingForward(Protocol):
 class Eager:
     """Each operation is called from Python."""
 
-    def __init__(self, model: Model, layout: Layout, states: Sequence[LayerStates]) -> None:
-        self.model, self.layout, self.states = model, layout, states
+    def __init__(self, model: Model, layout: Layout, states: Sequence[LayerStates], first: int = 0) -> None:
+        """`layout`, `states`: those of all models that share the pools; the model's own layers begin at `first`."""
+        count = len(model.mixers)
+        self.model, self.layout, self.states = model, layout.part(first, count), states[first : first + count]
         self.uncaptured: str | None = None
         """Why steps run without capture although the device captures steps: one sentence."""
 

@@ -92,6 +92,8 @@ class Rows:
             torch.zeros(lines, -(-max_len // group.page_tokens), dtype=torch.long, device=device)
             for group in layout.paged
         ]
+        self.covered: np.ndarray | None = None
+        """(groups, rows) tokens that a row has pages for, on the host; only after `follow_pages`."""
         self.trees = RowTrees(lines, tree_drafts, device) if tree_drafts else None
         self.host = HostRows(self) if ship is None else None
         self.page_tokens = tuple(group.page_tokens for group in layout.paged)
@@ -114,8 +116,16 @@ class Rows:
                 self.host.tables[edit.group][edit.row, edit.first : edit.first + len(edit.pages)] = edit.pages
         elif plan.pages:
             self._edit(plan.pages)
+        if self.covered is not None:
+            for edit in plan.pages:
+                size = self.page_tokens[edit.group]
+                self.covered[edit.group, edit.row] = (edit.first + len(edit.pages)) * size
         if plan.guesses:
             self._take(plan.guesses)
+
+    def follow_pages(self) -> None:
+        """Keep `covered` from now on. Table entries beyond a row's pages may be those of an earlier sequence."""
+        self.covered = np.zeros((len(self.tables), self.count), np.int64)
 
     def _enter(self, enters: Sequence[Enter]) -> None:
         sampled: list[Enter] = []

@@ -35,7 +35,7 @@ class Taped:
         """Whether the time of every kernel is summed up, for profiles."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        found = inputs_of(batch)
+        found = inputs_of(batch, self._layout)
         sources = [_source(tensor) for tensor in found]
         tensors = dict(zip(input_names(self._layout), found, strict=True)) if self.tape.breaks else None
         return self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
@@ -129,10 +129,10 @@ def input_names(layout: Layout) -> list[str]:
     return names if layout.recurrent is None else [*names, "kept", "read", "write"]
 
 
-def inputs_of(batch: Batch) -> list[Any]:
+def inputs_of(batch: Batch, layout: Layout) -> list[Any]:
     """In the order of `input_names`."""
     found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, batch.ancestors, *batch.pages, *batch.kv_slots]
-    return found if batch.read is None else [*found, batch.kept, batch.read, batch.write]
+    return found if layout.recurrent is None else [*found, batch.kept, batch.read, batch.write]
 
 
 def recorded_batch(recorder: Recorder, layout: Layout) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from bankfull.errors import ModelError
@@ -114,6 +114,26 @@ class Layout:
     def token_bytes(self) -> int:
         """Bytes that one more token of context costs while no window is full."""
         return sum(g.token_bytes for g in self.paged)
+
+    def part(self, first: int, count: int) -> Layout:
+        """The layout of a model that owns `count` layers from `first` on, where several models share the pools. It has
+        the same paged groups, and recurrent state only if its own layers have any."""
+        if count == len(self.owners):
+            return self
+        groups = self.groups[first : first + count]
+        recurrent = self.recurrent if any(None in states for states in groups) else None
+        return replace(self, owners=self.owners[first : first + count], groups=groups, recurrent=recurrent)
+
+
+def joined_states(
+    first: Sequence[tuple[StateSpec, ...]], second: Sequence[tuple[StateSpec, ...]]
+) -> list[tuple[StateSpec, ...]]:
+    """The layers of two models in one list, for one layout."""
+    moved = [
+        tuple(replace(spec, layer=spec.layer + len(first)) if isinstance(spec, Shared) else spec for spec in states)
+        for states in second
+    ]
+    return [*first, *moved]
 
 
 def layout_of(layers: Sequence[Sequence[StateSpec]], page_tokens: int) -> Layout:

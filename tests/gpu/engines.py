@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -58,12 +57,8 @@ def random_prompts(count: int, length: int | None = None, seed: int = 0) -> list
     return [[draw.randrange(VOCAB) for _ in range(length or draw.randint(1, 40))] for _ in range(count)]
 
 
-class Echo:
+class Echo(Strategy):
     """Proposes that the last token comes again, and again: a guess that is made without leaving the device."""
-
-    needs: frozenset[str] = frozenset()
-    idle = False
-    trees = False
 
     def __init__(self, width: int = 3) -> None:
         self._width = width
@@ -71,18 +66,12 @@ class Echo:
     def width(self, load: int) -> int:
         return self._width
 
-    def begin(self, rows: Sequence[int]) -> None:
-        pass
-
     def propose(self, view: View) -> Draft | None:
         last = view.tokens[view.rows, view.known[view.rows] - 1]
         return Draft(last[:, None].expand(-1, self._width).contiguous())
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
         return verify(scores, sampling)
-
-    def observe(self, view: View, verdict: Verdict) -> None:
-        pass
 
 
 class EchoTree(Echo):

@@ -1,0 +1,65 @@
+"""Steps of a model that a strategy owns, over the rows and pages of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from bankfull.decode.strategy import OwnModel
+from bankfull.errors import ConfigError
+from bankfull.layers.batch import Batch
+from bankfull.runtime.batch import build_batch, placed_from_newest
+from bankfull.runtime.device import Device
+from bankfull.runtime.forward import Eager, Forward
+from bankfull.runtime.rows import Rows
+from bankfull.state.spec import Layout
+from bankfull.state.storage import Storage
+from bankfull.types import Work
+
+
+class OwnedSteps:
+    """What `Strategy.attach` gets. The own model's layers come after the target model's in the layout."""
+
+    def __init__(
+        self, own: OwnModel, layout: Layout, storage: Storage, first: int, rows: Rows, device: Device, captured: bool
+    ) -> None:
+        """`first`: the number of the own model's first layer. `captured`: whether its steps are captured where the
+        device captures steps of any batch (a CPU's tape); on a GPU its operations are launched one by one."""
+        eager = Eager(own.model, layout, storage.layers, first)
+        if eager.layout.recurrent is not None:
+            raise ConfigError(
+                "A strategy's own model cannot have recurrent state, because rejected drafts cannot be taken back from "
+                "it; choose a model of attention layers only."
+            )
+        self._layout, self._rows = layout, rows
+        self._run: Forward = device.capture(eager, own.kit) if captured else eager
+        rows.follow_pages()
+
+    def run(self, batch: Batch) -> Tensor:
+        return self._run(batch)
+
+    def fits(self, host_rows: Sequence[int], ahead: int) -> np.ndarray:
+        rows = self._rows
+        end = rows.computed[list(host_rows)] + ahead
+        assert rows.covered is not None
+        return (end < rows.tokens.shape[1]) & (end <= rows.covered[:, list(host_rows)].min(0))
+
+    def batch(self, host_rows: Sequence[int], first: int, counts: Sequence[int] | np.ndarray) -> Batch:
+        return placed_from_newest(self._rows, self._layout, host_rows, first, counts)
+
+
+class RunStep:
+    """A step whose forward pass has been enqueued (`ComputedStep`)."""
+
+    def __init__(self, work: Sequence[Work], rows: Rows, layout: Layout, batch: Batch, hidden: Tensor) -> None:
+        self.work, self.hidden = work, hidden
+        self._rows, self._layout = rows, layout
+        self._batch: Batch | None = batch if batch.kv_slots or not layout.paged else None
+
+    @property
+    def batch(self) -> Batch:
+        if self._batch is None:  # a replayed step returns only the part that the choice of tokens reads
+            self._batch = build_batch(self.work, self._rows, self._layout)
+        return self._batch
