@@ -209,7 +209,8 @@ def assemble(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
         ) from error
     phases.end("state and captured steps")
-    engine = Engine(Scheduler(sched, manager), runner, strategy, depth, drafting=drafting)
+    scheduler = Scheduler(sched, manager, ahead=strategy.ahead)
+    engine = Engine(scheduler, runner, strategy, depth, drafting=drafting)
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
 
 

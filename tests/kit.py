@@ -70,7 +70,7 @@ class Bench:
             step_tokens=self.sched.step_tokens or 0,
         )
         drafting = None if lookup is None else Drafting(lookup, lookup.most, self.depth, None)
-        scheduler = Scheduler(self.sched, self.manager)
+        scheduler = Scheduler(self.sched, self.manager, ahead=self.strategy.ahead)
         self.engine = Engine(scheduler, self.runner, self.strategy, self.depth, drafting=drafting)
         self.tokens: dict[tuple[object, int], list[int]] = {}
         self.finish: dict[tuple[object, int], str] = {}

@@ -34,7 +34,15 @@ FORKS_PER_STEP = 8
 
 
 class Scheduler:
-    def __init__(self, config: SchedConfig, state: StateManager, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: SchedConfig,
+        state: StateManager,
+        clock: Callable[[], float] = time.monotonic,
+        ahead: int = 0,
+    ) -> None:
+        """`ahead`: KV slots that a proposer of drafts writes after the tokens of a step, for each row that samples."""
+        self._ahead = ahead
         self.config = config = config.suited()
         self.state = state
         self.policy = policy_of(config)
@@ -234,7 +242,8 @@ class Scheduler:
             own = seq.request.drafts
             most = max(0, min(most, step.spare, room, most if own is None else own)) if sample and size == 1 else 0
         upto = seq.start + seq.drafted + size
-        reserved = self.state.reserve(seq.state, upto + most, 1 + most)
+        ahead = max(0, min(self._ahead, seq.request.limit - upto - most)) if sample else 0
+        reserved = self.state.reserve(seq.state, upto + most, 1 + most, ahead)
         if reserved is None:
             most = 0  # draft tokens are worth neither waiting nor preempting
             reserved = self._insist(seq, upto, step)

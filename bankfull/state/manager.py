@@ -154,10 +154,13 @@ class StateManager:
         published = [len(table) for table in tables]
         return self._opened(chain, tables, live, published, match.length, match.slot)
 
-    def reserve(self, state: SequenceState, upto: int, slots: int = 1) -> Reserved | None:
-        """Places for the first `upto` tokens and `slots` recurrent states to write: all of them, or None."""
-        if upto <= state.covered and self.snapshots is None:
+    def reserve(self, state: SequenceState, upto: int, slots: int = 1, ahead: int = 0) -> Reserved | None:
+        """Places for the first `upto` tokens and `slots` recurrent states to write: all of them, or None. With
+        `ahead`, places for this many more tokens too, if there are enough for all of them."""
+        if upto + ahead <= state.covered and self.snapshots is None:
             return NOTHING
+        if ahead and self.shortage(state, upto + ahead, slots) == (0, 0):
+            upto += ahead
         if self.shortage(state, upto, slots) != (0, 0):
             return None
         edits = self._extend(state, upto) if upto > state.covered else ()
