@@ -21,7 +21,7 @@ from bankfull.sample.params import StructuredOutput
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import EngineDied, Unavailable
 from bankfull.serve.engine.link import Link
-from bankfull.serve.engine.wire import Begun, RequestDone
+from bankfull.serve.engine.wire import Begun, RequestDone, StepMessage
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.resume import MOST_BARREN
 from tests.serve.engine_kit import OPTIONS, until
@@ -258,7 +258,9 @@ def test_the_set_knows_which_real_engine_holds_a_prefix(replicas: Replicas) -> N
 
 
 def _kills_when_begun(link: Link, prompt: list[int]) -> None:
-    """The engine of this link dies as soon as it begins to compute this prompt."""
+    """The engine of this link dies as soon as it begins to compute this prompt. On a busy machine it may still write
+    tokens before the signal reaches it; the link drops those of this prompt, so that each such engine dies without
+    one."""
     generate, receive = link.generate, link._receive
     killers: set[int] = set()
 
@@ -269,6 +271,9 @@ def _kills_when_begun(link: Link, prompt: list[int]) -> None:
         return stream
 
     def received(message: Any) -> None:
+        if isinstance(message, StepMessage):
+            message.deltas = [delta for delta in message.deltas if delta.request_id not in killers]
+            message.done = [done for done in message.done if done.id not in killers]
         receive(message)
         if isinstance(message, Begun) and killers.intersection(message.ids) and link.engine_pid:
             os.kill(link.engine_pid, signal.SIGKILL)
@@ -290,8 +295,7 @@ def test_only_the_request_that_kills_its_engines_is_given_up() -> None:
         with pytest.raises(EngineDied, match="it is not tried again"):
             await doomed
         await made.both_ready()
-        # An engine may give a token before the signal reaches it: then its end does not count.
-        assert MOST_BARREN <= made.set.restarts - before < 2 * MOST_BARREN
+        assert made.set.restarts - before == MOST_BARREN
         assert told(await collect(made.set.generate(others[0], params))) == usual[0]
 
     made = Replicas()
