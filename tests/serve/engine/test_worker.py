@@ -192,7 +192,9 @@ def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker
     worker.process.send_signal(signal.SIGINT)
     worker.process.send_signal(signal.SIGTERM)
     worker.send(Submit(1, PROMPT, ENDLESS))
-    assert worker.until(StepMessage).deltas[0].request_id == 1
+    while not (deltas := worker.until(StepMessage).deltas):  # a last report of the requests before may come first
+        pass
+    assert deltas[0].request_id == 1
     worker.send(Abort([1]))
     while (load := worker.until(StepMessage).load).running:
         pass
@@ -200,7 +202,7 @@ def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker
     worker.send(Submit(2, PROMPT, ENDLESS))
     worker.until(StepMessage)
     worker.socket.close()
-    assert worker.process.wait(5.0) == 0
+    assert worker.process.wait(60.0) == 0
 
 
 def test_nonsense_and_giants_end_the_process() -> None:

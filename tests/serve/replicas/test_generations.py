@@ -12,6 +12,7 @@ import pytest
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from tests.serve.engine_kit import until
 from tests.serve.replicas.fake_links import FACTS, FakeLink, read, replica_set
 
 PARAMS = SamplingParams(max_tokens=4, seed=3)
@@ -95,7 +96,7 @@ def test_a_request_waits_for_weights_that_come_back() -> None:
         await asyncio.sleep(0.02)
         assert not rest.done(), "its weights are loaded again"
         old.revive()
-        await asyncio.sleep(0.02)
+        await until(lambda: bool(old.streams))
         old.step()
         assert await rest and new.sent == []
 
