@@ -136,5 +136,6 @@ def _show(command: dict[str, Any], pid: int | None, json: bool) -> None:
         )
     if state["decision"]:
         print(f"  {state['decision']}")
-    if state["problem"]:
-        print(f"  {state['problem']}")
+    for problem in {state["problem"]: None, **dict.fromkeys(state["refused"])}:
+        if problem:
+            print(f"  {problem}")

@@ -18,6 +18,7 @@ from bankfull.cluster.messages import (
     ClusterFailed,
     ClusterUp,
     FromManager,
+    RefusedNodes,
     RemoveReplica,
     ReplicaLost,
     ReplicaPlaced,
@@ -90,6 +91,8 @@ class ClusterReplicas(ReplicaSet):
         self._failure = ""
         self._problem = ""
         """Why there are fewer replicas than wanted."""
+        self._refused: dict[str, str] = {}
+        """Nodes that get no replica, and the reasons."""
         self._model, self._generation = options.model, 0
         """The model that new replicas load, and the number of updates before it."""
         self._assigned: dict[str, tuple[str, int]] = {}
@@ -181,6 +184,7 @@ class ClusterReplicas(ReplicaSet):
             self._placed.clear()
             self._assigned.clear()
             self._emptied.clear()
+            self._refused.clear()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -196,6 +200,7 @@ class ClusterReplicas(ReplicaSet):
             gpus=options.gpus,
             device=options.device,
             first=self._next,
+            again=self.up is not None,
         )
 
     async def _take(self, message: FromManager) -> None:
@@ -216,6 +221,10 @@ class ClusterReplicas(ReplicaSet):
                     await self._connect(name)
             case ReplicaLost():
                 log.error("%s does not answer: %s", message.name, message.why)
+            case RefusedNodes():
+                for node in message.nodes.keys() - self._refused.keys():
+                    log.error("%s", message.nodes[node])
+                self._refused = message.nodes
             case CannotAdd() if self._placing is not None and not self._placing.done():
                 self._expected = 0
                 self._placing.set_exception(ConfigError(message.why))
@@ -448,6 +457,7 @@ class ClusterReplicas(ReplicaSet):
             "wanted": str(self.bounds),
             "starting": self._expected,
             "problem": self._problem,
+            "refused": list(self._refused.values()),
             "decision": self._decision,
             "model": self._model,
             "update": None if self._update is None else self._update.status(),

@@ -7,6 +7,7 @@ other one, the manager ends all replicas, and Ray if it has started it.
 
 from __future__ import annotations
 
+import re
 import select
 import signal
 import socket
@@ -24,6 +25,7 @@ from bankfull.cluster.messages import (
     ClusterFailed,
     ClusterUp,
     FromManager,
+    RefusedNodes,
     RemoveReplica,
     ReplicaLost,
     ReplicaPlaced,
@@ -41,6 +43,8 @@ ASK_SECONDS = 2.0
 """Time between two questions to a replica that has answered."""
 PLACE_SECONDS = 120.0
 """Time in which Ray must place the replicas of the start."""
+RETRY_SECONDS = 10.0
+"""Time before a replica that could not be created is created again."""
 
 
 @dataclass(slots=True)
@@ -48,22 +52,31 @@ class PlacedActor:
     """A replica, as Ray knows it."""
 
     actor: Any
+    """None until it is created again."""
     asked: Any = None
     """The answer that is waited for."""
     asked_at: float = 0.0
     address: tuple[str, int] | None = None
     restarts: int = -1
+    create_at: float = 0.0
+    """Time at which it is created again, if there is no actor."""
+    refused: bool = False
+    """Whether it waits for a node with the server's version."""
 
 
 class ClusterManager:
-    def __init__(self, connection: socket.socket, start: StartCluster) -> None:
+    def __init__(self, connection: socket.socket, start: StartCluster, session: RaySession) -> None:
         self._connection, self._start = connection, start
         self._next = start.first
         self._replicas: dict[str, PlacedActor] = {}
         self._read = b""
-        self._session = RaySession(start.address, Path(start.folder))
-        self._ray = self._session.ray
+        self._session, self._ray = session, session.ray
         self._share = Share(1.0, 0.0)
+        self._refused: dict[str, str] = {}
+        """Ids of the nodes that get no replica, and the reasons."""
+        self._refused_at = 0.0
+        """Time at which the refused nodes were last looked for."""
+        self._beginning = True
 
     def begin(self) -> None:
         """Place the first replicas. Raises BankfullError: then none is left."""
@@ -73,79 +86,135 @@ class ClusterManager:
         self._share = share_of(cpus, gpus, start.most, start.cpus, start.gpus, start.device)
         self.add(start.replicas)
         deadline = time.monotonic() + PLACE_SECONDS
-        while any(replica.address is None for replica in self._replicas.values()):
+        while any(replica.address is None and not replica.refused for replica in self._replicas.values()):
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"Ray has not placed {start.replicas} replicas within {PLACE_SECONDS:g} seconds: other work uses "
                     "its CPUs or GPUs; give fewer --replicas, or wait until they are free (`ray status`)."
                 )
-            self.look(LOOK_SECONDS, first=True)
+            self.look(LOOK_SECONDS)
             if self._closed():
                 return
+        self._beginning = False
         share = self._share
         self.say(ClusterUp(share.threads, share.cpus, share.gpus, len(nodes), self._session.local))
 
     def add(self, count: int, now: bool = False) -> None:
         """Raises ConfigError if they do not fit, with `now` also if other work uses the resources."""
-        check_room(self._session.nodes(), self._share, len(self._replicas) + count)
+        check_room(self._session.nodes(self._refused), self._share, len(self._replicas) + count)
         if now:
-            check_free(self._session.free(), self._share, count)
-        from bankfull.cluster.replica import EngineReplica
-
-        kind = self._ray.remote(EngineReplica).options(
-            num_cpus=self._share.cpus, num_gpus=self._share.gpus, max_restarts=-1, scheduling_strategy="SPREAD"
-        )
-        host = "127.0.0.1" if self._session.local else ""
+            check_free(self._session.free(self._refused), self._share, count)
         for _ in range(count):
             name = f"replica-{self._next}"
             self._next += 1
-            self._replicas[name] = PlacedActor(kind.remote(self._start.token, host))
+            self._replicas[name] = PlacedActor(self._create())
 
-    def look(self, seconds: float, first: bool = False) -> None:
-        """Ask the replicas where they are, and report changes. `first`: a failure is an error."""
+    def _create(self) -> Any:
+        """An actor, on a node that is not refused."""
+        from bankfull.cluster.replica import EngineReplica
+
+        kind = self._ray.remote(EngineReplica).options(
+            num_cpus=self._share.cpus,
+            num_gpus=self._share.gpus,
+            max_restarts=-1,
+            scheduling_strategy="SPREAD",
+            label_selector={"ray.io/node-id": f"!in({','.join(self._refused)})"} if self._refused else None,
+        )
+        return kind.remote(self._start.token, "127.0.0.1" if self._session.local else "")
+
+    def look(self, seconds: float) -> None:
+        """Ask the replicas where they are, and report changes. At the start, wait `seconds` for them; a failure is an
+        error then."""
         now = time.monotonic()
         for replica in self._replicas.values():
-            if replica.asked is None and (replica.address is None or now - replica.asked_at >= ASK_SECONDS):
+            if replica.actor is None and now >= replica.create_at:
+                replica.actor = self._create()
+            if replica.actor is None or replica.asked is not None:
+                continue
+            if replica.address is None or now - replica.asked_at >= ASK_SECONDS:
                 replica.asked, replica.asked_at = replica.actor.status.remote(), now
+        self._look_for_refused(now)
         asked = {replica.asked: name for name, replica in self._replicas.items() if replica.asked is not None}
         if not asked:
             return
-        answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds if first else 0)
+        answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds if self._beginning else 0)
         for answer in answered:
             name = asked[answer]
             self._replicas[name].asked = None
             try:
                 status = self._ray.get(answer)
             except Exception as error:
-                self._unreachable(name, error, first)
+                self._unreachable(name, error)
             else:
                 self._answered(name, status)
 
     def _answered(self, name: str, status: dict[str, Any]) -> None:
         replica = self._replicas[name]
         if status["version"] != bankfull.__version__:
-            raise ConfigError(
-                f"The node {status['node']} has bankfull {status['version']}, this server {bankfull.__version__}: "
-                "install the same version on all nodes."
+            node = status.get("node_id", "")  # older versions do not report it
+            self._refuse(
+                name,
+                {node} if node else self._session.node_ids(str(status["host"])),
+                f"The node {status['node']} has bankfull {status['version']}, this server {bankfull.__version__}",
             )
+            return
         address = (str(status["host"]), int(status["port"]))
+        replica.refused = False
         if address != replica.address:
             replica.address = address
             replica.restarts += 1
             self.say(ReplicaPlaced(name, *address, str(status["node"]), replica.restarts))
 
-    def _unreachable(self, name: str, error: Exception, first: bool) -> None:
+    def _unreachable(self, name: str, error: Exception) -> None:
         """Ray restarts it, unless its code cannot run there at all."""
         text = str(error)
         if "No module named 'bankfull" in text:
-            raise ConfigError(
-                f"A node of the cluster has no bankfull {bankfull.__version__}: install the same version on all nodes."
-            ) from error
-        if first and "The actor died because of an error raised in its creation task" in text:
+            found = re.search(r"\bip=([^\s,)]+)", text)
+            host = "" if found is None else found[1]
+            which = f"The node {host}" if host else "A node of the cluster"
+            nodes = self._session.node_ids(host) if host else set()
+            self._refuse(name, nodes, f"{which} has no bankfull {bankfull.__version__}")
+            return
+        uncreated = "The actor died because of an error raised in its creation task" in text
+        if uncreated and self._beginning:
             raise ConfigError(f"A replica cannot be started: {text.strip().splitlines()[-1]}") from error
-        if self._replicas[name].address is not None:
-            self._replicas[name].address = None
+        replica = self._replicas[name]
+        if replica.address is not None or (uncreated and replica.actor is not None):
+            replica.address = None
             self.say(ReplicaLost(name, text.strip().splitlines()[0] if text.strip() else type(error).__name__))
+        if uncreated:  # Ray does not restart such an actor
+            replica.actor, replica.create_at = None, time.monotonic() + RETRY_SECONDS
+
+    def _refuse(self, name: str, nodes: set[str], why: str) -> None:
+        """The code of a replica differs on its node. It is created again on another one, or ends if it was to be added
+        and there is no other one. At the first start of the server this is an error."""
+        remedy = "install the same version on all nodes"
+        if self._beginning and not self._start.again:
+            raise ConfigError(f"{why}: {remedy}.")
+        sentence = f"{why}: {remedy} and start Ray there again; it gets no replica until then."
+        replica = self._replicas[name]
+        self._ray.kill(replica.actor)
+        replica.actor, replica.address, replica.refused = None, None, True
+        replica.create_at = 0.0 if nodes else time.monotonic() + RETRY_SECONDS
+        if nodes:
+            self._refused |= dict.fromkeys(nodes, sentence)
+            self.say(RefusedNodes(self._refused))
+        else:  # it cannot be avoided
+            self.say(ReplicaLost(name, sentence))
+        if replica.restarts < 0 and not self._beginning:
+            try:
+                check_room(self._session.nodes(self._refused), self._share, len(self._replicas))
+            except ConfigError:
+                del self._replicas[name]
+                self.say(CannotAdd(sentence))
+
+    def _look_for_refused(self, now: float) -> None:
+        """A node that has left may come back with another version, and with another id."""
+        if self._refused and now - self._refused_at >= ASK_SECONDS:
+            self._refused_at = now
+            if gone := self._refused.keys() - self._session.node_ids():
+                self._refused = {node: why for node, why in self._refused.items() if node not in gone}
+                self.say(RefusedNodes(self._refused))
 
     def run(self) -> None:
         """Until the server closes the connection."""
@@ -163,7 +232,7 @@ class ClusterManager:
                     except BankfullError as error:
                         self.say(CannotAdd(str(error)))
                 case RemoveReplica(name=name):
-                    if (gone := self._replicas.pop(name, None)) is not None:
+                    if (gone := self._replicas.pop(name, None)) is not None and gone.actor is not None:
                         self._ray.kill(gone.actor)
 
     def _commands(self) -> list[Any]:
@@ -200,7 +269,7 @@ def main() -> None:
     assert isinstance(start, StartCluster)
     manager = None
     try:
-        manager = ClusterManager(connection, start)
+        manager = ClusterManager(connection, start, RaySession(start.address, Path(start.folder)))
         manager.begin()
         manager.run()
     except BankfullError as error:

@@ -28,6 +28,9 @@ class StartCluster(msgspec.Struct, tag="start"):
     device: str = "auto"
     first: int = 1
     """Number of the first replica, in its name."""
+    again: bool = False
+    """Whether the server has had replicas before. A node with another version is then refused alone; at the first start
+    it is an error."""
 
 
 class AddReplicas(msgspec.Struct, tag="add"):
@@ -78,6 +81,13 @@ class ReplicaLost(msgspec.Struct, tag="lost"):
     why: str
 
 
+class RefusedNodes(msgspec.Struct, tag="refused"):
+    """The nodes that get no replica because their version of bankfull differs; sent when they change."""
+
+    nodes: dict[str, str]
+    """Ray's id of the node, and the reason in one sentence."""
+
+
 class CannotAdd(msgspec.Struct, tag="cannot"):
     """The cluster has no room for more replicas."""
 
@@ -90,7 +100,7 @@ class ClusterFailed(msgspec.Struct, tag="failed"):
     why: str
 
 
-FromManager = ClusterUp | ReplicaPlaced | ReplicaLost | CannotAdd | ClusterFailed
+FromManager = ClusterUp | ReplicaPlaced | ReplicaLost | RefusedNodes | CannotAdd | ClusterFailed
 
 
 def line(message: ToManager | FromManager) -> bytes:

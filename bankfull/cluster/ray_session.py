@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +86,25 @@ class RaySession:
         except Exception as error:
             raise ConfigError(_join_failure(address, str(error))) from error
 
-    def nodes(self) -> list[NodeResources]:
-        """The machines of the cluster that are alive."""
-        found = []
-        for node in self.ray.nodes():
-            if node["Alive"]:
-                resources = node["Resources"]
-                found.append(NodeResources(resources.get("CPU", 0.0), resources.get("GPU", 0.0)))
-        return found
+    def nodes(self, without: Collection[str] = ()) -> list[NodeResources]:
+        """The machines of the cluster that are alive, but those with these ids."""
+        return [_resources(node) for node in self._alive() if node["NodeID"] not in without]
 
-    def free(self) -> NodeResources:
-        """CPUs and GPUs of all machines that no actor or task uses."""
+    def free(self, without: Collection[str] = ()) -> NodeResources:
+        """CPUs and GPUs that no actor or task uses. Ray adds them up over all machines, so that those with the ids
+        `without` count as free; fewer are reported if other work uses them."""
         free = self.ray.available_resources()
-        return NodeResources(free.get("CPU", 0.0), free.get("GPU", 0.0))
+        barred = [_resources(node) for node in self._alive() if node["NodeID"] in without]
+        cpus = free.get("CPU", 0.0) - sum(node.cpus for node in barred)
+        gpus = free.get("GPU", 0.0) - sum(node.gpus for node in barred)
+        return NodeResources(max(0.0, cpus), max(0.0, gpus))
+
+    def node_ids(self, host: str = "") -> set[str]:
+        """Ray's ids of the machines that are alive; with `host`, of those with this address."""
+        return {node["NodeID"] for node in self._alive() if not host or node["NodeManagerAddress"] == host}
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return [node for node in self.ray.nodes() if node["Alive"]]
 
     def close(self) -> None:
         """End all replicas, and Ray if it was started here."""
@@ -105,6 +112,10 @@ class RaySession:
             self.ray.shutdown()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _resources(node: dict[str, Any]) -> NodeResources:
+    return NodeResources(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
 
 
 def private_folder() -> Path:

@@ -23,10 +23,12 @@ class EngineReplica:
 
     def __init__(self, token: str, host: str) -> None:
         """`host`: the address to listen on; the address of this machine in the cluster if it is empty."""
-        if not host:
-            from bankfull.cluster.ray_version import import_ray
+        from bankfull.cluster.ray_version import import_ray
 
-            host = import_ray().util.get_node_ip_address()
+        ray = import_ray()
+        if not host:
+            host = ray.util.get_node_ip_address()
+        self._node_id = str(ray.get_runtime_context().get_node_id())
         self._gateway = Gateway(bytes.fromhex(token), _environment())
         listening: Future[tuple[str, int]] = Future()
         threading.Thread(target=self._run, args=(host, listening), name="bankfull-gateway", daemon=True).start()
@@ -38,6 +40,7 @@ class EngineReplica:
             "host": host,
             "port": port,
             "node": platform.node(),
+            "node_id": self._node_id,
             "version": bankfull.__version__,
             "pid": os.getpid(),
             "engine": self._gateway.engine_pid,

@@ -24,16 +24,20 @@ pytest.importorskip("ray", reason="replicas need the package ray")
 pytestmark = [pytest.mark.full, pytest.mark.cluster]
 
 NODES = """
-import json, sys
+import json, os, sys
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
     "object_store_memory": 80 << 20})
 nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
 print(json.dumps({"address": cluster.address}), flush=True)
 for line in sys.stdin:
-    if line.strip() == "kill":
-        cluster.remove_node(nodes.pop(), allow_graceful=False)
-        print("{}", flush=True)
+    command, _, folder = line.strip().partition(" ")
+    if command == "kill":
+        cluster.remove_node(nodes.pop(0), allow_graceful=False)
+    if command == "add":
+        os.environ["PYTHONPATH"] = folder
+        nodes.append(cluster.add_node(num_cpus=1, object_store_memory=80 << 20))
+    print("{}", flush=True)
 cluster.shutdown()
 """
 
@@ -56,8 +60,16 @@ class RayNodes:
         self.address = str(self._answer()["address"])
 
     def kill_node(self) -> None:
+        """The oldest one but the head."""
+        self._order("kill")
+
+    def add_node(self, modules: Path | None = None) -> None:
+        """`modules`: a folder from which its processes import first."""
+        self._order("add" if modules is None else f"add {modules}")
+
+    def _order(self, command: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("kill\n")
+        self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
         self._answer()
 
@@ -115,6 +127,38 @@ def test_a_stream_survives_a_node_and_the_cluster_is_left_as_it_was(ray_nodes: R
     assert ray_nodes.process.poll() is None, "the server has not started this Ray, and does not end it"
     with serving(tmp_path / "data", "--replicas", "2", RAY_ADDRESS=ray_nodes.address, RAY_AUTH_TOKEN=ray_nodes.token):
         pass  # all CPUs are free again
+
+
+def test_a_node_with_another_version_that_joins_later_is_refused_alone(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "sitecustomize.py").write_text("import bankfull\nbankfull.__version__ = '0.0.9'\n")
+    options = ("--replicas", "3", "--ray", ray_nodes.address)
+    with serving(tmp_path / "data", *options, RAY_AUTH_TOKEN=ray_nodes.token) as server:
+        until(lambda: list(server.states().values()) == ["ready"] * 3)
+        expected = server.answer(200)
+        ray_nodes.add_node(modules)
+        streams = [server.stream(200) for _ in range(3)]
+        got = [[next(parts)] for parts in streams]
+        ray_nodes.kill_node()  # Ray restarts its replica on the node with the other version
+        for parts, text in zip(streams, got, strict=True):
+            text.extend(parts)
+            assert "".join(text) == expected
+        until(lambda: bool(server.status()["refused"]))
+        [sentence] = server.status()["refused"]
+        assert "has bankfull 0.0.9, this server" in sentence and "it gets no replica until then" in sentence
+        assert server.said().count(sentence) == 1 and sentence in server.cluster("status")[1]
+        assert sorted(server.states().values()).count("ready") == 2
+        code, _, error = server.cluster("scale", "4")
+        assert code == 0, error
+        until(lambda: "room for 2" in server.status()["problem"])
+        assert server.answer(200) == expected
+
+        ray_nodes.add_node()
+        until(lambda: list(server.states().values()) == ["ready"] * 3)
+        restarts = [replica["restarts"] for replica in server.status()["replicas"]]
+        assert restarts.count(0) == 2, "the others have gone on"
+        assert "are started again" not in server.said() and server.answer(200) == expected
 
 
 def test_a_cluster_with_another_token_is_not_joined(ray_nodes: RayNodes, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,68 +14,11 @@ import yaml
 
 from bankfull.cli.app import run_command
 from bankfull.cluster import admin
-from bankfull.cluster.manager import ClusterManager, PlacedActor
-from bankfull.cluster.messages import ReplicaLost, ReplicaPlaced, StartCluster, from_manager
 from bankfull.cluster.ray_session import _join_failure
 from bankfull.errors import ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
 
 ROOT = Path(__file__).parents[2]
-
-
-class Answers:
-    """In the place of Ray: every question has been answered already, by a status or an error."""
-
-    def __init__(self, answer: dict[str, Any] | Exception) -> None:
-        self.answer = answer
-
-    def wait(self, asked: list[Any], **how: Any) -> tuple[list[Any], list[Any]]:
-        return asked, []
-
-    def get(self, asked: Any) -> dict[str, Any]:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-def manager_with(ray: Answers) -> tuple[ClusterManager, socket.socket]:
-    ours, theirs = socket.socketpair()
-    manager = object.__new__(ClusterManager)  # without a session of Ray
-    manager._connection, manager._ray = theirs, ray
-    manager._start = StartCluster(1, 1, "", "")
-    actor: Any = type("Actor", (), {"status": type("Method", (), {"remote": staticmethod(object)})})
-    manager._replicas = {"replica-1": PlacedActor(actor)}
-    return manager, ours
-
-
-STATUS = {"host": "10.0.0.1", "port": 4000, "node": "there", "version": metadata.version("bankfull")}
-
-
-def test_a_node_with_another_version_is_named() -> None:
-    manager, ours = manager_with(Answers({**STATUS, "version": "0.0.9"}))
-    with ours, pytest.raises(ConfigError, match=r"The node there has bankfull 0\.0\.9, this server .*install the same"):
-        manager.look(0.0, first=True)
-
-
-def test_a_node_without_the_package_is_named() -> None:
-    manager, ours = manager_with(Answers(RuntimeError("ModuleNotFoundError: No module named 'bankfull'")))
-    with ours, pytest.raises(ConfigError, match="A node of the cluster has no bankfull"):
-        manager.look(0.0, first=True)
-
-
-def test_a_replica_that_moves_is_reported() -> None:
-    ray = Answers(STATUS)
-    manager, ours = manager_with(ray)
-    manager.look(0.0)
-    ray.answer = RuntimeError("The actor is temporarily unavailable")
-    manager._replicas["replica-1"].asked_at = 0.0
-    manager.look(0.0)
-    ray.answer = {**STATUS, "port": 4001}
-    manager.look(0.0)
-    with ours:
-        told = [from_manager.decode(line) for line in ours.recv(1 << 16).splitlines()]
-    first, moved = (ReplicaPlaced("replica-1", "10.0.0.1", port, "there", port - 4000) for port in (4000, 4001))
-    assert told == [first, ReplicaLost("replica-1", "The actor is temporarily unavailable"), moved]
 
 
 def test_other_versions_of_ray_or_python_are_named() -> None:
