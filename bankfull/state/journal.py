@@ -7,7 +7,6 @@ journal, and no cost, unless one is asked for.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,8 +46,8 @@ class KeyJournal:
     def __init__(self, pools: Iterable[Pool], most: int = MOST_KEYS) -> None:
         self._pools = tuple(pools)
         self._most = most
-        self._changed: dict[int, bool] = {}
-        """Short key -> whether it is available now."""
+        self._changed: dict[Any, bool] = {}
+        """Key -> whether it is available now."""
         self._reset = True
         for pool in self._pools:
             pool.journal = self
@@ -57,7 +56,7 @@ class KeyJournal:
         """Called by a pool for every key that it publishes or evicts."""
         if self._reset:
             return  # `take` reads the pools themselves
-        self._changed[_short(key)] = available
+        self._changed[key] = available
         if len(self._changed) > self._most:
             self.reset()
 
@@ -77,17 +76,17 @@ class KeyJournal:
             self._reset = False
             # In the order of publication: a chain that is cut off then loses its end, not its start.
             keys = islice(chain.from_iterable(pool.keys() for pool in self._pools), self._most)
-            return KeyChanges(_packed(map(_short, keys)), b"", True)
+            return KeyChanges(_packed(keys), b"", True)
         added = _packed(key for key, available in self._changed.items() if available)
         dropped = _packed(key for key, available in self._changed.items() if not available)
         self._changed.clear()
         return KeyChanges(added, dropped, False)
 
 
-def _short(key: Any) -> int:
-    group, name = key  # as the state manager publishes it
-    return short_key(name) ^ place_tag(group)
+def _packed(keys: Iterable[Any]) -> bytes:
+    """The keys, as the state manager publishes them, in 8 bytes each."""
+    return b"".join([name[:KEY_BYTES] if group == 0 else _tagged(group, name) for group, name in keys])
 
 
-def _packed(keys: Iterable[int]) -> bytes:
-    return array("Q", keys).tobytes()
+def _tagged(group: int | str, name: bytes) -> bytes:
+    return (short_key(name) ^ place_tag(group)).to_bytes(KEY_BYTES, "little")

@@ -74,12 +74,16 @@ class StateManager:
         self.prefix_cache = config.prefix_cache
         self.launched = -1
         # A snapshot is reusable only where the pages of every group end.
-        longest = max((g.page_tokens for g in layout.paged), default=layout.block_tokens)
+        block = layout.block_tokens
+        longest = max((g.page_tokens for g in layout.paged), default=block)
         self.snapshots = Snapshots(longest, config.snapshot_every) if layout.recurrent else None
         self.windowed = any(g.window is not None for g in layout.paged)
         self.policies: list[GroupPolicy] = [
             Full(g.page_tokens) if g.window is None else Window(g.page_tokens, g.window) for g in layout.paged
         ]
+        self._one_group = (
+            not self.windowed and not layout.recurrent and [block] == [g.page_tokens for g in layout.paged]
+        )
         self._pins: dict[int, tuple[int, ...]] = {}
         self._transfers = 0
 
@@ -94,8 +98,8 @@ class StateManager:
         missing = idle = 0
         for g, group in enumerate(self.layout.paged):
             table = match.tables[g] if match.tables else ()
-            missing += max(0, group.frames_for(length, new) - sum(1 for page in table if page))
-            idle += sum(1 for page in table if self.pages.is_cached(page))
+            missing += max(0, group.frames_for(length, new) - len(table) + table.count(NULL))
+            idle += self.pages.idle(table)
         slots = 1 + self.slots.is_cached(match.slot) if self.snapshots is not None else 0
         if not self.layout.paged:
             headroom = 0  # a model without pages never lacks any
@@ -105,6 +109,9 @@ class StateManager:
         """The longest cached prefix of at most `limit` tokens: the fixed point of every group's `reusable`."""
         if not self.prefix_cache or limit < self.layout.block_tokens:
             return Match(0)
+        if self._one_group:
+            pages = self._leading_pages(chain, tokens, limit // chain.block)
+            return Match(len(pages) * chain.block, (tuple(pages),)) if pages else Match(0)
         rules: list[tuple[Reusable, Hit]] = [
             (policy, self._hits(chain, tokens, g)) for g, policy in enumerate(self.policies)
         ]
@@ -121,6 +128,18 @@ class StateManager:
             tables.append((NULL,) * first + tuple(page for page in map(self.pages.find, keys) if page is not None))
         slot = self._find_slot(chain, tokens, length) if self.snapshots is not None else None
         return Match(length, tuple(tables), slot or NULL)
+
+    def _leading_pages(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
+        """Pages of the first blocks up to the first one that is not cached: `match` for one group without a window."""
+        pages: list[int] = []
+        find = self.pages.find
+        while len(pages) < most:
+            chain.reach(tokens, (len(pages) + 1) * chain.block)
+            for name in chain.names[len(pages) + 1 : most + 1]:
+                if (page := find((0, name))) is None:
+                    return pages
+                pages.append(page)
+        return pages
 
     def cut(self, start: int, count: int, prompt_len: int) -> int:
         """The part of a chunk to run so that it ends where a snapshot is wanted."""
@@ -147,8 +166,7 @@ class StateManager:
         """Start a sequence on the cached prefix `match`."""
         tables = [list(t) for t in match.tables] or [[] for _ in self.layout.paged]
         for table in tables:
-            for page in table:
-                self.pages.share(page)
+            self.pages.share_all(table)
         self.slots.share(match.slot)
         live = [policy.first_live(match.length) for policy in self.policies]
         published = [len(table) for table in tables]
@@ -213,10 +231,9 @@ class StateManager:
         state.chain.extend(tokens, computed)
         for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
             full = computed // group.page_tokens
+            names, blocks = state.chain.names, group.page_tokens // state.chain.block
             for i in range(state.published[g], full):
-                name = state.chain.name((i + 1) * group.page_tokens)
-                assert name is not None, "settled tokens have names"
-                self.pages.publish(table[i], (g, name))
+                self.pages.publish(table[i], (g, names[(i + 1) * blocks]))
             state.published[g] = max(state.published[g], full)
         if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len):
             self.slots.publish(state.slot, (SLOT, state.chain.name(computed)))
@@ -232,8 +249,7 @@ class StateManager:
         for group, table in zip(self.layout.paged, state.tables, strict=True):
             full = length // group.page_tokens
             child = table[:full]
-            for page in child:
-                self.pages.share(page)
+            self.pages.share_all(child)
             if length % group.page_tokens:
                 copy = copies.pop()
                 child.append(copy)

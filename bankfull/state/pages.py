@@ -9,13 +9,18 @@ Every id but NULL is always in exactly one of four conditions, and they add up t
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bankfull.state.journal import KeyJournal
+
+RETIRED = object()
+"""Key of content that nothing will look for."""
+FEWEST_STALE = 64
+"""Stale entries in the order of eviction that are always tolerated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,94 +42,136 @@ class Pool:
         self.evictions = 0
         self.journal: KeyJournal | None = None
         """Follows every key that `find` finds; None: not followed."""
-        self._free = list(range(size, 0, -1))
-        self._refs = [0] * (size + 1)
-        self._last = [-1] * (size + 1)
-        self._key: dict[int, Hashable] = {}
+        self._free: list[int] = []
+        """Free places that were used before; the newest one is taken first, before places that were never used."""
+        # Lists by place grow when a place is first taken, so that a large pool costs what is used of it.
+        self._refs, self._last = [0], [-1]
+        self._key: list[Hashable | None] = [None]
         self._by_key: dict[Hashable, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = 0
+        self._oldest: deque[int] = deque()
+        """Places in the order in which they became cached. A place that was shared since has stale entries here."""
+        self._stale = [0]
+        """Stale entries of each place in `_oldest`; they come before its valid one."""
         self._waiting: dict[int, int] = {}
         self._release: deque[tuple[int, int]] = deque()
 
     @property
     def available(self) -> int:
         """Places that `take` could return now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._unused + self._cached
 
     @property
     def cached(self) -> int:
         """Unreferenced places whose content can be found by its key."""
-        return len(self._cached)
+        return self._cached
 
     @property
     def coming(self) -> int:
         """Quarantined places, which become available when the launched steps have settled."""
         return len(self._waiting)
 
+    @property
+    def _unused(self) -> int:
+        """Places that were never taken: the highest numbers."""
+        return self.size + 1 - len(self._refs)
+
     def take(self, count: int) -> list[int] | None:
-        """`count` places or None; evicts cached content, oldest first, when the free list is too short."""
+        """`count` places or None; evicts cached content, oldest first, when there are too few free places."""
         if count > self.available:
             return None
-        while len(self._free) < count:
-            oldest, _ = self._cached.popitem(last=False)
-            key = self._key.pop(oldest)
-            del self._by_key[key]
-            if self.journal is not None:
-                self.journal.note(key, False)
-            self._free.append(oldest)
-            self.evictions += 1
-        taken = [self._free.pop() for _ in range(count)]
+        free = self._free
+        if len(free) < count:
+            self._use(min(count - len(free), self._unused))
+            while len(free) < count:
+                self._evict()
+        taken = free[: -count - 1 : -1]
+        del free[len(free) - count :]
         for place in taken:
             self._refs[place] = 1
         return taken
 
+    def _use(self, count: int) -> None:
+        """Places that were never taken become free, as the last ones to be taken."""
+        first = len(self._refs)
+        self._free[:0] = range(first + count - 1, first - 1, -1)
+        self._refs += [0] * count
+        self._last += [-1] * count
+        self._key += [None] * count
+        self._stale += [0] * count
+
+    def _evict(self) -> None:
+        """The content that has been cached for the longest time is given up; its place is free."""
+        stale, oldest = self._stale, self._oldest
+        while stale[place := oldest.popleft()]:
+            stale[place] -= 1
+        self._cached -= 1
+        key, self._key[place] = self._key[place], None
+        if key is not RETIRED:
+            del self._by_key[key]
+            if self.journal is not None:
+                self.journal.note(key, False)
+        self._free.append(place)
+        self.evictions += 1
+
     def share(self, place: int) -> None:
         """Add a reference, also to a cached or quarantined place, which is then held again."""
-        if not place:
-            return
-        if self._refs[place] == 0:
-            if place in self._waiting:
-                del self._waiting[place]
-            else:
-                del self._cached[place]
-        self._refs[place] += 1
+        self.share_all((place,))
+
+    def share_all(self, places: Iterable[int]) -> None:
+        refs, waiting = self._refs, self._waiting
+        for place in places:
+            if refs[place] == 0 and place:
+                if place in waiting:
+                    del waiting[place]
+                else:
+                    self._stale[place] += 1
+                    self._cached -= 1
+            refs[place] += 1
+        refs[0] = 0
 
     def drop(self, place: int, step: int) -> None:
         """Remove a reference whose last use may be in `step`. Without references, the place is quarantined until that
         step settles."""
-        if not place:
-            return
-        assert self._refs[place] > 0, f"place {place} is dropped without a reference"
-        self._refs[place] -= 1
-        # An earlier reference may have been used in a later step than the last one.
-        step = self._last[place] = max(step, self._last[place])
-        if self._refs[place]:
-            return
-        if step > self.settled:
-            self._waiting[place] = step
-            self._release.append((step, place))
-        else:
-            self._retire(place)
+        self.drop_all((place,), step)
 
     def drop_all(self, places: Iterable[int], step: int) -> None:
+        refs, last, settled = self._refs, self._last, self.settled
+        ended = []
         for place in places:
-            self.drop(place, step)
+            if not place:
+                continue
+            left = refs[place] - 1
+            assert left >= 0, f"place {place} is dropped without a reference"
+            refs[place] = left
+            # An earlier reference may have been used in a later step than the last one.
+            if (until := last[place]) < step:
+                until = last[place] = step
+            if left:
+                continue
+            if until > settled:
+                self._waiting[place] = until
+                self._release.append((until, place))
+            else:
+                ended.append(place)
+        if ended:
+            self._retire(ended)
 
     def settle(self, step: int) -> list[int]:
         """All steps up to `step` have finished. Returns the places that moved from quarantine to the free list."""
         self.settled = max(self.settled, step)
-        freed = []
-        while self._release and self._release[0][0] <= self.settled:
-            stamp, place = self._release.popleft()
-            if self._waiting.get(place) == stamp:
-                del self._waiting[place]
-                if self._retire(place):
-                    freed.append(place)
-        return freed
+        release, waiting = self._release, self._waiting
+        ended = []
+        while release and release[0][0] <= self.settled:
+            stamp, place = release.popleft()
+            if waiting.get(place) == stamp:
+                del waiting[place]
+                ended.append(place)
+        return self._retire(ended) if ended else ended
 
     def publish(self, place: int, key: Hashable) -> bool:
         """Give a held place a key, so that `find` finds it. The first of two places with equal content keeps it."""
-        if not place or key in self._by_key or place in self._key:
+        if not place or key in self._by_key or self._key[place] is not None:
             return False
         self._by_key[key] = place
         self._key[place] = key
@@ -135,16 +182,37 @@ class Pool:
     def find(self, key: Hashable) -> int | None:
         return self._by_key.get(key)
 
+    def has_key(self, place: int) -> bool:
+        """Whether the place's content is published."""
+        return self._key[place] is not None
+
+    def idle(self, places: Iterable[int]) -> int:
+        """How many of these places, which have keys, count as available now, and no longer once they are shared."""
+        refs, waiting = self._refs, self._waiting
+        return sum([1 for place in places if not refs[place] and place and place not in waiting])
+
     def is_cached(self, place: int) -> bool:
         """Whether the place counts as available now, and no longer once it is shared."""
-        return place in self._cached
+        return place < len(self._key) and self._key[place] is not None and self.idle((place,)) == 1
+
+    def retire_keys(self, keys: Iterable[Hashable]) -> None:
+        """Nothing will look for these keys again. `find` no longer finds them, and the journal does not report their
+        evictions. Their places stay as they are, so that they are evicted in their turn: only the memory of the keys is
+        released."""
+        for key in keys:
+            if (place := self._by_key.pop(key, None)) is not None:
+                self._key[place] = RETIRED
 
     def forget(self) -> None:
         """Empty the cache: `find` finds nothing; held places stay held."""
-        for place in self._cached:
-            self._free.append(place)
-        self._cached.clear()
-        self._key.clear()
+        while self._oldest:
+            place = self._oldest.popleft()
+            if self._stale[place]:
+                self._stale[place] -= 1
+            else:
+                self._free.append(place)
+        self._cached = 0
+        self._key = [None] * len(self._key)
         self._by_key.clear()
         if self.journal is not None:
             self.journal.reset()
@@ -155,15 +223,29 @@ class Pool:
 
     def census(self) -> Census:
         held = sum(1 for refs in self._refs if refs)
-        return Census(len(self._free), len(self._cached), held, len(self._waiting))
+        return Census(len(self._free) + self._unused, self._cached, held, len(self._waiting))
 
     def free_places(self) -> list[int]:
         """The free places, for tests that poison them."""
-        return list(self._free)
+        return [*range(self.size, self.size - self._unused, -1), *self._free]
 
-    def _retire(self, place: int) -> bool:
-        if place in self._key:
-            self._cached[place] = None
-            return False
-        self._free.append(place)
-        return True
+    def _retire(self, places: Sequence[int]) -> list[int]:
+        """Places without references and without steps are cached if they have a key, and free otherwise: the latter."""
+        keys = self._key
+        freed = [place for place in places if keys[place] is None]
+        self._free += freed
+        kept = places if not freed else [place for place in places if keys[place] is not None]
+        self._oldest += kept
+        self._cached += len(kept)
+        if len(self._oldest) > 2 * self._cached + FEWEST_STALE:
+            self._drop_stale()
+        return freed
+
+    def _drop_stale(self) -> None:
+        valid: deque[int] = deque()
+        for place in self._oldest:
+            if self._stale[place]:
+                self._stale[place] -= 1
+            else:
+                valid.append(place)
+        self._oldest = valid

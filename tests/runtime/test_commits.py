@@ -53,7 +53,7 @@ def test_every_frame_that_steps_write_is_committed_once_and_in_order(
     frames = runner.storage.frames
     ends = [frames.data_ptr(), *(address + size for address, size in recorder.asked)]
     assert [address for address, _ in recorder.asked] == ends[:-1]
-    highest = max(place for place in range(1, pool.size + 1) if pool._last[place] >= 0)
+    highest = max(place for place, step in enumerate(pool._last) if step >= 0)
     assert ends[-1] == frames.data_ptr() + (highest + 1) * runner.layout.frame_bytes
 
 

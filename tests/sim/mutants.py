@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pytest import MonkeyPatch
@@ -21,20 +21,21 @@ Mutant = Callable[[MonkeyPatch], None]
 
 
 def quarantine_is_skipped(patch: MonkeyPatch) -> None:
-    def drop(pool: Pool, place: int, step: int) -> None:
-        original(pool, place, -1)
+    def drop_all(pool: Pool, places: Iterable[int], step: int) -> None:
+        original(pool, places, -1)
 
-    original = Pool.drop
-    patch.setattr(Pool, "drop", drop)
+    original = Pool.drop_all
+    patch.setattr(Pool, "drop_all", drop_all)
 
 
 def quarantine_asks_only_the_last_holder(patch: MonkeyPatch) -> None:
-    def drop(pool: Pool, place: int, step: int) -> None:
-        pool._last[place] = -1
-        original(pool, place, step)
+    def drop_all(pool: Pool, places: Iterable[int], step: int) -> None:
+        for place in (dropped := list(places)):
+            pool._last[place] = -1
+        original(pool, dropped, step)
 
-    original = Pool.drop
-    patch.setattr(Pool, "drop", drop)
+    original = Pool.drop_all
+    patch.setattr(Pool, "drop_all", drop_all)
 
 
 def pages_are_published_before_they_settle(patch: MonkeyPatch) -> None:
@@ -78,12 +79,11 @@ def fork_shares_the_partial_page(patch: MonkeyPatch) -> None:
 
 
 def sharing_takes_no_reference(patch: MonkeyPatch) -> None:
-    def share(pool: Pool, place: int) -> None:
-        if not pool._refs[place]:
-            original(pool, place)
+    def share_all(pool: Pool, places: Iterable[int]) -> None:
+        original(pool, [place for place in places if not pool._refs[place]])
 
-    original = Pool.share
-    patch.setattr(Pool, "share", share)
+    original = Pool.share_all
+    patch.setattr(Pool, "share_all", share_all)
 
 
 def transfers_pin_nothing(patch: MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ class World:
             last = work.start + drafted + work.count + work.drafts
             for page in table[work.start // size : -(-last // size)]:
                 demand(holders[page] == 1, f"page {page} is written while {holders[page]} sequences hold it")
-                demand(page not in self.state.pages._key, f"page {page} is written although it is in the cache")
+                demand(not self.state.pages.has_key(page), f"page {page} is written although it is in the cache")
 
     def _check_order(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
         """First come, first served: among first samples, admission follows arrival."""
@@ -318,12 +318,13 @@ class World:
             for page in ends:
                 pages[page] += 1
         pages[NULL] = slots[NULL] = 0
-        demand(pages == state.pages._refs, f"pages are counted {state.pages._refs}, but held {pages}")
-        demand(slots == state.slots._refs, f"slots are counted {state.slots._refs}, but held {slots}")
+        for name, pool, held in (("pages", state.pages, pages), ("slots", state.slots, slots)):
+            counted = [*pool._refs, *[0] * (len(held) - len(pool._refs))]  # the others were never taken
+            demand(held == counted, f"{name} are counted {counted}, but held {held}")
         for pool in (state.pages, state.slots):
             free = set(pool.free_places())
-            demand(len(free) + len(pool._cached) + len(pool._waiting) == pool.census().total - pool.census().held, "")
-            demand(not any(pool._refs[place] for place in free), "a free place has holders")
+            demand(len(free) + pool.cached + len(pool._waiting) == pool.census().total - pool.census().held, "")
+            demand(not any(pool._refs[place] for place in free if place < len(pool._refs)), "a free place has holders")
         self.device.poison(state.pages.free_places(), state.slots.free_places())
 
     def _check_end(self) -> None:

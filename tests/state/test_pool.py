@@ -17,7 +17,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders = dict.fromkeys(range(1, size + 1), 0)
         self.until = dict.fromkeys(range(1, size + 1), -1)
         """The last step that a holder of the place has named."""
-        self.keys: dict[int, int] = {}
+        self.keys: dict[int, int | None] = {}
+        """Places with content; None: nothing will look for it."""
         self.idle: list[int] = []
         """Places in the cache without holders, oldest first."""
         self.launched = 0
@@ -75,6 +76,13 @@ class PoolMachine(RuleBasedStateMachine):
         if not known:
             self.keys[place] = key
 
+    @rule(key=st.integers(0, 5))
+    def retire_key(self, key: int) -> None:
+        """The place stays in the cache, and is evicted in its turn."""
+        self.pool.retire_keys([key])
+        self.keys = {place: None if of == key else of for place, of in self.keys.items()}
+        assert self.pool.find(key) is None
+
     @rule()
     def launch(self) -> None:
         self.launched += 1
@@ -109,7 +117,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert census.quarantined == self.pool.coming == len(self.quarantined())
         assert census.cached == len(self.idle)
         assert self.pool.available == census.free + census.cached
-        assert all(self.pool.find(key) == place for place, key in self.keys.items())
+        assert all(self.pool.find(key) == place for place, key in self.keys.items() if key is not None)
+        assert self.pool.idle(self.keys) == len(self.idle)
         assert all(self.pool.is_cached(place) for place in self.idle)
 
 
