@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from bankfull.fleet.reports import Facts, Load
-from bankfull.fleet.routing import Candidate
+from bankfull.fleet.routing import Candidate, fullness_of, online_of
 
 NEWEST_SHARE = 0.1
 """Weight of the newest request in the average time that requests hold a row."""
@@ -127,21 +127,39 @@ class ReplicaMeter:
 
     def candidate(self, cached_tokens: int = 0) -> Candidate:
         """The replica for a request of whose prompt it holds `cached_tokens`."""
-        load = self.load
-        # Prompts that wait there and are not this front's own were sent by another front. Its cache hits are unknown.
-        # Batch prompts wait in the same queue, and online requests overtake them.
-        foreign = 0
-        if load is not None and not self._batch_samples:
-            foreign = max(0, load.waiting_tokens - self._prompt_tokens)
+        load = self._load
         return Candidate(
             load=load,
             cached_tokens=cached_tokens,
             prefill_ms_per_token=load.prefill_ms_per_token if load is not None else 0.0,
             step_ms=load.step_ms if load is not None else 0.0,
-            inflight_tokens=self._uncached_tokens + foreign,
+            inflight_tokens=self._uncached_tokens + self._foreign_tokens(),
             rows=self._rows,
             inflight=self._samples,
             batch_inflight=self._batch_samples,
             step_tokens=self._step_tokens,
             row_ms=self._row_ms,
         )
+
+    def figures(self) -> tuple[float, ...]:
+        """The figures `NAMES` of `candidate`, for a table that reads them after every change."""
+        load = self._load
+        return (
+            load.running if load is not None else 0,
+            fullness_of(load),
+            online_of(load, self._samples, self._batch_samples),
+            self._batch_samples,
+            self._uncached_tokens + self._foreign_tokens(),
+            load.prefill_ms_per_token if load is not None else 0.0,
+            load.step_ms if load is not None else 0.0,
+            self._row_ms,
+            self._rows,
+            self._step_tokens,
+        )
+
+    def _foreign_tokens(self) -> int:
+        """Prompt tokens that wait there and are not this front's own: another front has sent them, and its cache hits
+        are unknown. Batch prompts wait in the same queue, and online requests overtake them."""
+        if self._load is None or self._batch_samples:
+            return 0
+        return max(0, self._load.waiting_tokens - self._prompt_tokens)

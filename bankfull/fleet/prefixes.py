@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from bankfull.fleet.reports import Facts, PrefixChanges
-from bankfull.state.journal import KEY_BYTES, SLOT, place_tag, short_key
+from bankfull.state.journal import KEY_BYTES, SLOT, place_tag
 from bankfull.state.policy import Full, GroupPolicy, Hit, Snapshots, Window, longest_reusable
 from bankfull.state.prefix import Chain
 
@@ -52,10 +52,12 @@ class PromptKeys:
         """The keys of at least the first `blocks` blocks (as many as there are): keys[i] covers blocks 0 to i."""
         known = len(self._keys)
         if blocks > known:
-            end = min(max(blocks, 2 * known, FIRST_BLOCKS), self.blocks)
-            if end >= len(self._chain.names):
+            names = self._chain.names
+            # Names that are known already cost no hash.
+            end = min(max(blocks, 2 * known, FIRST_BLOCKS, len(names) - 1), self.blocks)
+            if end >= len(names):
                 self._chain.extend(self._prompt, end * self.block_tokens)
-            self._keys += map(short_key, self._chain.names[known + 1 : end + 1])
+            self._keys += _unpacked(b"".join([name[:KEY_BYTES] for name in names[known + 1 : end + 1]]))
         return self._keys
 
 
@@ -124,17 +126,20 @@ class PrefixIndex:
         """A replica's prefix ends with its first missing block."""
         levels: list[tuple[int, int]] = []
         masks = self._masks
-        alive, keys = -1, prompt.upto(FIRST_BLOCKS)
-        for number in range(prompt.blocks):
-            if number == len(keys):
-                keys = prompt.upto(number + 1)
-            still = alive & masks.get(keys[number], 0)
-            if still != alive:
-                if number:
-                    levels.append((number * prompt.block_tokens, alive ^ still))
-                alive = still
-                if not alive:
-                    return levels
+        alive, holders, number = -1, -1, 0
+        while number < prompt.blocks:
+            for key in prompt.upto(number + 1)[number:]:
+                mask = masks.get(key, 0)
+                if mask is not holders:  # the blocks of one replica share an object
+                    holders = mask
+                    still = alive & mask
+                    if still != alive:
+                        if number:
+                            levels.append((number * prompt.block_tokens, alive ^ still))
+                        alive = still
+                        if not alive:
+                            return levels
+                number += 1
         return [*levels, (prompt.blocks * prompt.block_tokens, alive)]
 
 

@@ -14,10 +14,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from operator import attrgetter
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from bankfull.errors import ConfigError
 from bankfull.fleet.reports import Load
@@ -68,10 +67,7 @@ class Candidate:
 
     @property
     def fullness(self) -> float:
-        """Fraction of its pages that hold anything; an unused one can be filled without an eviction."""
-        if self.load is None or not self.load.pages_total:
-            return 0.0
-        return min(1.0, (self.load.pages_used + self.load.pages_cached) / self.load.pages_total)
+        return fullness_of(self.load)
 
     @property
     def running(self) -> int:
@@ -79,9 +75,20 @@ class Candidate:
 
     @property
     def online(self) -> int:
-        """Online samples in flight, those of other fronts included."""
-        reported = self.load.running + self.load.waiting if self.load is not None else 0
-        return max(self.inflight, reported - self.batch_inflight)
+        return online_of(self.load, self.inflight, self.batch_inflight)
+
+
+def fullness_of(load: Load | None) -> float:
+    """Fraction of a replica's pages that hold anything; an unused one can be filled without an eviction."""
+    if load is None or not load.pages_total:
+        return 0.0
+    return min(1.0, (load.pages_used + load.pages_cached) / load.pages_total)
+
+
+def online_of(load: Load | None, inflight: int, batch_inflight: int) -> int:
+    """Online samples in flight at a replica, those of other fronts included."""
+    reported = load.running + load.waiting if load is not None else 0
+    return max(inflight, reported - batch_inflight)
 
 
 class RoutingPolicy(Protocol):
@@ -149,16 +156,18 @@ NAMES = (
 FEW = 24
 """Up to this many candidates a loop is faster than arrays."""
 
-figures_of = attrgetter(*NAMES)
 
-
-@runtime_checkable
 class ByColumn(Protocol):
     """Candidates that can be read as columns, one numpy array per figure."""
 
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]: ...
 
     def cached(self) -> np.ndarray[Any, Any]: ...
+
+
+def by_column(candidates: Sequence[Candidate]) -> ByColumn | None:
+    """The candidates as columns, where they have them and are too many for a loop."""
+    return cast(ByColumn, candidates) if len(candidates) > FEW and hasattr(candidates, "columns") else None
 
 
 def predicted_ms(prompt_tokens: int, candidates: ByColumn) -> np.ndarray[Any, Any]:
@@ -168,26 +177,32 @@ def predicted_ms(prompt_tokens: int, candidates: ByColumn) -> np.ndarray[Any, An
 
     of = candidates.columns()
     prefill = _known(of["prefill_ms_per_token"], DEFAULT_PREFILL_MS)
-    step, row = _known(of["step_ms"], DEFAULT_STEP_MS), _known(of["row_ms"], 0.0)
+    step = _known(of["step_ms"], DEFAULT_STEP_MS)
+    running, rows, online, tokens = of["running"], of["rows"], of["online"], of["step_tokens"]
     own = np.maximum(1.0, prompt_tokens - candidates.cached())
     work = own + of["inflight_tokens"]
-    tokens = np.where(of["step_tokens"] > 0, of["step_tokens"], DEFAULT_STEP_TOKENS)
-    wait = np.where(of["running"] > 0, (0.5 + np.ceil(work / tokens)) * step, 0.0)
-    full = (of["rows"] > 0) & (of["online"] >= of["rows"])
-    if full.any():
-        wait += np.where(full, (of["online"] - of["rows"] + 1) * row / np.maximum(1, of["rows"]), 0.0)
-    first = wait + work * prefill
-    return first + own * prefill * (STREAM_WEIGHT * of["running"] + EVICTION_WEIGHT * of["fullness"])
+    if not tokens.all():
+        tokens = np.where(tokens > 0, tokens, DEFAULT_STEP_TOKENS)
+    wait = (0.5 + np.ceil(work / tokens)) * step
+    wait *= running > 0
+    full = online >= rows
+    if full.any() and (full := full & (rows > 0)).any():
+        row = _known(of["row_ms"], 0.0)
+        wait += np.where(full, (online - rows + 1) * row / np.maximum(1, rows), 0.0)
+    wait += work * prefill
+    return wait + own * prefill * (STREAM_WEIGHT * running + EVICTION_WEIGHT * of["fullness"])
 
 
 def _known(rates: np.ndarray[Any, Any], default: float) -> np.ndarray[Any, Any]:
     """The rates, with the median of the measured ones in the place of those that are missing."""
     import numpy as np
 
-    measured = rates > 0
-    if measured.all():
+    if rates.all():
         return rates
-    return np.where(measured, rates, np.median(rates[measured]) if measured.any() else default)
+    measured = np.sort(rates[rates > 0])
+    middle = len(measured) // 2
+    usual = (measured[middle] + measured[-middle - 1]) / 2 if len(measured) else default
+    return np.where(rates > 0, rates, usual)
 
 
 class _Rotation:
@@ -218,9 +233,9 @@ class _Rotation:
 
     def least_online(self, candidates: Sequence[Candidate]) -> int:
         """For batch work, which fills idle replicas: least online work, then least batch work, then most cached."""
-        if len(candidates) > FEW and isinstance(candidates, ByColumn):
-            of = candidates.columns()
-            return self.least_of_columns(of["online"], of["batch_inflight"], -candidates.cached())
+        if (columns := by_column(candidates)) is not None:
+            of = columns.columns()
+            return self.least_of_columns(of["online"], of["batch_inflight"], -columns.cached())
         return self.least([(c.online, c.batch_inflight, -c.cached_tokens) for c in candidates])
 
 
@@ -233,9 +248,9 @@ class PrefixRouting:
     def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
         if batch:
             return self._rotation.least_online(candidates)
-        if len(candidates) > FEW and isinstance(candidates, ByColumn):
-            costs = (predicted_ms(prompt_tokens, candidates) / TIE_MS).round()
-            return self._rotation.least_of_columns(costs, candidates.columns()["online"])
+        if (columns := by_column(candidates)) is not None:
+            costs = (predicted_ms(prompt_tokens, columns) / TIE_MS).round()
+            return self._rotation.least_of_columns(costs, columns.columns()["online"])
         each = []
         for replica in with_rates(candidates):
             cost = first_token_ms(prompt_tokens, replica) + others_delay_ms(prompt_tokens, replica)
@@ -263,8 +278,8 @@ class LeastLoaded:
     def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
         if batch:
             return self._rotation.least_online(candidates)
-        if len(candidates) > FEW and isinstance(candidates, ByColumn):
-            of = candidates.columns()
+        if (columns := by_column(candidates)) is not None:
+            of = columns.columns()
             return self._rotation.least_of_columns(of["online"], of["inflight_tokens"])
         return self._rotation.least([(c.online, c.inflight_tokens) for c in candidates])
 

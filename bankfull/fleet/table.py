@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.prefixes import CachedTokens
-from bankfull.fleet.routing import NAMES, Candidate, figures_of
+from bankfull.fleet.routing import NAMES, Candidate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +72,7 @@ class ReplicaTable:
         for slot in self._touched:
             meter = self._meters[slot]
             assert meter is not None, "a removed replica is not touched"
-            for column, figure in zip(self._columns.values(), figures_of(meter.candidate()), strict=True):
+            for column, figure in zip(self._columns.values(), meter.figures(), strict=True):
                 column[slot] = figure
         self._touched.clear()
         if len(slots) == len(self._meters):

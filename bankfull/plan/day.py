@@ -7,7 +7,8 @@ token times stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ import numpy as np
 
 from bankfull.bench.load.workloads import Prompt, RecordedTrace
 from bankfull.errors import ConfigError
+from bankfull.plan.day_content import OpeningParts
 from bankfull.plan.traffic import TrafficSpec, UniformLengths
 
 MOST_REQUESTS = 10_000_000
@@ -32,24 +34,23 @@ LATER_SHARE = 8
 """A later turn adds one token for this many of a first prompt."""
 SYSTEM_PROMPTS = 16
 """Different prefixes that conversations share; a few of them are much more frequent than the others."""
-_CONVERSATION, _SYSTEM = 1 << 62, 1 << 61
-"""Numbers from which the tokens of users and of system prompts count; generated ones are far below."""
 
 
 @dataclass(slots=True)
 class DayTurn:
     pause: float
     """Seconds after the answer before."""
-    new: Sequence[int]
+    new: int
     """Tokens that the user adds."""
     output: int
+    """Tokens of the answer."""
 
 
 @dataclass(slots=True)
 class DayConversation:
     begins: float
-    opening: Sequence[int]
-    """Tokens before the first turn: a system prompt."""
+    opening: OpeningParts
+    """Tokens before the first turn that other conversations may share."""
     turns: list[DayTurn]
 
 
@@ -66,24 +67,25 @@ class SyntheticDay:
         self._begins = self._begin_times(len(self._turns))
         weights = 1 / np.arange(1, SYSTEM_PROMPTS + 1)
         self._systems = self._random.choice(SYSTEM_PROMPTS, len(self._turns), p=weights / weights.sum())
+        self._prompts, self._outputs = (self._lengths(each) for each in (traffic.prompt, traffic.output))
+        self._pauses = self._random.lognormal(np.log(PAUSE_SECONDS), PAUSE_SPREAD, requests)
 
     def conversations(self) -> Iterator[DayConversation]:
         """In the order of their first turns."""
-        shared = self.traffic.shared
-        for number, (begins, turns, system) in enumerate(
-            zip(self._begins.tolist(), self._turns.tolist(), self._systems.tolist(), strict=True)
-        ):
-            random = Random(self._seed << 40 | number)
-            at = _CONVERSATION + (number << 24)
+        shared, at = self.traffic.shared, 0
+        openings: list[OpeningParts] = [((shared, system),) if shared else () for system in range(SYSTEM_PROMPTS)]
+        each = zip(self._begins.tolist(), self._turns.tolist(), self._systems.tolist(), strict=True)
+        for begins, turns, system in each:
+            pauses, prompts, outputs = (
+                column[at : at + turns].tolist() for column in (self._pauses, self._prompts, self._outputs)
+            )
+            at += turns
             parts = []
-            for turn in range(turns):
-                first = max(1, _drawn(self.traffic.prompt, random) - shared)
-                new = first if not turn else max(1, first // LATER_SHARE)
-                pause = random.lognormvariate(np.log(PAUSE_SECONDS), PAUSE_SPREAD) if turn else 0.0
-                parts.append(DayTurn(pause, range(at, at + new), _drawn(self.traffic.output, random)))
-                at += new
-            opening = range(_SYSTEM + (system << 24), _SYSTEM + (system << 24) + shared)
-            yield DayConversation(begins, opening, parts)
+            for turn, (pause, prompt, output) in enumerate(zip(pauses, prompts, outputs, strict=True)):
+                first = max(1, prompt - shared)
+                new = max(1, first // LATER_SHARE) if turn else first
+                parts.append(DayTurn(pause if turn else 0.0, new, output))
+            yield DayConversation(begins, openings[system], parts)
 
     def rate_at(self, times: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Relative rate of conversations, at times from 0 to 1."""
@@ -109,22 +111,18 @@ class SyntheticDay:
         drawn = np.sort(self._random.uniform(0, 1, count))
         return np.asarray(np.interp(drawn, share / share[-1], grid) * self.seconds)
 
-
-def _drawn(lengths: UniformLengths, random: Random) -> int:
-    """Log-normal between the ends of the range, which are two standard deviations from the median."""
-    if lengths.low == lengths.high:
-        return lengths.low
-    low, high = np.log(lengths.low), np.log(lengths.high)
-    drawn = int(random.lognormvariate((low + high) / 2, (high - low) / 4))
-    return min(max(drawn, lengths.low), lengths.high)
+    def _lengths(self, lengths: UniformLengths) -> np.ndarray[Any, Any]:
+        """Log-normal between the ends of the range, which are two standard deviations from the median."""
+        low, high = np.log(lengths.low), np.log(lengths.high)
+        drawn = self._random.lognormal((low + high) / 2, (high - low) / 4, self.requests)
+        return np.asarray(drawn.astype(np.int32).clip(lengths.low, lengths.high))
 
 
-class _NumberedPrompts:
-    """Prompts of a recorded trace as token ids: equal seeds give equal tokens."""
+class _PartPrompts:
+    """Prompts of a recorded trace as parts, in the place of tokens: [number, tokens, number, tokens, ...]."""
 
     def take(self, numbers: Random, tokens: int) -> Prompt:
-        first = _CONVERSATION + (numbers.getrandbits(40) << 20)
-        return list(range(first, first + tokens))
+        return [numbers.getrandbits(40), tokens]
 
     def join(self, first: Prompt, second: Prompt) -> Prompt:
         assert isinstance(first, list) and isinstance(second, list)
@@ -138,24 +136,35 @@ class RecordedDay:
     """A recorded trace: the formats of `bankfull bench serve --trace`."""
 
     def __init__(self, path: Path, requests: int, context: int, seed: int = 0) -> None:
-        found = RecordedTrace(path).make(requests, seed, _NumberedPrompts())
-        self._found = []
-        for one in found:
+        found: list[tuple[float, OpeningParts, int]] = []
+        beginnings: dict[tuple[int, int], int] = {}
+        """(number of the beginning before, number of a part) -> number of the beginning that ends with the part."""
+        for one in RecordedTrace(path).make(requests, seed, _PartPrompts()):
             [turn] = one.turns
-            assert isinstance(turn.prompt, list)
-            if len(turn.prompt) + turn.max_tokens > context:
+            assert isinstance(turn.prompt, list) and turn.tokens is not None
+            if turn.tokens + turn.max_tokens > context:
                 raise ConfigError(
-                    f"The trace {path} has a request of {len(turn.prompt)} + {turn.max_tokens} tokens, but a replica "
+                    f"The trace {path} has a request of {turn.tokens} + {turn.max_tokens} tokens, but a replica "
                     f"holds {context}; leave it out, or choose a device with more memory."
                 )
-            self._found.append((one.at or 0.0, turn.prompt, turn.max_tokens))
-        self.requests = len(self._found)
+            end, beginning, parts = 0, 0, []
+            for number, tokens in zip(turn.prompt[::2], turn.prompt[1::2], strict=True):
+                end += tokens
+                beginning = beginnings.setdefault((beginning, number), len(beginnings) + 1)
+                parts.append((end, beginning))
+            found.append((one.at or 0.0, tuple(parts), turn.max_tokens))
+        self._found = found
+        uses = Counter(beginning for _, parts, _ in found for _, beginning in parts)
+        self._shared = {beginning for beginning, count in uses.items() if count > 1}
+        self.requests = len(found)
         self.context = context
-        self.seconds = max(self._found[-1][0], 1e-3)
+        self.seconds = max(found[-1][0], 1e-3)
 
     def conversations(self) -> Iterator[DayConversation]:
-        for begins, prompt, output in self._found:
-            yield DayConversation(begins, (), [DayTurn(0.0, prompt, output)])
+        for begins, parts, output in self._found:
+            opening = tuple(part for part in parts if part[1] in self._shared)
+            new = parts[-1][0] - (opening[-1][0] if opening else 0)
+            yield DayConversation(begins, opening, [DayTurn(0.0, new, output)])
 
 
 Day = SyntheticDay | RecordedDay

@@ -23,23 +23,34 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 class DecodeTimes:
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self._tables: dict[int, Floats] = {}
+        self._tables: dict[int, tuple[Floats, Floats]] = {}
+        self._numbers = np.arange(1024, dtype=np.float64)
 
     def strides(self, rows: int, context: int, steps: int) -> Floats:
         """Seconds of each of the next steps; `context`: tokens that all rows of the first one attend to together, and
         each step adds one per row. A step's time does not depend on how many are asked for at once."""
-        along = (context + rows * np.arange(steps, dtype=np.float64)) / (rows * GRID)
+        if steps > len(self._numbers):
+            self._numbers = np.arange(2 * steps, dtype=np.float64)
+        along = (context + rows * self._numbers[:steps]) / (rows * GRID)
         below = along.astype(np.int64)
-        table = self._upto(rows, int(below[-1]) + 2)
-        low = table[below]
-        found: Floats = low + (along - below) * (table[below + 1] - low)
+        table, rises = self._upto(rows, int(below[-1]) + 1)
+        found: Floats = table[below] + (along - below) * rises[below]
         return found
 
-    def _upto(self, rows: int, entries: int) -> Floats:
-        table = self._tables.get(rows)
-        if table is None or len(table) < entries:
-            known = [] if table is None else table.tolist()
-            wanted = range(len(known), max(entries, 8, 2 * len(known)))
-            known += [self._times.likely(StepShape.decode(rows, max(1, GRID * number))) for number in wanted]
-            table = self._tables[rows] = np.array(known)
-        return table
+    def step(self, rows: int, context: int) -> float:
+        """Seconds of one step: the first of `strides`, to the last bit."""
+        along = context / (rows * GRID)
+        below = int(along)
+        table, rises = self._upto(rows, below + 1)
+        return float(table[below] + (along - below) * rises[below])
+
+    def _upto(self, rows: int, entries: int) -> tuple[Floats, Floats]:
+        """At least so many times, and how much each one differs from the next."""
+        known = self._tables.get(rows)
+        if known is None or len(known[0]) < entries:
+            times = [] if known is None else known[0].tolist()
+            wanted = range(len(times), max(entries, 8, 2 * len(times)) + 1)
+            times += [self._times.likely(StepShape.decode(rows, max(1, GRID * number))) for number in wanted]
+            table = np.array(times)
+            known = self._tables[rows] = table[:-1], np.diff(table)
+        return known

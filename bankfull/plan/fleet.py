@@ -8,28 +8,38 @@ computed again there. Everything follows from the seed.
 
 from __future__ import annotations
 
+import gc
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
+from operator import sub
 from random import Random
 
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
 from bankfull.fleet.failures import PATIENCE, PROBE_SECONDS, QUIET_SECONDS
+from bankfull.fleet.prefixes import MOST_KEYS
 from bankfull.fleet.replica_range import ReplicaRange
-from bankfull.plan.day import Day, DayConversation
+from bankfull.plan.day import Day
+from bankfull.plan.day_content import FIRST_OWN, Content, PartChain
 from bankfull.plan.decode_times import DecodeTimes
 from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of
 from bankfull.plan.fleet_ledger import FleetLedger
-from bankfull.plan.fleet_replica import FleetReplica, generated_token
+from bankfull.plan.fleet_replica import FleetReplica
+from bankfull.plan.fleet_requests import FleetConversation, FleetMember, FleetRequest
 from bankfull.plan.simulate import Clock, ReplicaSpec
 from bankfull.state.prefix import Chain
 from bankfull.types import Request
 
 ADVANCE_EVERY = 256
 """Requests between two calls of `advance`."""
+COLLECT_EVERY = 200_000
+"""New objects between two searches for reference cycles."""
+RETIRE_SECONDS = 10.0
+"""Time from the end of a conversation until its keys are released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +62,19 @@ class FleetOptions:
     """Seconds that requests may take to finish on a replica that is drained."""
     seed: int = 0
     stepped: bool = False
-    """Whether every step runs through the engine; slow, and equal to the result without."""
+    """Whether every step runs through the engine, with tokens whose blocks are hashed; slow, and equal to the result
+    without."""
 
 
-@dataclass(slots=True)
-class FleetRequest:
-    """A request under way."""
-
-    number: int
-    conversation: DayConversation
-    turn: int
-    prompt: list[int]
-    output: int
-    arrived: float
-    chain: Chain
-    """Hashes of its blocks. A conversation's are kept from turn to turn, so that each block is hashed once."""
-    replica: int = -1
-    first: float | None = None
-    cached: int = 0
-    generated: int = 0
-    """Tokens that the front had received when its last replica ended."""
-    homeless: float | None = None
-    """Time at which it lost its replica; None while it has one."""
-
-
-@dataclass(slots=True)
-class FleetMember:
-    """One place for a replica, and what it does now. An event of an earlier life is ignored: its `life` is older."""
-
-    number: int
-    replica: FleetReplica | None = None
-    life: int = 0
-    inbox: deque[tuple[Request, list[bytes]]] = field(default_factory=deque)
-    """Requests that were sent to it, with the known hashes of their blocks."""
-    requests: set[int] = field(default_factory=set)
-    begun: float = 0.0
-    ends: list[float] = field(default_factory=list)
-    """Ends of the plain steps under way."""
-    step: FleetStep | None = None
-    """The step of the engine under way."""
-    wanted: bool = False
-    """Whether it is paid for."""
-    draining: bool = False
-    restarts: bool = False
-    """Whether it starts again after the drain."""
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Millions of objects live for the whole day: searching them for cycles after a few hundred new ones is in vain."""
+    before = gc.get_threshold()
+    gc.set_threshold(COLLECT_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class FleetSimulation:
@@ -118,7 +97,10 @@ class FleetSimulation:
         self.active: dict[int, FleetRequest] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
-        self._numbers = count(1)
+        self._numbers, self._own_parts = count(1), count(FIRST_OWN)
+        self._retires = not options.stepped and self._frames <= MOST_KEYS
+        """Whether the keys of conversations that have ended are released. The router then knows fewer keys, which has
+        an effect only where it knows as many as it can."""
         self._homeless: deque[int] = deque()
         self._coming = day.conversations()
         self._arriving = 0
@@ -134,6 +116,11 @@ class FleetSimulation:
     # -- the run
 
     def run(self) -> FleetLedger:
+        with rare_collections():
+            self._run()
+        return self.ledger
+
+    def _run(self) -> None:
         for member in self.members[: self.options.replicas.least]:
             self._begin(member, 0.0, 0.0)
         self._next_conversation()
@@ -149,7 +136,6 @@ class FleetSimulation:
         for number in list(self._homeless):
             self._lose(self.active.pop(number))
         self._settle_all()
-        return self.ledger
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))
@@ -177,24 +163,27 @@ class FleetSimulation:
 
         def arrive(now: float) -> None:
             self._next_conversation()
-            self._arrive(found, 0, list(found.opening), None, now)
+            content = Content(found.opening, next(self._own_parts))
+            self._arrive(FleetConversation(found, content, self._chain(content), length=content.shared), now)
 
         self._at(found.begins, arrive)
 
-    def _arrive(
-        self, conversation: DayConversation, turn: int, before: list[int], names: list[bytes] | None, now: float
-    ) -> None:
+    def _chain(self, content: Content) -> Chain:
+        block = self._spec.layout.block_tokens
+        return Chain(b"", block) if self.options.stepped else PartChain(content, block)
+
+    def _arrive(self, talk: FleetConversation, now: float) -> None:
         self._arriving -= 1
-        part = conversation.turns[turn]
-        prompt = before + list(part.new)
-        if len(prompt) + part.output > self.day.context:  # a conversation that has become too long starts again
-            prompt = (list(conversation.opening) + list(part.new))[: self.day.context - part.output]
-            names = None
-        chain = Chain(b"", self._spec.layout.block_tokens)
-        if names is not None:
-            chain.names = names
+        part = talk.planned.turns[talk.turn]
+        prompt = talk.length + part.new
+        if prompt + part.output > self.day.context:  # a conversation that has become too long starts again
+            self._retire_later(talk, now)
+            whole = Content(talk.planned.opening, 0)
+            prompt = min(whole.shared + part.new, self.day.context - part.output)
+            talk.content = whole.cut(prompt, next(self._own_parts))
+            talk.chain = self._chain(talk.content)
         number = next(self._numbers)
-        request = FleetRequest(number, conversation, turn, prompt, part.output, now, chain)
+        request = FleetRequest(number, talk, prompt, part.output, now)
         if not self._send(request, now):
             self.ledger.refuse(now)
             self._continue(request, now)
@@ -203,23 +192,27 @@ class FleetSimulation:
 
     def _send(self, request: FleetRequest, now: float) -> bool:
         resumed = request.homeless is not None
-        found = self.front.route(request.number, request.prompt, request.generated, resumed, request.chain)
+        talk = request.conversation
+        # Only hashes read tokens, and names of parts replace them.
+        known = request.prompt + request.generated
+        tokens = tuple(talk.content.tokens(known)) if self.options.stepped else (0,) * known
+        prompt = tokens[: request.prompt]
+        found = self.front.route(request.number, prompt, request.generated, resumed, talk.chain)
         if found is None:
             return False
         request.replica, held = found
         self.active[request.number] = request
         member = self.members[request.replica]
         member.requests.add(request.number)
-        tokens: tuple[tuple[int, ...], ...] = ()
+        talk.visited.add(request.replica)
+        generated: tuple[tuple[int, ...], ...] = ()
         if resumed:
-            self.ledger.resume(len(request.prompt) + request.generated - held)
+            self.ledger.resume(known - held)
             request.homeless = None
             if request.generated:
-                first = generated_token(request.number, len(request.prompt))
-                tokens = (tuple(range(first, first + request.generated)),)
-        limit = len(request.prompt) + request.output
-        sent = Request(request.number, tuple(request.prompt), limit, generated=tokens)
-        member.inbox.append((sent, list(request.chain.names)))
+                generated = (tokens[request.prompt :],)
+        sent = Request(request.number, prompt, request.prompt + request.output, generated=generated)
+        member.inbox.append((sent, talk))
         if member.replica is None:
             return True  # its machine is gone, and the front does not know yet
         if member.step is None and not member.ends:
@@ -230,29 +223,39 @@ class FleetSimulation:
         return True
 
     def _end(self, request: FleetRequest, now: float) -> None:
-        assert request.first is not None
         del self.active[request.number]
-        member = self.members[request.replica]
-        member.requests.discard(request.number)
-        assert member.replica is not None
-        request.chain = member.replica.chains.pop(request.number)
-        self.ledger.end(
-            request.arrived, request.first, now, len(request.prompt), request.cached, request.output, request.replica
-        )
+        self.members[request.replica].requests.discard(request.number)
+        self.ledger.end(request, now)
         self._continue(request, now)
 
     def _continue(self, request: FleetRequest, now: float) -> None:
         """The next turn of the conversation."""
-        conversation, turn = request.conversation, request.turn + 1
-        if turn == len(conversation.turns):
+        talk = request.conversation
+        talk.length = request.prompt + request.output
+        talk.turn += 1
+        if talk.turn == len(talk.planned.turns):
+            self._retire_later(talk, now)
             return
-        first = generated_token(request.number, len(request.prompt))
-        before = [*request.prompt, *range(first, first + request.output)]
-        names = request.chain.names[: len(before) // self._spec.layout.block_tokens + 1]
         self._arriving += 1
-        self._at(
-            now + conversation.turns[turn].pause, lambda later: self._arrive(conversation, turn, before, names, later)
-        )
+        self._at(now + talk.planned.turns[talk.turn].pause, lambda later: self._arrive(talk, later))
+
+    def _retire_later(self, talk: FleetConversation, now: float) -> None:
+        """No request will look for the conversation's own blocks again: their keys need no memory. Replicas have
+        reported them by then."""
+        if not self._retires:
+            return
+        chain, visited = talk.chain, talk.visited
+        talk.visited = set()
+
+        def retire(later: float) -> None:
+            assert isinstance(chain, PartChain)
+            names = chain.own_names()
+            for number in visited:
+                replica = self.members[number].replica
+                if replica is not None and names:
+                    self.front.retire(number, replica.retire(names))
+
+        self._at(now + RETIRE_SECONDS, retire)
 
     # -- steps
 
@@ -268,30 +271,40 @@ class FleetSimulation:
 
     def _wake(self, member: FleetMember, now: float) -> None:
         assert member.replica is not None
+        step, member.step = member.step, None
         if member.ends:
-            member.replica.take_stride(member.begun, member.ends)
+            step = self._take_stride(member, member.ends)
             member.ends = []
-        elif (step := member.step) is not None:
-            member.step = None
+        if step is not None:
             self.front.receive(member.number, step)
-            if step.load is not None:
-                for output in step.outputs:
-                    request = self.active[output.request]  # type: ignore[index]
-                    if request.first is None and output.tokens:
-                        request.first, request.cached = now, output.cached
-                    if output.finish is not None:
-                        self._end(request, now)
+            for output in step.outputs:
+                request = self.active[output.request]  # type: ignore[index]
+                if output.tokens:
+                    request.receive(now, output.cached)
+                if output.finish is not None:
+                    self._end(request, now)
         if member.replica is None or (member.draining and not member.requests):
             self._drained(member, now)
             return
         self._next_step(member, now)
+
+    def _take_stride(self, member: FleetMember, ends: list[float]) -> FleetStep | None:
+        """Take the plain steps that end at these times: each running request receives a token with each of them."""
+        assert member.replica is not None
+        longest = max(map(sub, ends[1:], ends), default=0.0)
+        for number in member.replica.running():
+            request = self.active[number]  # type: ignore[index]
+            request.gap = max(request.gap, ends[0] - request.newest, longest)
+            request.newest = ends[-1]
+        return member.replica.take_stride(member.begun, ends)
 
     def _next_step(self, member: FleetMember, now: float) -> None:
         replica = member.replica
         assert replica is not None
         replica.clock.now = now
         while member.inbox:
-            replica.add(*member.inbox.popleft())
+            sent, talk = member.inbox.popleft()
+            replica.add(sent, talk.content, talk.chain)
         if not replica.busy:
             return
         member.begun, member.ends = now, replica.plan_stride(now)
@@ -330,8 +343,8 @@ class FleetSimulation:
         """End a replica at once. Its requests, with the tokens that the front has received."""
         replica = member.replica
         assert replica is not None
-        if member.ends:
-            replica.take_stride(member.begun, member.ends[: bisect_right(member.ends, now)])
+        if steps := min(bisect_right(member.ends, now), replica.steps_before_end() if member.ends else 0):
+            self._take_stride(member, member.ends[:steps])
         progress = replica.progress()
         if member.step is not None:
             replica.computed_tokens -= replica.step_tokens  # the step does not finish

@@ -108,6 +108,10 @@ class FleetFront:
             if output.finish is not None:
                 meter.ended(output.request)
 
+    def retire(self, replica: int, keys: bytes) -> None:
+        """No prompt will have these keys: forget that the replica holds them."""
+        self._index.apply(replica, PrefixChanges(b"", keys, False))
+
     def left(self, replica: int, number: int) -> None:
         """The request has left the replica without an end."""
         self._meters[replica].ended(number)

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from bankfull.plan.fleet_requests import FleetRequest
+
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-COLUMNS = ("arrived", "first", "last", "prompt", "cached", "output", "replica")
+COLUMNS = {
+    "arrived": np.float64,
+    "first": np.float64,
+    "last": np.float64,
+    "gap": np.float64,
+    "prompt": np.int32,
+    "cached": np.int32,
+    "output": np.int32,
+    "replica": np.int32,
+}
+"""Figures of each request, with their types: times of arrival, of the first and of the last token, the longest time
+between two tokens, all in seconds; tokens of the prompt, those of them that were cached, tokens of the answer, and the
+replica that ended it."""
 
 
 class FleetLedger:
     def __init__(self, requests: int, seconds: float) -> None:
         """`seconds`: length of the day. Requests may end after it."""
         self.seconds = seconds
-        self._columns = np.zeros((len(COLUMNS), requests))
+        self._columns = np.zeros(requests, list(COLUMNS.items()))
         self.ended = self.refused = self.lost = self.resumed = self.recomputed = 0
         """Requests that ended, were refused by full queues, were lost, continued on another replica; prompt and
         generated tokens that were computed again for that."""
@@ -28,10 +43,18 @@ class FleetLedger:
         self._ready: list[tuple[float, int]] = [(0.0, 0)]
         self.closed = seconds
 
-    def end(
-        self, arrived: float, first: float, last: float, prompt: int, cached: int, output: int, replica: int
-    ) -> None:
-        self._columns[:, self.ended] = (arrived, first, last, prompt, cached, output, replica)
+    def end(self, request: FleetRequest, last: float) -> None:
+        one = request
+        self._columns[self.ended] = (
+            one.arrived,
+            one.first,
+            last,
+            one.gap,
+            one.prompt,
+            one.cached,
+            one.output,
+            one.replica,
+        )
         self.ended += 1
 
     def refuse(self, now: float) -> None:
@@ -53,8 +76,7 @@ class FleetLedger:
 
     def column(self, name: str) -> Floats:
         """A figure of all requests that ended, in the order of their ends."""
-        found: Floats = self._columns[COLUMNS.index(name), : self.ended]
-        return found
+        return np.asarray(self._columns[name][: self.ended])
 
     def paid_seconds(self, edges: Floats) -> Floats:
         """Seconds that replicas were paid for between two edges, all replicas together."""

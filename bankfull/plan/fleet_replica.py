@@ -16,6 +16,7 @@ from bankfull.config import SchedConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.fleet.prefix_report import PrefixReporter
+from bankfull.plan.day_content import Content
 from bankfull.plan.decode_times import DecodeTimes
 from bankfull.plan.fleet_front import FleetStep, load_of
 from bankfull.plan.simulate import Clock, FakeRunner, ReplicaSpec
@@ -24,17 +25,10 @@ from bankfull.sched.pace import REMEMBERED
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence as Running
 from bankfull.sched.stride import plain_steps, take_plain_steps
+from bankfull.state.journal import packed_keys
 from bankfull.state.manager import StateManager
 from bankfull.state.prefix import Chain
-from bankfull.types import Request, StepPlan, Work
-
-TOKEN_BITS = 20
-"""Bits of a position in the number of a generated token."""
-
-
-def generated_token(request: int, position: int) -> int:
-    """Different for each request and position, so that outputs share pages only where one continues another."""
-    return (request << TOKEN_BITS) + position
+from bankfull.types import Finish, Output, Request, StepPlan, Work
 
 
 class FleetReplica:
@@ -55,7 +49,7 @@ class FleetReplica:
         )
         self.scheduler = Scheduler(sched, self.state, clock=self.clock)
         self.scheduler.pace.measured = True
-        self.runner = FakeRunner(self.clock, self._seconds, generated_token)
+        self.runner = FakeRunner(self.clock, self._seconds, self._sampled if stepped else _no_token)
         self.engine = Engine(self.scheduler, self.runner, Plain(), 0, clock=self.clock)
         self.engine.on_launch.append(self._note)
         self._reporter = PrefixReporter(self.state, self.clock)
@@ -63,8 +57,8 @@ class FleetReplica:
         self._waiting_tokens = 0
         self._unanswered: set[Hashable] = set()
         """Requests without a token of this replica."""
-        self.chains: dict[Hashable, Chain] = {}
-        """Hashes of the blocks of requests; the caller removes those of a request that has ended."""
+        self._contents: dict[Hashable, Content] = {}
+        """Contents of the requests, where each step samples tokens."""
         self._changed = False
         self._reported = (0, 0)
         """Running and waiting sequences in the last report."""
@@ -76,21 +70,33 @@ class FleetReplica:
     def busy(self) -> bool:
         return self.engine.busy
 
-    def add(self, request: Request, names: list[bytes] | None = None) -> None:
-        """`names`: hashes of the first blocks, where they are known already."""
+    def add(self, request: Request, content: Content, chain: Chain) -> None:
+        """`chain` names the blocks of the content; where tokens are sampled, the scheduler hashes them itself."""
         tokens = len(request.prompt) + sum(map(len, request.generated))
         self._waiting[request.id] = tokens
         self._unanswered.add(request.id)
         self._waiting_tokens += tokens
         self.engine.add(request)
-        self.chains[request.id] = self.scheduler._by_request[request.id][0].chain
-        if names is not None:
-            self.chains[request.id].names = names
+        if self._stepped:
+            self._contents[request.id] = content
+        else:
+            self.scheduler._by_request[request.id][0].chain = chain
+
+    def retire(self, names: Sequence[bytes]) -> bytes:
+        """Nothing will look for blocks with these names: release their keys. The keys as the front knows them."""
+        groups = range(len(self._spec.layout.paged))
+        keys = [(group, name) for group in groups for name in names]
+        self.state.pages.retire_keys(keys)
+        return packed_keys(keys)
+
+    def running(self) -> list[Hashable]:
+        """Requests that have rows."""
+        return [seq.request.id for seq in self.scheduler._running]
 
     def plan_stride(self, now: float) -> list[float]:
         """The ends of the plain steps that begin now, as far as their number is known; empty if the next step must run
         through the engine. Changes nothing."""
-        if self._stepped or not (steps := plain_steps(self.scheduler)):
+        if self._stepped or self._unanswered or not (steps := plain_steps(self.scheduler)):
             return []
         rows = self.scheduler.running
         seconds = self._times.strides(rows, self._context(), steps)
@@ -100,25 +106,33 @@ class FleetReplica:
         found: list[float] = ends.cumsum().tolist()
         return found
 
-    def take_stride(self, begun: float, ends: Sequence[float]) -> None:
-        """Take the plain steps that end at these times."""
-        steps, rows = len(ends), self.scheduler.running
-        if not steps:
-            return
+    def take_stride(self, begun: float, ends: Sequence[float]) -> FleetStep | None:
+        """Take the plain steps that end at these times. None if no request ends with the last of them; else that step,
+        with the requests that end."""
+        steps, running = len(ends), [*self.scheduler._running]
         late = ends[-REMEMBERED - 1 :] if steps > REMEMBERED else [begun, *ends]
         # The engine measures a step as the difference of two readings of its clock.
         seconds = [end - start for start, end in pairwise(late)]
-        take_plain_steps(self.scheduler, steps, self._decoded, seconds)
+        for seq in running:
+            self.runner.skip(seq.row, steps)
+        ended = take_plain_steps(self.scheduler, steps, _decoded, seconds)
         totals = self.engine.totals
         totals.steps += steps
-        totals.tokens += steps * rows
-        totals.sampled += steps * rows
-        self.computed_tokens += steps * rows
+        totals.tokens += steps * len(running)
+        totals.sampled += steps * len(running)
+        self.computed_tokens += steps * len(running)
         totals.busy += ends[-1] - begun
         self.runner.busy += ends[-1] - begun
-        for seq in self.scheduler._running:
-            self.runner.skip(seq.row, steps)
         self.clock.now = ends[-1]
+        if not ended:
+            return None
+        for seq in ended:
+            self.engine.started.pop(seq.request.id, None)
+        return self._report([Output(seq.request.id, 0, [], Finish.LENGTH, cached=seq.cached) for seq in ended])
+
+    def steps_before_end(self) -> int:
+        """Plain steps that end no request."""
+        return plain_steps(self.scheduler) - 1
 
     def step(self, now: float) -> FleetStep:
         """One step of the engine that begins now; the clock then shows its end."""
@@ -127,13 +141,17 @@ class FleetReplica:
         outputs = self.engine.step()
         for output in outputs:
             self.engine.started.pop(output.request, None)
+            if output.finish is not None:
+                self._contents.pop(output.request, None)
             if output.request in self._unanswered or output.finish is not None:
                 self._unanswered.discard(output.request)
                 self._changed = True
-        sizes = self.scheduler.running, self.scheduler.waiting
-        if not self._changed and sizes == self._reported:
+        if not self._changed and (self.scheduler.running, self.scheduler.waiting) == self._reported:
             return FleetStep(outputs)
-        self._reported = sizes
+        return self._report(outputs)
+
+    def _report(self, outputs: list[Output]) -> FleetStep:
+        self._reported = self.scheduler.running, self.scheduler.waiting
         return FleetStep(outputs, load_of(self.engine, self._waiting_tokens), self._reporter.report(idle=not self.busy))
 
     def progress(self) -> dict[Hashable, int]:
@@ -151,14 +169,19 @@ class FleetReplica:
 
     def _seconds(self, work: Sequence[Work]) -> float:
         if all(one.count == 1 for one in work):
-            return float(self._times.strides(len(work), sum(one.start + 1 for one in work), 1)[0])
+            return self._times.step(len(work), sum(one.start + 1 for one in work))
         return self._spec.times.work(work, self._spent)
 
     def _context(self) -> int:
         return sum(len(seq.tokens) for seq in self.scheduler._running)
 
-    @staticmethod
-    def _decoded(seq: Running, count: int) -> list[int]:
-        assert isinstance(seq.request.id, int)
-        first = generated_token(seq.request.id, len(seq.tokens))
-        return list(range(first, first + count))
+    def _sampled(self, request: int, position: int) -> int:
+        return self._contents[request].token(position)
+
+
+def _no_token(request: int, position: int) -> int:
+    return 0
+
+
+def _decoded(seq: Running, count: int) -> list[int]:
+    return [0] * count

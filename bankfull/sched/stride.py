@@ -1,7 +1,8 @@
 """Several plain decode steps at once, for simulators: the scheduler ends up as if it had planned and settled each one.
 
-A step is plain if every running sequence decodes one token, none ends, and none waits. The decisions of such steps are
-known beforehand, so a simulated device may take them together. Tests compare a stride with single steps.
+A step is plain if every running sequence decodes one token and none waits. The decisions of such steps are known
+beforehand up to the first one that ends a sequence, so a simulated device may take them together. Tests compare a
+stride with single steps.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ Decoded = Callable[[Sequence, int], list[int]]
 
 
 def plain_steps(scheduler: Scheduler) -> int:
-    """Plain steps that could be taken now. No step may be in flight. Windows, recurrent state, batch work and forks
-    change more than lengths in a step; they are always stepped one by one."""
+    """Plain steps that could be taken now; the last of them ends at least one sequence. No step may be in flight.
+    Windows, recurrent state, batch work and forks change more than lengths in a step; they are always stepped one by
+    one."""
     state, running = scheduler.state, scheduler._running
     if not running or scheduler.waiting or scheduler._inflight or state.windowed or state.snapshots is not None:
         return 0
@@ -35,7 +37,7 @@ def plain_steps(scheduler: Scheduler) -> int:
             or seq.request.stop_ids
         ):
             return 0
-        steps = min(steps, seq.request.limit - len(seq.tokens) - 1)
+        steps = min(steps, seq.request.limit - len(seq.tokens))
     if steps <= 0 or len(running) > scheduler.config.step_tokens:
         return 0
     return min(steps, _steps_with_pages(scheduler, steps))
@@ -51,8 +53,9 @@ def _steps_with_pages(scheduler: Scheduler, steps: int) -> int:
     return steps if need <= scheduler.state.pages.available else 0
 
 
-def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds: list[float]) -> None:
-    """Take that many plain steps, at most `plain_steps`. `seconds`: the times of the last of them, oldest first."""
+def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds: list[float]) -> list[Sequence]:
+    """Take that many plain steps, at most `plain_steps`. `seconds`: the times of the last of them, oldest first.
+    Returns the sequences that have ended."""
     state = scheduler.state
     last = next(scheduler._steps) + steps - 1
     scheduler._steps = count(last + 1)
@@ -72,3 +75,7 @@ def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds
     if scheduler.pace.measured:
         for each in seconds[-REMEMBERED:]:
             scheduler.pace.observe(len(scheduler._running), 0, 0, each)
+    ended = [seq for seq in scheduler._running if len(seq.tokens) >= seq.request.limit]
+    for seq in ended:
+        scheduler._end(seq)
+    return ended

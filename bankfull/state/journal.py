@@ -76,14 +76,14 @@ class KeyJournal:
             self._reset = False
             # In the order of publication: a chain that is cut off then loses its end, not its start.
             keys = islice(chain.from_iterable(pool.keys() for pool in self._pools), self._most)
-            return KeyChanges(_packed(keys), b"", True)
-        added = _packed(key for key, available in self._changed.items() if available)
-        dropped = _packed(key for key, available in self._changed.items() if not available)
+            return KeyChanges(packed_keys(keys), b"", True)
+        added = packed_keys(key for key, available in self._changed.items() if available)
+        dropped = packed_keys(key for key, available in self._changed.items() if not available)
         self._changed.clear()
         return KeyChanges(added, dropped, False)
 
 
-def _packed(keys: Iterable[Any]) -> bytes:
+def packed_keys(keys: Iterable[Any]) -> bytes:
     """The keys, as the state manager publishes them, in 8 bytes each."""
     return b"".join([name[:KEY_BYTES] if group == 0 else _tagged(group, name) for group, name in keys])
 

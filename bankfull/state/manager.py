@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from sys import maxsize
 
 from bankfull.config import StateConfig
@@ -132,13 +133,13 @@ class StateManager:
     def _leading_pages(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
         """Pages of the first blocks up to the first one that is not cached: `match` for one group without a window."""
         pages: list[int] = []
-        find = self.pages.find
         while len(pages) < most:
             chain.reach(tokens, (len(pages) + 1) * chain.block)
-            for name in chain.names[len(pages) + 1 : most + 1]:
-                if (page := find((0, name))) is None:
-                    return pages
-                pages.append(page)
+            names = chain.names[len(pages) + 1 : most + 1]
+            found = self.pages.find_first(zip(repeat(0), names))
+            pages += found
+            if len(found) < len(names):
+                break
         return pages
 
     def cut(self, start: int, count: int, prompt_len: int) -> int:

@@ -182,6 +182,15 @@ class Pool:
     def find(self, key: Hashable) -> int | None:
         return self._by_key.get(key)
 
+    def find_first(self, keys: Iterable[Hashable]) -> list[int]:
+        """The places of the first keys, up to the first one that is not found."""
+        found = []
+        for place in map(self._by_key.get, keys):
+            if place is None:
+                break
+            found.append(place)
+        return found
+
     def has_key(self, place: int) -> bool:
         """Whether the place's content is published."""
         return self._key[place] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from operator import attrgetter
 from random import Random
 
 from hypothesis import given, settings
@@ -11,14 +12,17 @@ from hypothesis import strategies as st
 
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.prefixes import CachedTokens, HeldPrefixes, PrefixIndex, PromptKeys
-from bankfull.fleet.reports import Facts, PrefixChanges
-from bankfull.fleet.routing import FEW, POLICIES, Candidate, routing_policy
+from bankfull.fleet.reports import Facts, Load, PrefixChanges
+from bankfull.fleet.routing import FEW, NAMES, POLICIES, Candidate, routing_policy
 from bankfull.fleet.table import ReplicaTable
 from tests.fleet.test_routing import CANDIDATES
 
 PAGE = 4
 FACTS = Facts("", 1 << 20, 99, 4, 100, PAGE, 256, "", "")
 WINDOWED = Facts("", 1 << 20, 99, 4, 100, PAGE, 256, "", "", groups=[(PAGE, 0), (PAGE, 3 * PAGE)])
+
+
+figures_of = attrgetter(*NAMES)
 
 
 class KnownReplica(ReplicaMeter):
@@ -30,6 +34,28 @@ class KnownReplica(ReplicaMeter):
 
     def candidate(self, cached_tokens: int = 0) -> Candidate:
         return replace(self.view, cached_tokens=cached_tokens)
+
+    def figures(self) -> tuple[float, ...]:
+        return figures_of(self.view)
+
+
+def test_a_meter_gives_the_figures_of_its_candidate() -> None:
+    meter = ReplicaMeter(lambda: 4.0)
+    load = Load(3, 2, 900, 40, 100, 0, 0, 0, 7, 1.0, 0.0, 0.0, prefill_ms_per_token=0.4, step_ms=9.0, pages_cached=30)
+    seen = [meter.figures()]
+    for change in (
+        lambda: meter.started(FACTS),
+        lambda: meter.sent("one", 200, 50),
+        lambda: meter.report(load),
+        lambda: meter.answered("one"),
+        lambda: meter.sent("two", 10, batch=True),
+        lambda: meter.ended("one"),
+        lambda: meter.lost(),
+    ):
+        change()
+        assert meter.figures() == figures_of(meter.candidate())
+        seen.append(meter.figures())
+    assert len(set(seen)) > 6, "each change is seen"
 
 
 def cached_by(slots: list[int], candidates: list[Candidate]) -> CachedTokens:
