@@ -48,6 +48,8 @@ class Totals:
     """Draft tokens accepted, by the length of the accepted path."""
     busy: float = 0.0
     """Seconds inside `step`."""
+    drafting: float = 0.0
+    """Seconds in which the host looked for draft tokens."""
 
     def verified(self, drafts: int, accepted: int) -> None:
         """One row has verified this many drafts."""
@@ -89,16 +91,14 @@ class Engine(Generic[RunnerKind]):
         self._owner: dict[int, Key] = {}
         """Row -> the sequence that runs there."""
         self._grammars = Grammars()
-        self._references: dict[Hashable, tuple[int, ...]] = {}
-        """Request id -> its reference text, until one of its sequences has ended."""
         self._guessed: dict[Key, tuple[Guess, int]] = {}
         """Guesses and numbers of drafts of the newest plan, for sequences under a grammar."""
 
     def add(self, request: Request, matchers: Sequence[Matcher] = ()) -> None:
         """Queue a request; `matchers`: its grammar, once for each sample, at the position of the sample's tokens."""
         self.scheduler.add(request)
-        if self.drafting is not None and request.reference:
-            self._references[request.id] = request.reference
+        if self.drafting is not None and request.drafts != 0:
+            self.drafting.expect(request.id, request.samples - len(request.finished), request.reference)
         for child, matcher in enumerate(matchers):
             if child not in request.finished:
                 self._grammars.add((request.id, child), matcher)
@@ -153,14 +153,17 @@ class Engine(Generic[RunnerKind]):
         drafting = self.drafting
         if drafting is None:
             return self.strategy.width(self.scheduler.running)
+        begun = self._clock()
         rows = self.scheduler.decoding()
-        return drafting.widths({row: self._owner[row] for row in rows}, self.scheduler.config.step_tokens - len(rows))
+        found = drafting.widths({row: self._owner[row] for row in rows}, self.scheduler.config.step_tokens - len(rows))
+        self.totals.drafting += self._clock() - begun
+        return found
 
     def _guess(self, drafting: Drafting, plan: StepPlan) -> None:
         """Send the host's guesses with the plan. A grammar needs a mask after each draft: with a step in flight, the
         drafts are known when that has settled."""
         for enter in plan.enter:
-            drafting.open((enter.request, enter.child), enter.tokens, self._references.get(enter.request, ()))
+            drafting.open(enter.request, enter.child, enter.tokens)
         plan.guesses = drafting.guesses(plan)
         self._guessed = {}
         if self._grammars and plan.guesses:
@@ -194,8 +197,10 @@ class Engine(Generic[RunnerKind]):
             observe(plan)
         outputs = self.scheduler.settle(plan, result)
         if self.drafting is not None:
+            begun = self._clock()
             self.drafting.observe(plan, seconds)
             self.drafting.extend([((output.request, output.child), output.tokens) for output in outputs])
+            self.totals.drafting += self._clock() - begun
         drafts = {owners[row]: drafts for row, drafts in result.drafts.items() if row in owners}
         if self.depth > 0:
             drafts.update({key: self._host_drafts(key) for key in self._guessed})
@@ -218,8 +223,7 @@ class Engine(Generic[RunnerKind]):
         if self.drafting is not None:
             for output in outputs:
                 if output.finish is not None:
-                    self.drafting.close((output.request, output.child))
-                    self._references.pop(output.request, None)
+                    self.drafting.close(output.request, output.child)
 
     def _note(self, plan: StepPlan) -> None:
         self.totals.steps += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +82,8 @@ def latency(
 
     Prompts are distinct sequences of random token ids. The machine's limits are measured in the same run, before and
     after, and the better values are used. The host's share is the time outside the kernels of a captured step:
-    scheduling, sampling, detokenization, and operations that cannot be captured.
+    scheduling, sampling, detokenization, and operations that cannot be captured. Speculative decoding is off unless
+    --speculative names one: answers to random prompts repeat themselves, which would flatter it.
     """
     from bankfull.bench.offline import OfflineLoad
 
@@ -114,6 +116,8 @@ def throughput(
 def _offline(kind: str, engine: EngineOptions, load: OfflineLoad, profile: bool, json: bool) -> None:
     from bankfull.bench.offline import Bench
 
+    if engine.speculative == "auto":
+        engine = replace(engine, speculative="off")
     llm = engine.load()
 
     from bankfull.cli.terminal import print_table, progress
@@ -133,6 +137,40 @@ def _offline(kind: str, engine: EngineOptions, load: OfflineLoad, profile: bool,
         print_table(table)
     for line in notes(report):
         print(line)
+
+
+def speculative(
+    *,
+    engine: EngineOptions,
+    ways: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="NAME[,KEY=VALUE]",
+            help="A way of speculative decoding (see --speculative); may be given several times.",
+            show_default="suffix, ngram and auto",
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A prompt set; may be given several times.", show_default="all five"),
+    ] = None,
+    output_len: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 1,
+    reps: Annotated[int, typer.Option(min=1, help="Repetitions of each pair of runs, after one warm-up.")] = 3,
+    seed: Seed = 0,
+    temperature: Temperature = 0.0,
+    chart: Annotated[Path | None, typer.Option(help="Draw the gains to this .svg or .png file.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure speculative decoding beside plain decoding, in alternation, on prompt sets of several kinds.
+
+    The sets are chat, code-edit, quotes, translation and extraction. Answers end at the model's end of text or after
+    --output-len tokens. Tokens inside repetition loops are left out: a loop flatters every drafter.
+    """
+    from bankfull.cli.speculative import measure
+
+    measure(engine, ways, sets, output_len, concurrency, reps, seed, temperature, chart, json)
 
 
 def serve(
@@ -314,6 +352,6 @@ def compare(
     return 1 if all(row.problem for comparison in found for row in comparison.rows) else 0
 
 
-COMMANDS = (latency, throughput, serve, sweep, compare)
+COMMANDS = (latency, throughput, speculative, serve, sweep, compare)
 for command in COMMANDS:
     bench.command(command.__name__)(flat(command))

@@ -48,6 +48,15 @@ class Tracked:
     """Settled tokens, prompt included."""
 
 
+@dataclass(slots=True)
+class Expected:
+    """A request that has not ended."""
+
+    samples: int
+    """Sequences that have not ended."""
+    reference: Sequence[int]
+
+
 class Drafting:
     """`width`: the most drafts of a row. `depth`: steps in flight while the next one is planned. `least_gain`: drafts
     are verified if that gives this many times the tokens per second; None: whenever there are any."""
@@ -56,20 +65,31 @@ class Drafting:
         self.width, self.least_gain = width, least_gain
         self.costs = StepCosts()
         self._lookup, self._depth = lookup, depth
+        self._expected: dict[Hashable, Expected] = {}
         self._tracked: dict[Hashable, Tracked] = {}
+        """By request and number of the sample."""
         self._guesses: dict[int, Guess] = {}
         """By row: those of the newest plan."""
 
-    def open(self, key: Hashable, tokens: Sequence[int], reference: Sequence[int]) -> None:
+    def expect(self, request: Hashable, samples: int, reference: Sequence[int]) -> None:
+        """A request whose sequences are looked up, and in the reference text, too."""
+        self._expected[request] = Expected(samples, reference)
+
+    def open(self, request: Hashable, child: int, tokens: Sequence[int]) -> None:
         """A sequence got a row. One that was preempted is known already."""
-        if key not in self._tracked:
-            text = [*reference, SEPARATOR, *tokens] if reference else tokens
+        key, expected = (request, child), self._expected.get(request)
+        if expected is not None and key not in self._tracked:
+            text = [*expected.reference, SEPARATOR, *tokens] if expected.reference else tokens
             self._tracked[key] = Tracked(self._lookup.open(text), len(tokens))
 
-    def close(self, key: Hashable) -> None:
-        """A sequence has ended."""
-        if (gone := self._tracked.pop(key, None)) is not None:
+    def close(self, request: Hashable, child: int) -> None:
+        """A sequence has ended, which may never have had a row."""
+        if (gone := self._tracked.pop((request, child), None)) is not None:
             self._lookup.close(gone.number)
+        if (expected := self._expected.get(request)) is not None:
+            expected.samples -= 1
+            if expected.samples == 0:
+                del self._expected[request]
 
     def extend(self, settled: Sequence[tuple[Hashable, Sequence[int]]]) -> None:
         """New tokens of sequences."""

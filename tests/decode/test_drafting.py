@@ -47,6 +47,7 @@ def test_any_lookup_gives_the_tokens_of_plain_decoding(speculative: str, depth: 
         assert [len(one.logprobs or []) for one in got.outputs] == [60] * len(expected.outputs)
     engine = llm.loaded.engine
     assert engine.drafting is not None and not engine.drafting._tracked, "an index outlived its sequence"
+    assert not engine.drafting._expected
     if "false" in speculative:
         assert sum(engine.totals.drafted) > 0
 
