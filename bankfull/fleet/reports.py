@@ -64,6 +64,9 @@ class Load(msgspec.Struct, array_like=True):
     """Milliseconds of a decode step with one more row than now, from the last steps; 0 likewise."""
     pages_cached: int = 0
     """Unused pages that hold cached prefixes; 0 if not asked for."""
+    drafted: list[int] = []
+    accepted: list[int] = []
+    """Draft tokens that were verified and accepted so far, by their position after a known token."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):

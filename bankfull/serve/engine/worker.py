@@ -125,11 +125,10 @@ class Gauge:
             self._decode_busy,
             self._decode_bytes,
             self._decode_flops,
-            *self._for_routing(),
+            *(routing_figures(engine.scheduler) if self._paced else (0.0, 0.0, 0)),
+            list(engine.totals.drafted),
+            list(engine.totals.accepted),
         )
-
-    def _for_routing(self) -> tuple[float, float, int] | tuple[()]:
-        return routing_figures(self._engine.scheduler) if self._paced else ()
 
     def _note(self, plan: StepPlan) -> None:
         for enter in plan.enter:

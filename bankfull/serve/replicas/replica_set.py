@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import count, zip_longest
 from operator import attrgetter
 from random import SystemRandom
 from typing import NoReturn
@@ -45,8 +45,15 @@ COUNTERS = (
     "decode_flops",
 )
 """Fields of `Load` that only grow while an engine runs."""
+DRAFTS = ("drafted", "accepted")
+"""The same for counters by the position of a draft token."""
 GAUGES = ("running", "waiting", "waiting_tokens", "pages_used", "pages_total", "pages_cached")
 """Fields of `Load` that are added up over the replicas. The two rates are not: each holds for one engine."""
+
+
+def added_up(lines: Sequence[Sequence[int]]) -> list[int]:
+    """Sums by position; a shorter line has zeros at its end."""
+    return [sum(counts) for counts in zip_longest(*lines, fillvalue=0)]
 
 
 class ReplicaSet:
@@ -70,6 +77,7 @@ class ReplicaSet:
         self._changed = asyncio.Event()
         self._removed_restarts = self._removed_failures = 0
         self._past = dict.fromkeys(COUNTERS, 0.0)
+        self._past_drafts: dict[str, list[int]] = {name: [] for name in DRAFTS}
         """Counters of engines that have ended: without them the sums would fall."""
         for name, link in links.items():
             self._enlist(name, link)
@@ -95,7 +103,10 @@ class ReplicaSet:
         sums = {name: sum(getattr(load, name) for load in loads) for name in (*GAUGES, *COUNTERS)}
         for name, past in self._past.items():
             sums[name] += type(sums[name])(past)
-        return Load(**sums)
+        by_position = {
+            name: added_up([self._past_drafts[name], *(getattr(load, name) for load in loads)]) for name in DRAFTS
+        }
+        return Load(**sums, **by_position)
 
     @property
     def says(self) -> str:
@@ -241,6 +252,8 @@ class ReplicaSet:
     def _count_past(self, load: Load) -> None:
         for name in COUNTERS:
             self._past[name] += getattr(load, name)
+        for name in DRAFTS:
+            self._past_drafts[name] = added_up([self._past_drafts[name], getattr(load, name)])
 
     # -- requests
 

@@ -56,6 +56,17 @@ class ServiceMetrics:
         )
         self.prefix_hits = ScalarMetric(counter, "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
         self.preemptions = ScalarMetric(counter, "num_preemptions_total", "Requests that were preempted.")
+        self.drafts = ScalarMetric(
+            counter, "spec_decode_num_drafts_total", "Draft chains or trees verified, one per sequence and step."
+        )
+        self.draft_tokens = ScalarMetric(counter, "spec_decode_num_draft_tokens_total", "Draft tokens verified.")
+        self.accepted_tokens = ScalarMetric(counter, "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.")
+        self.accepted_at = ScalarMetric(
+            counter,
+            "spec_decode_num_accepted_tokens_per_pos_total",
+            "Draft tokens accepted, by position from 0.",
+            ["position"],
+        )
         self.prompt_tokens = ScalarMetric(
             counter, "prompt_tokens_total", "Prompt tokens processed, including cached ones."
         )
@@ -208,8 +219,13 @@ class ServiceMetrics:
             (self.prefix_hits, load.prefix_hits),
             (self.preemptions, load.preemptions),
             (self.steps, load.steps),
+            (self.drafts, load.drafted[0] if load.drafted else 0),
+            (self.draft_tokens, sum(load.drafted)),
+            (self.accepted_tokens, sum(load.accepted)),
         ):
             family.set(value)
+        for position, accepted in enumerate(load.accepted):
+            self.accepted_at.set(accepted, str(position))
         ceilings = (facts.ceilings if facts is not None else None) or {}
         most_bytes, most_flops = ceilings.get("read_bytes_per_s", 0.0), ceilings.get("flops", 0.0)
         self.ceiling_bytes.set(most_bytes)

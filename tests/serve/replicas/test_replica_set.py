@@ -17,7 +17,7 @@ from bankfull.serve.console.timelines import TimeLines
 from bankfull.serve.engine.backend import Busy, Unavailable
 from bankfull.serve.engine.wire import Facts, Load
 from bankfull.serve.replicas.local import local_replicas
-from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.replicas.replica_set import DRAFTS, ReplicaSet
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.replicas.fake_links import FACTS, FakeLink, read, replica_set
 from tests.serve.replicas.test_resume import FIVE, PROMPT, run, settled
@@ -25,7 +25,8 @@ from tests.serve.scripted import settings
 
 
 def load_of(**changes: Any) -> Load:
-    return Load(**{**dict.fromkeys(Load.__struct_fields__, 0), **changes})
+    numbers = [name for name in Load.__struct_fields__ if name not in DRAFTS]
+    return Load(**{**dict.fromkeys(numbers, 0), **changes})
 
 
 class Fixed:
@@ -157,21 +158,51 @@ def test_a_replica_that_does_not_fit_gets_no_requests(
 def test_sums_cover_all_replicas_and_counters_never_fall() -> None:
     async def check() -> None:
         first = FakeLink(
-            load=load_of(running=1, waiting=2, pages_used=3, pages_total=10, pages_cached=2, steps=100, prefix_hits=7)
+            load=load_of(
+                running=1,
+                waiting=2,
+                pages_used=3,
+                pages_total=10,
+                pages_cached=2,
+                steps=100,
+                prefix_hits=7,
+                drafted=[3, 2],
+                accepted=[2],
+            )
         )
         second = FakeLink(
-            load=load_of(running=4, waiting=0, pages_used=1, pages_total=10, pages_cached=4, steps=50, busy=1.5)
+            load=load_of(
+                running=4,
+                waiting=0,
+                pages_used=1,
+                pages_total=10,
+                pages_cached=4,
+                steps=50,
+                busy=1.5,
+                drafted=[1, 1, 1],
+                accepted=[1, 1],
+            )
         )
         replicas = replica_set(first, second)
         facts, load = replicas.facts, replicas.load
         assert facts is not None and (facts.rows, facts.pages, facts.max_len) == (16, 200, 512)
         expected = load_of(
-            running=5, waiting=2, pages_used=4, pages_total=20, pages_cached=6, steps=150, prefix_hits=7, busy=1.5
+            running=5,
+            waiting=2,
+            pages_used=4,
+            pages_total=20,
+            pages_cached=6,
+            steps=150,
+            prefix_hits=7,
+            busy=1.5,
+            drafted=[4, 3, 1],
+            accepted=[3, 1],
         )
         assert load == expected
         first.kill()
         load = replicas.load
         assert load is not None and (load.running, load.steps, load.prefix_hits, load.pages_total) == (4, 150, 7, 10)
+        assert (load.drafted, load.accepted) == ([4, 3, 1], [3, 1])
         first.load = load_of(steps=5)
         first.revive()
         assert replicas.load is not None and replicas.load.steps == 155
