@@ -134,7 +134,7 @@ class RunConfig:
     """CPU threads that compute, for all models of this process; None = BANKFULL_THREADS, else all that it may use."""
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order of their arrival."""
-    speculative: str = "auto"
+    speculative: str = "off"
     """Speculative decoding: `NAME[,key=value...]` (`SpeculativeChoice`). It changes the speed, never the tokens."""
 
     def __post_init__(self) -> None:

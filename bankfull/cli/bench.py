@@ -82,8 +82,8 @@ def latency(
 
     Prompts are distinct sequences of random token ids. The machine's limits are measured in the same run, before and
     after, and the better values are used. The host's share is the time outside the kernels of a captured step:
-    scheduling, sampling, detokenization, and operations that cannot be captured. Speculative decoding is off unless
-    --speculative names one: answers to random prompts repeat themselves, which would flatter it.
+    scheduling, sampling, detokenization, and operations that cannot be captured. Answers to random prompts repeat
+    themselves, which flatters speculative decoding: `bench speculative` measures that.
     """
     from bankfull.bench.offline import OfflineLoad
 
@@ -116,8 +116,6 @@ def throughput(
 def _offline(kind: str, engine: EngineOptions, load: OfflineLoad, profile: bool, json: bool) -> None:
     from bankfull.bench.offline import Bench
 
-    if engine.speculative == "auto":
-        engine = replace(engine, speculative="off")
     llm = engine.load()
 
     from bankfull.cli.terminal import print_table, progress
@@ -246,7 +244,6 @@ def sweep(
     The rate doubles until a trial fails; then bisection narrows the gap. Confirmation runs check the answer. Each trial
     uses new prompts and arrival times.
     """
-    from dataclasses import replace
 
     from bankfull.bench.load.arrivals import Arrivals
     from bankfull.bench.load.run import LoadRunner

@@ -100,7 +100,7 @@ class EngineOptions:
             "options width, least, adaptive), or auto (suffix where its expected gain exceeds 5%). The tokens are the "
             "same.",
         ),
-    ] = "auto"
+    ] = "off"
 
     def rounding(self) -> dict[str, str]:
         """The given options that change results, under the names of RunConfig."""

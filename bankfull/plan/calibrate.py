@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -114,8 +114,7 @@ def _calibrate(recipe: Recipe, device: Device, advance: Advance) -> Calibration:
 def engine_for(recipe: Recipe, device: Device, rows: int = ROWS, most_tokens: int = ROWS * 512) -> Assembled:
     """The model with state for `most_tokens`, or for as many tokens as fit in memory."""
     state = StateConfig(memory=_state_bytes(recipe, device, most_tokens))
-    plain = replace(recipe.run, speculative="off")  # steps of known shapes are timed
-    return assemble(recipe.files, plain, SchedConfig(rows=rows, step_tokens=512), state, device=device)
+    return assemble(recipe.files, recipe.run, SchedConfig(rows=rows, step_tokens=512), state, device=device)
 
 
 def _state_bytes(recipe: Recipe, device: Device, tokens: int) -> int:

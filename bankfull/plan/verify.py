@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from bankfull.config import SchedConfig, StateConfig
@@ -70,8 +70,7 @@ def _engine(configuration: Configuration) -> Engine:
     recipe = configuration.prepared.recipe
     sched = SchedConfig(rows=configuration.rows, step_tokens=configuration.step_tokens, policy="priority")
     device = open_device(configuration.site.name)
-    plain = replace(recipe.run, speculative="off")  # predictions are for steps without drafts
-    return assemble(recipe.files, plain, sched, StateConfig(), device=device).engine
+    return assemble(recipe.files, recipe.run, sched, StateConfig(), device=device).engine
 
 
 def replay(

@@ -101,7 +101,7 @@ def test_options_are_read_from_one_text() -> None:
     assert SpeculativeChoice.parse("suffix").options == SPECULATIVE["suffix"]
     found = SpeculativeChoice.parse(" ngram , width=3, least = 1,most=2,adaptive=false")
     assert found.options == {"width": 3, "least": 1, "most": 2, "adaptive": False}
-    assert RunConfig().speculative == "auto"
+    assert RunConfig().speculative == "off"
 
 
 @pytest.mark.parametrize(

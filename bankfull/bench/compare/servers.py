@@ -68,8 +68,7 @@ def parse_contender(text: str) -> Contender:
 
 
 def ours() -> Contender:
-    """Without speculative decoding, which peers have only if they are told so."""
-    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {MODEL} --port {PORT} --speculative off")
+    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {MODEL} --port {PORT}")
 
 
 def installed_peers() -> list[Contender]:
