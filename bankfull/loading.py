@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from bankfull.config import RunConfig, SchedConfig, SpeculativeChoice, StateConfig
+from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
 from bankfull.decode.plain import Plain
-from bankfull.decode.strategy import Strategy
+from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
 from bankfull.frontend import Frontend
@@ -32,7 +33,7 @@ from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
-from bankfull.state.spec import Layout, joined_states, layout_of
+from bankfull.state.spec import Layout, Recurrent, joined_states, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
@@ -155,17 +156,9 @@ def assemble(
             "rows are slower without it (activations='int8' makes it anyway).",
             shown(inner_weights(files.source)),
         )
-    free = device.free_memory()
-    try:
-        model = build_model(files.config, build)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the "
-            "model, or use a smaller one."
-        ) from error
+    model = build_weights(files, build, device)
     phases.end("weights")
-    if build.kit.activations != FLOAT:
-        files.source.release()  # the weights are repacked
+    refuse_other_size(model, strategy)
     refuse_pages_without_use(layout_of(model.states(), state.page_tokens), run.kv_dtype)
     layout = layout_of(joined_states(model.states(), strategy.states()), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
@@ -187,6 +180,7 @@ def assemble(
         drafts=max(strategy.width(0), 0 if drafting is None else drafting.width),
         share=device.share,
     )
+    refuse_short_context(sizes.max_len, strategy)
     for notice in sizes.notices:
         log.warning(notice)
     sched = replace(sched, rows=sizes.rows)
@@ -232,6 +226,72 @@ def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, dep
 
     lookup = SuffixLookup(options["least"], options.get("most", 0))
     return Drafting(lookup, options["width"], depth, least_gain if options["adaptive"] else None)
+
+
+def load_draft(
+    name: str,
+    target: str,
+    run: RunConfig,
+    branching: Sequence[int] = (1, 1, 1, 1),
+    *,
+    device: Device | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> DraftModel:
+    """The strategy that drafts with the model `name` for the model `target`. `run`: the draft model's own options
+    (dtype, quantize, activations, kv_dtype, ...). `branching`: as for `DraftModel`. `tokenizer`: the target's, if it is
+    read already."""
+    check_branching(branching)
+    files = open_model(locate(name))
+    family_of(files.config)
+    wanted = tokenizer or load_tokenizer(open_model(locate(target)))[0]
+    own, _ = load_tokenizer(files)
+    if (other := wanted.first_other_token(own)) is not None:
+        raise ConfigError(
+            f"{name!r} cannot draft for {target!r}: their vocabularies differ, first in token {other}; choose a "
+            "draft model with the target's tokenizer."
+        )
+    device = device or open_device(run.device)
+    if run.quantize is not None:
+        files = rounded(files, run.quantize, device)
+    build = plan_build(files, run, device)
+    model = build_weights(files, build, device)
+    if any(isinstance(spec, Recurrent) for states in model.states() for spec in states):
+        raise ConfigError(
+            f"{name!r} cannot draft: it has recurrent state, from which rejected drafts cannot be taken back; choose a "
+            "draft model of attention layers only."
+        )
+    return DraftModel(OwnModel(model, build.kit), branching)
+
+
+def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:
+    free = device.free_memory()
+    try:
+        model = build_model(files.config, build)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the "
+            "model, or use a smaller one."
+        ) from error
+    if build.kit.activations != FLOAT:
+        files.source.release()  # the weights are repacked
+    return model
+
+
+def refuse_other_size(model: Decoder, strategy: Strategy) -> None:
+    if strategy.own is not None and strategy.own.model.vocab != model.vocab:
+        raise ConfigError(
+            f"The draft model has {strategy.own.model.vocab} token ids and the model {model.vocab}; choose a draft "
+            "model with the same vocabulary."
+        )
+
+
+def refuse_short_context(max_len: int, strategy: Strategy) -> None:
+    if strategy.own is not None and strategy.own.model.max_positions < max_len:
+        context = strategy.own.model.max_positions
+        raise ConfigError(
+            f"The draft model's context of {context} tokens is shorter than the {max_len} tokens of the longest "
+            f"sequence; set max_model_len to at most {context}, or choose another draft model."
+        )
 
 
 class Phases:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from bankfull.config import SchedConfig, StateConfig
+from bankfull.decode.draft import DraftModel
 from bankfull.decode.plain import Plain
-from bankfull.decode.strategy import Strategy
+from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.errors import ConfigError
 from bankfull.runtime import naive
 from bankfull.sched.pace import Pace
@@ -23,11 +24,21 @@ from tests.kit import Bench, Guess, GuessLookup, GuessTree, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
 NEW = 20
+
+
+def drafter(shape: str, branching: Sequence[int]) -> DraftModel:
+    """A model of its own arithmetic: that of the kernels, whatever the target is computed with."""
+    how = (torch.float32, "auto")
+    return DraftModel(OwnModel(model_of(shape, *how), kit_of(shape, *how)), branching)
+
+
 STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
     "plain": lambda truths, seed: Plain(),
     "drafts": lambda truths, seed: Guess(truths, seed=seed),
     "lookup": lambda truths, seed: GuessLookup(truths, seed=seed),
     "trees": lambda truths, seed: GuessTree(truths, width=5 + seed % 9, seed=seed),
+    "draft": lambda truths, seed: drafter("llama", (1,) * (2 + seed % 4)),
+    "draft-tree": lambda truths, seed: drafter("gemma", (3, 1, 2)[: 1 + seed % 3]),
 }
 """Factories, called for each case with the sequences that greedy decoding gives and a seed."""
 SETTINGS: dict[str, Sequence[object]] = {
@@ -114,7 +125,7 @@ def check(
     expected = [list(truth(shape, tuple(p), *how)) for p in asked]
     truths = [list(p) + tokens for p, tokens in zip(asked, expected, strict=True)]
     chosen = STRATEGIES[strategy](truths, chunk)
-    if strategy == "trees" and shape == "mamba":
+    if chosen.trees and shape == "mamba":
         with pytest.raises(ConfigError, match="recurrent state verifies chains"):
             Bench(model, device_of(depth), depth, strategy=chosen)
         return
@@ -181,7 +192,7 @@ def test_greedy_tokens_equal_the_naive_loop(
 @pytest.mark.parametrize("depth", (0, 1))
 def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
     for resumed in (False, True):
-        for strategy in ("drafts", "lookup", "trees"):
+        for strategy in ("drafts", "lookup", "trees", "draft", "draft-tree"):
             check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, torch.float32, "auto")
 
 

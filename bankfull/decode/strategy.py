@@ -216,9 +216,9 @@ class OwnSteps(Protocol):
         written."""
         ...
 
-    def fits(self, host_rows: Sequence[int], ahead: int) -> np.ndarray:
-        """(rows) whether the row has KV slots for `ahead` tokens, of which its newest known token is the first. Known
-        to the host, without waiting. Slots that a row does not have must not be written."""
+    def room(self, host_rows: Sequence[int], most: int) -> np.ndarray:
+        """(rows) the number of KV slots that the row has from its newest known token on, at most `most`. Known to the
+        host, without waiting. Slots that a row does not have must not be written."""
         ...
 
     def batch(self, host_rows: Sequence[int], first: int, counts: Sequence[int] | np.ndarray) -> Batch:
@@ -241,7 +241,7 @@ class Strategy(Protocol):
     """Whether `follow` is called."""
     ahead: int = 0
     """KV slots per decoding row that `propose` writes, from the row's newest token on. The scheduler reserves them
-    where memory allows (`OwnSteps.fits`); a row without them gets no good drafts, and correct tokens."""
+    where memory allows (`OwnSteps.room`); a row without them gets no good drafts, and correct tokens."""
 
     @property
     def own(self) -> OwnModel | None:

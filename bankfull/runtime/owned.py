@@ -40,11 +40,11 @@ class OwnedSteps:
     def run(self, batch: Batch) -> Tensor:
         return self._run(batch)
 
-    def fits(self, host_rows: Sequence[int], ahead: int) -> np.ndarray:
-        rows = self._rows
-        end = rows.computed[list(host_rows)] + ahead
+    def room(self, host_rows: Sequence[int], most: int) -> np.ndarray:
+        rows, index = self._rows, list(host_rows)
         assert rows.covered is not None
-        return (end < rows.tokens.shape[1]) & (end <= rows.covered[:, list(host_rows)].min(0))
+        end = np.minimum(rows.covered[:, index].min(0), rows.tokens.shape[1] - 1)
+        return np.clip(end - rows.computed[index], 0, most)
 
     def batch(self, host_rows: Sequence[int], first: int, counts: Sequence[int] | np.ndarray) -> Batch:
         return placed_from_newest(self._rows, self._layout, host_rows, first, counts)

@@ -33,11 +33,14 @@ from torch import Tensor
 from bankfull.sample.adjust import adjust
 from bankfull.sample.draw import NO_TOKEN, best, draw
 from bankfull.sample.logprobs import logprobs_of
-from bankfull.sample.random import NumberKey, Purpose
-from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, RowFacts, SamplingTable
+from bankfull.sample.race import gumbel
+from bankfull.sample.random import NumberKey, Purpose, words_of
+from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, TEMPERATURE, RowFacts, SamplingTable
 from bankfull.sample.truncate import truncate
 
-__all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample"]
+__all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample", "sample_several"]
+CANDIDATES = 64
+"""Tokens of the highest scores from which `sample_several` takes all but its first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,36 @@ def sample(
         else:
             picked = drawn if chance.index is None else chance.put(best(scores), drawn)
     return _with_logprobs(picked, logits, rows, table, facts)
+
+
+def sample_several(
+    logits: Tensor,
+    rows: Tensor,
+    table: SamplingTable,
+    tokens: Tensor,
+    length: Tensor,
+    count: int,
+    *,
+    host_rows: Sequence[int],
+) -> Tensor:
+    """[n, count] draft tokens for each line: the one that `sample` chooses, then others in the order of their scores,
+    or for a sampled row in the order of its race. They are distinct where the vocabulary allows it. top-k, top-p and
+    min-p limit the first one only."""
+    first = sample(logits, rows, table, tokens, length, host_rows=host_rows).tokens[:, None]
+    if count == 1:
+        return first
+    facts = table.facts_for(host_rows, len(logits))
+    scores, ids = adjust(_widened(logits), rows, table, tokens, length, None, facts).topk(
+        min(max(CANDIDATES, count), logits.shape[-1])
+    )
+    if not all(fact.greedy for fact in facts):
+        key = NumberKey(table.wholes[rows, SEED], table.wholes[rows, CHILD], length.to(torch.int64))
+        noise = gumbel(*(words_of(key, Purpose.TOKEN, ids, low=low) for low in (False, True)))
+        drawn = scores.double() / table.reals[rows, TEMPERATURE, None] + noise
+        scores = torch.where(table.wholes[rows, GREEDY, None] > 0, scores.double(), drawn)
+    order = scores.masked_fill(ids == first, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    found = torch.cat((first, ids.gather(1, order[:, : count - 1])), 1)
+    return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=NO_TOKEN)
 
 
 def _draw(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[RowFacts]) -> Tensor:

@@ -71,6 +71,11 @@ class Tokenizer:
         same = all(getattr(self, rule) == getattr(other, rule) for rule in rules)
         return same and self._backend.to_str() == other._backend.to_str()
 
+    def first_other_token(self, other: Tokenizer) -> int | None:
+        """The lowest id that stands for different tokens in the two vocabularies; None if they are equal."""
+        ours, theirs = self._backend.get_vocab(with_added_tokens=True), other._backend.get_vocab(with_added_tokens=True)
+        return min((id for _, id in ours.items() ^ theirs.items()), default=None)
+
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
         """The ids of `text`.
 

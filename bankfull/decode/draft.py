@@ -1,0 +1,138 @@
+"""Draft tokens from a second, smaller model with the same vocabulary: a chain, or a tree along its best path.
+
+The model reads and writes keys and values in the pages of the target model's sequences. In `propose` it runs the last
+two known tokens, chooses a draft, runs it, and so on: one pass per draft of the chain. A pass gives the whole
+distribution, so further tokens of it are free drafts: leaves beside the chain.
+
+The token before the newest one is run again because it may be a draft that was never run: the last of a chain, or a
+leaf. All tokens before it were run as drafts or in `follow`, and stay valid: a chain's keys and values are in place,
+and an accepted path is moved for all models that share the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from bankfull.decode.strategy import ComputedStep, Draft, OwnModel, OwnSteps, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.verify import verify
+from bankfull.errors import ConfigError
+from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.sample.logits import sample_several
+from bankfull.sample.table import PLAIN
+
+
+class ChosenRows:
+    """Some rows of a view."""
+
+    def __init__(self, view: View, which: np.ndarray) -> None:
+        every = bool(which.all())
+        self.lines = np.flatnonzero(which)
+        """Their numbers within the view."""
+        self.there = view.ship(self.lines)
+        """`lines` on the device."""
+        self.rows = view.host_rows if every else [view.host_rows[line] for line in self.lines.tolist()]
+        self.index = view.rows if every else view.rows[self.there]
+        """(rows) their permanent rows, on the device."""
+        self.known = view.known[self.index]
+        self.ones = np.ones(len(self.rows), np.int64)
+
+
+class DraftModel(Strategy):
+    follows = True
+
+    def __init__(self, own: OwnModel, branching: Sequence[int] = (1, 1, 1, 1)) -> None:
+        """`branching`: the number of drafts at each depth. The best one of each depth is continued, so (1, 1, 1) is a
+        chain of three."""
+        self._own, self._branching = own, check_branching(branching)
+        self.trees = max(branching) > 1
+        self._parents = tree_along_chain(branching) if self.trees else None
+        self.ahead = len(branching)  # the newest token and every draft that is continued
+        self._drafted: dict[int, int] = {}
+        """Drafts of the rows that have fewer than a whole chain: they have just entered, or had too few KV slots. A
+        step may verify more, which are arbitrary tokens."""
+
+    @property
+    def own(self) -> OwnModel:
+        return self._own
+
+    def attach(self, steps: OwnSteps) -> None:
+        self._steps = steps
+
+    def width(self, load: int) -> int:
+        return sum(self._branching)
+
+    def begin(self, rows: Sequence[int]) -> None:
+        self._drafted.update(dict.fromkeys(rows, 0))
+
+    def follow(self, step: ComputedStep) -> None:
+        """Run the step's tokens, unless every row has only tokens that `propose` runs or has run."""
+        if any(w.count > 1 or not w.sample or w.drafts > self._drafted.get(w.row, w.drafts) for w in step.work):
+            self._steps.run(step.batch)
+
+    def propose(self, view: View) -> Draft | None:
+        room = self._steps.room(view.host_rows, self.ahead)
+        batch = self._steps.batch(view.host_rows, -1, 1 + (room > 0))
+        hidden = self._steps.run(batch)
+        tokens = view.tokens.new_zeros(len(view.host_rows), self.width(0))
+        self._note(view.host_rows, room)
+        chosen, beside = ChosenRows(view, room > 0), len(self._branching)
+        for depth, count in enumerate(self._branching):
+            if depth and (room[chosen.lines] <= depth).any():
+                chosen = ChosenRows(view, room > depth)
+            if not chosen.rows:
+                break
+            if depth:
+                newest = self._steps.run(self._steps.batch(chosen.rows, depth, chosen.ones))
+            else:
+                newest = hidden[view.ship(batch.logit_index[chosen.lines])]
+            found = self._choose(newest, view, chosen, chosen.known + depth, count)
+            tokens[chosen.there, depth] = found[:, 0]
+            tokens[chosen.there, beside : beside + count - 1] = found[:, 1:]
+            beside += count - 1
+            view.tokens[chosen.index, chosen.known + depth] = found[:, 0]  # read by the next pass, and by penalties
+        return Draft(tokens, self._parents)
+
+    def _note(self, rows: Sequence[int], room: np.ndarray) -> None:
+        for row in rows if self._drafted else ():
+            self._drafted.pop(row, None)
+        if (room < self.ahead).any():
+            self._drafted.update((row, int(slots)) for row, slots in zip(rows, room, strict=True) if slots < self.ahead)
+
+    def _choose(self, hidden: Tensor, view: View, chosen: ChosenRows, length: Tensor, count: int) -> Tensor:
+        """(rows, count) drafts for position `length`, drawn with the numbers that verification draws with."""
+        head, facts = self._own.model.head, view.sampling.facts
+        if count == 1 and all(facts[row] is PLAIN for row in chosen.rows):
+            found = head.best(hidden)[:, None]
+        else:
+            found = sample_several(
+                head(hidden), chosen.index, view.sampling, view.tokens, length, count, host_rows=chosen.rows
+            )
+        return found.clamp_min(0)
+
+    def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
+        return verify(scores, sampling)
+
+
+def check_branching(branching: Sequence[int]) -> tuple[int, ...]:
+    """Raises ConfigError where a tree cannot be verified in one step."""
+    if not branching or min(branching) < 1:
+        raise ConfigError(
+            f"branching={list(branching)} of the draft model is not a tree: give the number of drafts at each depth, "
+            "each at least 1."
+        )
+    if sum(branching) >= TREE_TOKENS:
+        raise ConfigError(
+            f"The draft model's tree has {sum(branching)} draft tokens, but a step verifies at most "
+            f"{TREE_TOKENS - 1}; lower its depth or branching."
+        )
+    return tuple(branching)
+
+
+def tree_along_chain(branching: Sequence[int]) -> np.ndarray:
+    """Parents of the drafts: first the chain of the best drafts, then the leaves beside it, by depth. A step that
+    verifies fewer drafts leaves out leaves first."""
+    chain = range(-1, len(branching) - 1)
+    return np.array([*chain, *(depth - 1 for depth, count in enumerate(branching) for _ in range(count - 1))], np.int64)
