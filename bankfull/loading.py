@@ -157,6 +157,7 @@ def assemble(
             shown(inner_weights(files.source)),
         )
     model = build_weights(files, build, device)
+    strategy.prepare(model)
     phases.end("weights")
     refuse_other_size(model, strategy)
     refuse_pages_without_use(layout_of(model.states(), state.page_tokens), run.kv_dtype)

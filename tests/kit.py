@@ -51,6 +51,7 @@ class Bench:
     """With it, steps are captured where the device can."""
 
     def __post_init__(self) -> None:
+        self.strategy.prepare(self.model)
         states = joined_states(self.model.states(), self.strategy.states())
         layout = layout_of(states, self.state.page_tokens)
         lookup = self.strategy if isinstance(self.strategy, GuessLookup) else None

@@ -253,6 +253,10 @@ class Strategy(Protocol):
         """The states of its own model's layers."""
         return [] if self.own is None else self.own.model.states()
 
+    def prepare(self, target: Decoder) -> None:
+        """Called once with the target model, before memory for state is planned: check it, and load weights."""
+        return None
+
     def attach(self, steps: OwnSteps) -> None:
         """Called once, before the first step, if the strategy has its own model."""
         return None

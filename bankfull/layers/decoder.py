@@ -19,6 +19,7 @@ from bankfull.ops.reference.linear import highest
 from bankfull.progress import PROGRESS
 from bankfull.state.spec import StateSpec
 from bankfull.state.storage import LayerStates
+from bankfull.weights.qtensor import QTensor
 
 Module = Callable[[Tensor], Tensor]
 Feed = Callable[[Any], Tensor]
@@ -78,8 +79,9 @@ def joined(norm: Norm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor
 class Head:
     """From hidden states to logits."""
 
-    def __init__(self, build: Build, project: Linear, cap: float | None = None) -> None:
-        self.project, self.cap = project, cap
+    def __init__(self, build: Build, project: Linear, stored: Callable[[], QTensor], cap: float | None = None) -> None:
+        """`stored` reads the matrix of `project` again, as the file stores it."""
+        self.build, self.project, self.stored, self.cap = build, project, stored, cap
         self._cap = build.bind(soft_cap)
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from bankfull.layers.norm import RMSNorm
 from bankfull.layers.rope import Rope
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config
+from bankfull.weights.qtensor import QTensor
 
 #: Defaults of the fields that a transformer's configuration may leave out.
 TRANSFORMER = {
@@ -108,8 +109,12 @@ def tied_head(config: Config) -> tuple[str, ...]:
 
 def head_of(fields: ConfigFields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
     vocab, hidden = embed.table.shape
-    weight = embed.table if fields.flag("tie_word_embeddings") else None
-    return Head(build, Linear(build.at("lm_head"), hidden, vocab, weight=weight, int8_when_batched=True), cap)
+    weight, at = embed.table if fields.flag("tie_word_embeddings") else None, build.at("lm_head")
+
+    def stored() -> QTensor:
+        return at.weight("weight", (vocab, hidden)) if weight is None else weight
+
+    return Head(build, Linear(at, hidden, vocab, weight=weight, int8_when_batched=True), stored, cap)
 
 
 def decoder(

@@ -1,0 +1,139 @@
+"""Medusa: extra heads on the model's last hidden state propose a static tree of draft tokens.
+
+One pass over the heads gives the candidates of every depth at once; no draft depends on another draft. A node's token
+is a candidate of the head of its depth, whatever its parent is. Verification is exact for greedy and sampled requests.
+Medusa-2 checkpoints have the same heads, trained together with the model that they come with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from bankfull.decode.candidate_tree import MOST_NODES, USUAL_ACCEPTANCE, best_tree, chain_tree
+from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.verify import verify
+from bankfull.errors import ConfigError
+from bankfull.layers.decoder import Decoder, Head
+from bankfull.layers.linear import Linear
+from bankfull.ops.reference.linear import GROUP
+from bankfull.ops.registry import INT8, INT8_FEW
+from bankfull.state.spec import Recurrent
+from bankfull.weights.medusa import Block, MedusaHeads
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.quantize import quantize
+
+SPARSE, CHAIN = "sparse", "chain"
+NODES = 16
+"""Draft tokens of a tree unless another number is given."""
+
+
+class MedusaStack:
+    """The first heads, ready to run: one product for their first blocks, and one for their projections where these are
+    the rows of one matrix."""
+
+    def __init__(self, head: Head, heads: MedusaHeads, count: int) -> None:
+        """`head`: the model's own; its build chooses kernels, dtype and device. `count`: heads to run."""
+        self.build, self.count, self.hidden = head.build, count, heads.hidden
+        blocks = heads.blocks[:count]
+        self._first = self._linear([of_head[0] for of_head in blocks])
+        self._later = [
+            [self._linear([block]) for block in layer] for layer in zip(*(b[1:] for b in blocks), strict=True)
+        ]
+        self.vocabulary: Tensor | None = None
+        if heads.projections is not None:
+            own = [self._own(projection) for projection in heads.projections[:count]]
+            self._projections = [Linear(self.build, self.hidden, heads.vocab, weight=weight) for weight in own]
+            return
+        assert heads.vocabulary is not None
+        self.vocabulary = heads.vocabulary.to(self.build.device)
+        weight = head.stored().rows(self.vocabulary)
+        self._projections = [Linear(self.build, self.hidden, len(self.vocabulary), weight=weight)]
+
+    def candidates(self, hidden: Tensor, most: int) -> Tensor:
+        """(rows, heads, most) token ids, the most likely first. `hidden` (rows, hidden): the input of the model's
+        head."""
+        rows = len(hidden)
+        x = silu(self._first(hidden).view(rows, self.count, self.hidden)) + hidden[:, None]
+        for layer in self._later:
+            x = torch.stack([x[:, k] + silu(block(x[:, k].contiguous())) for k, block in enumerate(layer)], 1)
+        if len(self._projections) == 1:
+            best = _highest(self._projections[0], x.reshape(rows * self.count, self.hidden), most)
+        else:
+            each = [_highest(own, x[:, k].contiguous(), most) for k, own in enumerate(self._projections)]
+            best = torch.stack(each, 1)
+        ids = best if self.vocabulary is None else self.vocabulary[best]
+        return ids.view(rows, self.count, most)
+
+    def _linear(self, blocks: Sequence[Block]) -> Linear:
+        weight = self._own(torch.cat([weight for weight, _ in blocks]))
+        made = Linear(self.build, self.hidden, self.hidden * len(blocks), weight=weight)
+        made.bias = torch.cat([bias for _, bias in blocks]).to(self.build.device, self.build.dtype)
+        return made
+
+    def _own(self, weight: Tensor) -> QTensor:
+        """A matrix of the heads, as precise as the model's: 8 bits where the model's activations are rounded."""
+        if self.build.kit.activations in (INT8, INT8_FEW) and weight.shape[1] % GROUP == 0:
+            return quantize(weight, "q8_0").to(self.build.device)
+        return QTensor.dense(weight.to(self.build.device, self.build.matrices))
+
+
+class Medusa(Strategy):
+    def __init__(self, heads: MedusaHeads, nodes: int | None = None, tree: str = SPARSE) -> None:
+        """`nodes`: draft tokens, at most; without it, 16 for a tree and one per head for a chain. `tree`: sparse, or
+        chain, which models with recurrent state need."""
+        self.heads = heads
+        if tree not in (SPARSE, CHAIN):
+            raise ConfigError(f"tree={tree[:40]!r} is unknown; use {SPARSE!r} or {CHAIN!r}.")
+        if nodes is not None and not 1 <= nodes <= MOST_NODES:
+            raise ConfigError(f"nodes={nodes} is not possible; choose 1 to {MOST_NODES} draft tokens.")
+        count = len(heads.blocks)
+        if tree == CHAIN:
+            self.tree = chain_tree(min(nodes or count, count))
+        else:
+            ranks = heads.vocab if heads.vocabulary is None else len(heads.vocabulary)
+            acceptance = [of_head[:ranks] for of_head in heads.acceptance or USUAL_ACCEPTANCE[:count]]
+            self.tree = best_tree(acceptance, nodes or NODES)
+        self.trees = tree == SPARSE
+        self._stack: MedusaStack | None = None
+
+    def prepare(self, target: Decoder) -> None:
+        columns = target.head.stored().shape[1]
+        self.heads.suit(columns, target.vocab)
+        if self.trees and any(isinstance(state, Recurrent) for states in target.states() for state in states):
+            raise ConfigError(
+                "A model with recurrent state verifies chains of draft tokens only, and these heads propose a tree; "
+                f"add tree={CHAIN}."
+            )
+        self._stack = MedusaStack(target.head, self.heads, self.tree.depth)
+
+    def width(self, load: int) -> int:
+        return len(self.tree)
+
+    def propose(self, view: View) -> Draft | None:
+        assert self._stack is not None, "the strategy runs with a model"
+        tree = self.tree
+        found = self._stack.candidates(view.hidden, tree.widest)
+        heads, ranks = self._places
+        return Draft(found[:, heads, ranks], tree.parents if self.trees else None)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Head and rank of each node, where the candidates are."""
+        assert self._stack is not None
+        device = self._stack.build.device
+        return torch.from_numpy(self.tree.heads).to(device), torch.from_numpy(self.tree.ranks).to(device)
+
+    def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
+        return verify(scores, sampling)
+
+
+def _highest(project: Linear, x: Tensor, most: int) -> Tensor:
+    """(rows, most) the outputs with the highest values; any valid ones where no value is finite."""
+    if most == 1:
+        return project.best(x).clamp_min(0)[:, None]
+    return project(x).topk(most, -1).indices
