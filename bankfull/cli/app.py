@@ -36,7 +36,7 @@ COMMANDS = (
     "key",
 )
 """Commands: each is a function in the module of the same name."""
-GROUPS = ("batch", "bench", "cluster", "data")
+GROUPS = ("batch", "bench", "cluster", "data", "train")
 """Groups of commands: each is a `typer.Typer` in the module of the same name."""
 
 

@@ -1,0 +1,249 @@
+"""`bankfull train`: train a drafter for one's own model."""
+
+from __future__ import annotations
+
+import json as json_text
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bankfull.cli.options import Activations, Dtype, Json, Threads, flat
+from bankfull.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bankfull.llm import LLM
+    from bankfull.loading import Assembled
+    from bankfull.train.recipe import TrainingRecipe
+    from bankfull.train.report import DrafterReport
+    from bankfull.train.run import MakeTrainer
+    from bankfull.train.text import Answered
+    from bankfull.train.trainer import Trainer
+
+PROMPTS, ANSWER_TOKENS = 2000, 256
+BATCH = {"cpu": 2, "cuda": 16}
+STATE_GIB = 2.0
+
+train = typer.Typer(
+    rich_markup_mode=None,
+    help="Train a drafter for speculative decoding. The model stays as it is, and writes the training text itself.",
+)
+
+
+@train.callback(invoke_without_command=True)
+def trained_kinds(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        raise ConfigError(f"Choose a drafter to train: {', '.join(command.__name__ for command in COMMANDS)}.")
+
+
+Model = Annotated[
+    str, typer.Argument(help="A model directory, a .gguf file, a hub id (org/name), or a short name (smollm2).")
+]
+Output = Annotated[
+    Path, typer.Option("-o", "--output", help="Directory of the run and its result; an interrupted run continues.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """Options of every kind of drafter."""
+
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Prompts for the training text: one per line, or a .jsonl file with "prompt" fields.',
+            show_default="tasks of the package",
+        ),
+    ] = None
+    count: Annotated[
+        int | None,
+        typer.Option(min=2, help="Answers that the model writes.", show_default=f"{PROMPTS}, or one per prompt given"),
+    ] = None
+    answer_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = ANSWER_TOKENS
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature of the answers.")] = 0.7
+    seed: Annotated[int, typer.Option(min=0, max=2**30, help="Random seed of the whole training.")] = 0
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2000
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Answers per optimizer step.", show_default="2 on a CPU, 16 on a GPU")
+    ] = None
+    rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Highest learning rate.")] = 1e-3
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Stop after this time; the same command continues.", show_default="no limit"),
+    ] = None
+    measure_every: Annotated[int, typer.Option(min=1, help="Steps between measurements of the acceptance.")] = 100
+    states: Annotated[float, typer.Option(min=0.0, help="GiB of hidden states to keep; others are recomputed.")] = (
+        STATE_GIB
+    )
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Dtype = "auto"
+    activations: Activations = "auto"
+    threads: Threads = None
+
+
+def medusa(
+    model: Model,
+    *,
+    output: Output,
+    options: TrainOptions,
+    heads: Annotated[int, typer.Option(min=1, max=16, help="Heads: draft tokens on a path, at most.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of a head.")] = 1,
+    vocabulary: Annotated[
+        int, typer.Option(min=16, help="Token ids that the heads can propose: the most frequent ones of the answers.")
+    ] = 8192,
+    json: Json = False,
+) -> None:
+    """Train Medusa heads: residual blocks that use the model's own head.
+
+    The model first writes answers to prompts; they are the training text. Every 20th prompt is held out, and the
+    acceptance is measured on its answers. An interrupted run continues where it was, also after kill -9.
+    """
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    prompts = _prompts(options)
+    llm = _load(model, options)
+    shape = {"heads": heads, "layers": layers, "vocabulary": vocabulary}
+    recipe = _recipe("medusa", llm, options, prompts, shape)
+
+    def make(loaded: Assembled, answers: Sequence[Answered]) -> Trainer:
+        from bankfull.train.medusa import MedusaTrainer
+        from bankfull.train.text import frequent_tokens
+
+        ids = frequent_tokens(answers, vocabulary, loaded.model.vocab)
+        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
+        return MedusaTrainer(loaded, heads, layers, ids, about)
+
+    _train(llm, model, output, options, recipe, prompts, make, heads + 2, deadline, json)
+
+
+def _load(model: str, options: TrainOptions) -> LLM:
+    import logging
+
+    from bankfull.familiar import configure
+    from bankfull.llm import LLM
+    from bankfull.loading import load
+    from bankfull.runtime.device import open_device
+
+    logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
+    device = open_device(options.device)
+    given: dict[str, Any] = {"dtype": options.dtype, "activations": options.activations, "threads": options.threads}
+    if device.kind == "cuda":
+        given["memory"] = "25%"  # the rest is for training
+    made = load(model, *configure(given)[:3], None, device=device)
+    return LLM(model, loaded=made)
+
+
+def _prompts(options: TrainOptions) -> list[str]:
+    from bankfull.train.prompts import own_prompts, read_prompts, repeated
+
+    if options.prompts is None:
+        return own_prompts(options.count or PROMPTS, options.seed)
+    given = read_prompts(options.prompts)
+    return repeated(given, options.count or len(given))
+
+
+def _recipe(kind: str, llm: LLM, options: TrainOptions, prompts: list[str], shape: dict[str, int]) -> TrainingRecipe:
+    from bankfull.train.recipe import TrainingRecipe, digest_of
+    from bankfull.weights.fingerprint import weights_fingerprint
+
+    loaded = llm.loaded
+    return TrainingRecipe(
+        kind,
+        weights_fingerprint(loaded.files.path),
+        f"{str(loaded.build.dtype).removeprefix('torch.')} {loaded.kit.activations}",
+        options.seed,
+        len(prompts),
+        digest_of(prompts),
+        options.temperature,
+        options.answer_tokens,
+        options.steps,
+        options.batch or BATCH[loaded.device.kind],
+        options.rate,
+        shape,
+    )
+
+
+def _train(
+    llm: LLM,
+    model: str,
+    output: Path,
+    options: TrainOptions,
+    recipe: TrainingRecipe,
+    prompts: list[str],
+    make: MakeTrainer,
+    least_answer: int,
+    deadline: float | None,
+    json: bool,
+) -> None:
+    from bankfull.cli.terminal import progress, say
+    from bankfull.limits.meter.step_limit import step_limit_of
+    from bankfull.train.report import report_of
+    from bankfull.train.run import TrainingOptions, run_training
+
+    how = TrainingOptions(deadline, options.measure_every, int(options.states * 2**30), progress)
+    outcome = run_training(llm, recipe, prompts, output, make, least_answer, how)
+    finished = outcome.acceptance is not None and outcome.progress.step >= recipe.steps
+    stage = {"finished": finished, "answers": outcome.answers, "of_answers": len(prompts), "of_steps": recipe.steps}
+    if outcome.acceptance is None:
+        if json:
+            print(json_text.dumps({"model": model, **stage, "steps": 0}))
+        say(f"bankfull: {outcome.answers} of {len(prompts)} answers are written; the same command continues.")
+        return
+    report = report_of(outcome, step_limit_of(llm, measure=True))
+    if json:
+        print(json_text.dumps({"model": model, **stage, **report.as_json()}))
+    else:
+        _show(report, recipe, output)
+    if not finished:
+        say(f"bankfull: {outcome.progress.step} of {recipe.steps} steps are done; the same command continues.")
+
+
+def _show(report: DrafterReport, recipe: TrainingRecipe, folder: Path) -> None:
+    from bankfull.cli.terminal import print_table
+    from bankfull.limits.units import scaled
+    from bankfull.train.report import total_bytes
+
+    print_table(_acceptance_table(report))
+    print_table(_choices_table(report))
+    best, outcome = report.best, report.outcome
+    gain = "" if best.gain is None else f", {best.gain:.2f}x the tokens per second of one stream by the step cost model"
+    print(f"best: {best.kind} of {best.nodes} drafts, {best.tokens:.2f} tokens per step{gain}")
+    tree = ",tree=chain" if best.kind == "chain" else ""
+    files = ", ".join(f"{file.name} {scaled(file.stat().st_size, 'B')}" for file in outcome.files)
+    print(f"files: {files}; together {scaled(total_bytes(outcome.files), 'B')}")
+    print(f"use: --speculative {recipe.kind}:{folder},nodes={best.nodes}{tree}")
+
+
+def _acceptance_table(report: DrafterReport) -> Any:
+    from rich.table import Table
+
+    outcome = report.outcome
+    assert outcome.acceptance is not None
+    before = outcome.progress.measured[0]["acceptance"]
+    shown = Table()
+    for heading in ("draft position", "before training", "acceptance", "among 2 candidates", "among 10"):
+        shown.add_column(heading, justify="right")
+    for depth, ranks in enumerate(outcome.acceptance.by_rank):
+        chances = (before[depth], ranks[0], sum(ranks[:2]), sum(ranks))
+        shown.add_row(str(depth + 1), *(f"{chance:.3f}" for chance in chances))
+    return shown
+
+
+def _choices_table(report: DrafterReport) -> Any:
+    from rich.table import Table
+
+    shown = Table()
+    for heading in ("drafts", "nodes", "tokens per step", "cost of a step", "expected gain"):
+        shown.add_column(heading, justify="left" if heading == "drafts" else "right")
+    for one in report.choices:
+        cost = "-" if one.cost is None else f"{one.cost:.2f}x"
+        gain = "-" if one.gain is None else f"{one.gain:.2f}x"
+        shown.add_row(one.kind, str(one.nodes), f"{one.tokens:.2f}", cost, gain)
+    return shown
+
+
+COMMANDS = (medusa,)
+for command in COMMANDS:
+    train.command(command.__name__)(flat(command))

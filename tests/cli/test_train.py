@@ -1,0 +1,62 @@
+"""`train`: a drafter from a model and nothing else, in one run or in slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bankfull.weights.medusa import CONFIG, TREE, WEIGHTS, read_heads
+from tests.train.looping import looping_folder
+
+from .conftest import Cli
+
+SHORT = ("--count", 10, "--answer-tokens", 16, "--vocabulary", 64, "--heads", 2, "--rate", 0.02)
+
+
+def test_heads_are_trained_and_reported(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    done = cli("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 40, "--measure-every", 20)
+    assert done.code == 0, done.err
+    assert "draft position" in done.out and "tokens per step" in done.out and "expected gain" in done.out
+    assert "best: " in done.out and f"use: --speculative medusa:{out},nodes=" in done.out
+    assert all(name in done.out for name in (WEIGHTS, TREE, CONFIG))
+    heads = read_heads(out)
+    assert len(heads.blocks) == 2 and heads.vocabulary is not None and len(heads.vocabulary) == 64
+
+    again = cli("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 40, "--json")
+    assert again.code == 0 and again.json["finished"] and again.json["steps"] == 40
+    report = again.json
+    assert report["acceptance_by_position"][0] > report["acceptance_before"][0]
+    assert [one["step"] for one in report["measured"]] == [0, 20, 40]
+    assert {one["kind"] for one in report["choices"]} == {"chain", "tree"}
+    assert report["best"]["expected_gain"] == max(one["expected_gain"] for one in report["choices"])
+    assert report["files"][WEIGHTS] == (out / WEIGHTS).stat().st_size
+
+
+def test_a_slice_that_ends_early_says_how_to_go_on(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    first = ("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 100_000)
+    done = cli(*first, "--minutes", 0.05, "--json")
+    assert done.code == 0 and not done.json["finished"] and "the same command continues" in done.err
+    other = cli("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 5)
+    assert "belongs to a run with another steps" in other.sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "Choose a drafter to train: medusa"),
+        (("medusa", "nowhere/at/all", "-o", "x"), "nowhere/at/all"),
+        (("medusa", "MODEL"), "--output"),
+        (("medusa", "MODEL", "-o", "x", "--prompts", "gone.txt"), "gone.txt cannot be read"),
+        (("medusa", "MODEL", "-o", "x", "--heads", "99"), "--heads"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(looping_folder()) if word == "MODEL" else word for word in arguments]
+    assert sentence in cli("train", *given).sentence
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,1 @@
+"""Training of drafters: data, hidden states, loop, checkpoints, and the command."""
