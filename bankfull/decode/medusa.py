@@ -28,7 +28,7 @@ from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
 
 SPARSE, CHAIN = "sparse", "chain"
-NODES = 16
+NODES = 8
 """Draft tokens of a tree unless another number is given."""
 
 
@@ -84,7 +84,7 @@ class MedusaStack:
 
 class Medusa(Strategy):
     def __init__(self, heads: MedusaHeads, nodes: int | None = None, tree: str = SPARSE) -> None:
-        """`nodes`: draft tokens, at most; without it, 16 for a tree and one per head for a chain. `tree`: sparse, or
+        """`nodes`: draft tokens, at most; without it, 8 for a tree and one per head for a chain. `tree`: sparse, or
         chain, which models with recurrent state need."""
         self.heads = heads
         if tree not in (SPARSE, CHAIN):

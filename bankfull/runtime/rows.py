@@ -55,10 +55,8 @@ class HostRows:
             self.tokens[index, self.known[index]] = np.maximum(tokens[:, 0], 0)
             self.known[index] += 1
             return
-        for j in range(tokens.shape[1]):
-            fits = counts > j
-            some = index[fits]
-            self.tokens[some, self.known[some] + j] = tokens[fits, j].clip(0)
+        line, place = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        self.tokens[index[line], self.known[index[line]] + place] = tokens[line, place].clip(0)
         self.known[index] += counts
 
 
@@ -242,6 +240,5 @@ class Rows:
             assert draft.parents is None, "only a strategy with `trees` may propose them"
 
     def _behind(self, index: Tensor, tokens: Tensor) -> None:
-        last = self.tokens.shape[1] - 1
-        for j in range(tokens.shape[1]):
-            self.tokens[index, (self.known[index] + j).clamp(max=last)] = tokens[:, j]
+        places = self.known[index][:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.tokens[index[:, None], places.clamp_max(self.tokens.shape[1] - 1)] = tokens

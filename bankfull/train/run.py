@@ -23,6 +23,8 @@ Bar = Callable[[str, int, int], AbstractContextManager[Callable[[int, str], None
 MakeTrainer = Callable[[Assembled, Sequence[Answered]], Trainer]
 """Makes a drafter for a model from the answers to train on."""
 STATES = "states"
+MEASURED = 128
+"""Held-out answers that a measurement reads, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def run_training(
     def states(name: str, answers: Sequence[Answered]) -> HiddenStates:
         return HiddenStates(loaded, answers, None if kept is None else kept / name, options.most_bytes)
 
-    measured = states("held_out", held_out)
+    measured = states("held_out", held_out[:MEASURED])
     schedule = Schedule(recipe.steps, recipe.batch, recipe.rate, recipe.seed, options.measure_every)
     with options.bar("steps", recipe.steps, 0) as advance:
         progress = train(trainer, states("train", train_on), measured, schedule, folder, options.deadline, advance)

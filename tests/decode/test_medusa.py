@@ -87,7 +87,7 @@ def test_the_published_layout_is_read(tmp_path: Path, prefix: str) -> None:
     assert found.vocab == VOCAB and len(found.blocks) == 2 and found.acceptance is None and found.vocabulary is None
     assert torch.equal(found.blocks[1][0][0], tensors[f"{prefix}1.0.linear.weight"])
     assert found.projections is not None and torch.equal(found.projections[1], tensors[f"{prefix}1.1.weight"])
-    assert Medusa(found).width(0) == 16, "the usual acceptance gives a tree"
+    assert Medusa(found).width(0) == 8, "the usual acceptance gives a tree"
 
 
 def damage(name: str) -> Callable[[Path], None]:
