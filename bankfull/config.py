@@ -135,7 +135,8 @@ class RunConfig:
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order of their arrival."""
     speculative: str = "off"
-    """Speculative decoding: `NAME[,key=value...]` (`SpeculativeChoice`). It changes the speed, never the tokens."""
+    """Speculative decoding: `NAME[:MODEL][,key=value...]` (`SpeculativeChoice`). It changes the speed; the tokens are
+    the same where a row's arithmetic does not depend on the number of rows, as in float32 on a CPU."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth not in (0, 1):
@@ -155,15 +156,22 @@ class RunConfig:
         SpeculativeChoice.parse(self.speculative)
 
 
-SPECULATIVE: dict[str, dict[str, int | bool]] = {
+SpeculativeOptions = dict[str, int | bool | str]
+
+SPECULATIVE: dict[str, SpeculativeOptions] = {
     "off": {},
     "auto": {},
     "ngram": {"width": 8, "least": 2, "most": 4, "adaptive": True},
     "suffix": {"width": 12, "least": 2, "adaptive": True},
+    "draft": {"depth": 4, "breadth": 1, "quantize": ""},
+    "medusa": {"nodes": 16, "tree": "sparse"},
 }
 """Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
 sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the width of each step by its expected gain,
-down to 0."""
+down to 0. `depth`, `breadth`: draft tokens along the best path, and at each of its places. `nodes`, `tree`: draft
+tokens of a tree, or of a chain."""
+WITH_MODEL = ("draft", "medusa")
+"""Names that need a model, or a folder of heads."""
 MOST_DRAFTS = 63
 """Draft tokens of one sequence that a step can verify."""
 
@@ -173,32 +181,44 @@ class SpeculativeChoice:
     """A way of speculative decoding and its options."""
 
     name: str
-    options: dict[str, int | bool]
+    options: SpeculativeOptions
+    model: str = ""
+
+    def number(self, key: str) -> int:
+        return int(self.options[key])
 
     @staticmethod
     def parse(text: str) -> SpeculativeChoice:
-        """From `NAME[,key=value...]`."""
-        name, *given = (part.strip() for part in text.split(","))
+        """From `NAME[:MODEL][,key=value...]`."""
+        first, *given = (part.strip() for part in text.split(","))
+        name, _, model = first.partition(":")
         shown = f"speculative={text[:80]!r}"
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
+        if bool(model) != (name in WITH_MODEL):
+            what = "heads" if name == "medusa" else "a model"
+            reason = f"takes no model; leave out {model[:40]!r}" if model else f"needs {what}: {name}:PATH"
+            raise ConfigError(f"{shown} {reason}.")
         options = dict(SPECULATIVE[name])
         for part in given:
             key, _, value = (side.strip() for side in part.partition("="))
             if key not in options:
                 known = f"its options are {', '.join(options)}" if options else "it has none"
                 raise ConfigError(f"{shown} has no option {key[:40]!r}; {known}.")
-            options[key] = _option(shown, key, value, isinstance(options[key], bool))
-        if options.get("most", MOST_DRAFTS) < options.get("least", 1):
+            options[key] = _option(shown, key, value, options[key])
+        if int(options.get("most", MOST_DRAFTS)) < int(options.get("least", 1)):
             raise ConfigError(f"{shown} is contradictory: most must not be less than least.")
-        return SpeculativeChoice(name, options)
+        return SpeculativeChoice(name, options, model)
 
 
-def _option(shown: str, key: str, value: str, switch: bool) -> int | bool:
-    if switch:
+def _option(shown: str, key: str, value: str, usual: int | bool | str) -> int | bool | str:
+    """The value of an option, which has the type of its default."""
+    if isinstance(usual, bool):
         if value not in ("true", "false"):
             raise ConfigError(f"{shown}: {key} must be true or false, not {value[:40]!r}.")
         return value == "true"
+    if isinstance(usual, str):
+        return value
     if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= MOST_DRAFTS:
         raise ConfigError(f"{shown}: {key} must be a whole number from 1 to {MOST_DRAFTS}, not {value[:40]!r}.")
     return int(value)

@@ -15,6 +15,7 @@ import torch
 from bankfull.config import RunConfig, SchedConfig, SpeculativeChoice, StateConfig
 from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
+from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.engine import Engine
@@ -38,6 +39,7 @@ from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.weights.locate import locate
+from bankfull.weights.medusa import read_heads
 from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_quantization
 from bankfull.weights.source import ModelFiles, open_model
 
@@ -113,6 +115,9 @@ def load(
     family_of(files.config)  # refuses an unsupported architecture before anything else is read
     with ThreadPoolExecutor(1) as pool:  # one thread reads the vocabulary; the kernels' threads repack weights
         reading = pool.submit(lambda: text or load_tokenizer(files))
+        device = device or open_device(run.device)
+        if strategy is None:
+            strategy = own_strategy(SpeculativeChoice.parse(run.speculative), name, run, device)
         made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
         tokenizer, template = reading.result()
     frontend = Frontend(
@@ -209,24 +214,34 @@ def assemble(
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
 
 
+def own_strategy(choice: SpeculativeChoice, target: str, run: RunConfig, device: Device) -> Strategy | None:
+    """The strategy that a choice names, if it is one that runs on the device."""
+    if choice.name == "draft":
+        own = replace(run, quantize=str(choice.options["quantize"]) or None, speculative="off")
+        branching = [choice.number("breadth")] * choice.number("depth")
+        return load_draft(choice.model, target, own, branching, device=device)
+    if choice.name == "medusa":
+        return Medusa(read_heads(choice.model), choice.number("nodes"), str(choice.options["tree"]))
+    return None
+
+
 def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, depth: int) -> Drafting | None:
     """Draft tokens found by lookup, if the choice is one that finds them so. `auto` leaves out a GPU, where its gain is
     not measured yet, and models with recurrent state, which would need memory for a state after each draft."""
-    options = choice.options
-    if choice.name == "off":
-        return None
     if choice.name == "auto":
         if device.kind != "cpu" or layout.recurrent is not None or native.status() is not None:
             return None
-        options, least_gain = SpeculativeChoice.parse("suffix").options, AUTO_GAIN
-    else:
+        choice, least_gain = SpeculativeChoice.parse("suffix"), AUTO_GAIN
+    elif choice.name in ("ngram", "suffix"):
         least_gain = 1.0
+    else:
+        return None
     if (missing := native.status()) is not None:
         raise ConfigError(f"speculative={choice.name!r} needs the native kernels: {missing}")
     from bankfull.ops.native.lookup import SuffixLookup
 
-    lookup = SuffixLookup(options["least"], options.get("most", 0))
-    return Drafting(lookup, options["width"], depth, least_gain if options["adaptive"] else None)
+    lookup = SuffixLookup(choice.number("least"), int(choice.options.get("most", 0)))
+    return Drafting(lookup, choice.number("width"), depth, least_gain if choice.options["adaptive"] else None)
 
 
 def load_draft(

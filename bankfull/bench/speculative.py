@@ -141,7 +141,8 @@ class SpeculativeBench:
         """Measure an engine with speculative decoding on one prompt set."""
         asked, params, looped = self._prepared(prompts)
         self._answer(llm, asked, params)  # fills the prefix cache, and lets the engine learn its step times
-        plain, drafted = [], []
+        plain: list[Answered] = []
+        drafted: list[Answered] = []
         for repetition in range(self._reps):
             arms = [(self._plain, plain), (llm, drafted)]
             for engine, found in arms if repetition % 2 == 0 else arms[::-1]:

@@ -144,7 +144,7 @@ def speculative(
         list[str] | None,
         typer.Option(
             "--with",
-            metavar="NAME[,KEY=VALUE]",
+            metavar="NAME[:MODEL][,KEY=VALUE]",
             help="A way of speculative decoding (see --speculative); may be given several times.",
             show_default="suffix, ngram and auto",
         ),

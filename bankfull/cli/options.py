@@ -95,10 +95,11 @@ class EngineOptions:
     speculative: Annotated[
         str,
         typer.Option(
-            metavar="NAME[,KEY=VALUE]",
-            help="Speculative decoding: off, ngram or suffix (draft tokens are looked up in the sequence itself; "
-            "options width, least, adaptive), or auto (suffix where its expected gain exceeds 5%). The tokens are the "
-            "same.",
+            metavar="NAME[:MODEL][,KEY=VALUE]",
+            help="Speculative decoding: off; ngram or suffix (draft tokens are looked up in the sequence itself; "
+            "options width, least, adaptive); draft:MODEL (a smaller model with the same vocabulary; depth, breadth, "
+            "quantize); medusa:DIR (trained heads; nodes, tree); auto (suffix on a CPU, where its expected gain "
+            "exceeds 5%).",
         ),
     ] = "off"
 

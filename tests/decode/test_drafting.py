@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ import pytest
 from bankfull import LLM, SamplingParams
 from bankfull.config import SPECULATIVE, RunConfig, SpeculativeChoice
 from bankfull.decode.drafting import Drafting
-from bankfull.errors import ConfigError, RequestError
+from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.ops import native
+from bankfull.weights.medusa import write_heads
+from tests.decode.test_medusa import random_heads
 from tests.tiny import speaking_folder
 
 needs_kernels = pytest.mark.skipif(native.status() is not None, reason="the native kernels are missing")
@@ -50,6 +54,20 @@ def test_any_lookup_gives_the_tokens_of_plain_decoding(speculative: str, depth: 
     assert not engine.drafting._expected
     if "false" in speculative:
         assert sum(engine.totals.drafted) > 0
+
+
+def test_a_second_model_and_heads_are_chosen_by_name(tmp_path: Path) -> None:
+    config = json.loads((speaking_folder() / "config.json").read_text())
+    write_heads(random_heads(1, heads=2, hidden=config["hidden_size"], vocab=config["vocab_size"]), tmp_path)
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
+    expected = [one.outputs[0].token_ids for one in tiny("off").generate([PROMPT, PROMPT[5:]], params)]
+    for choice in (f"draft:{speaking_folder()},depth=3", f"medusa:{tmp_path},nodes=6"):
+        llm = tiny(choice)
+        found = llm.generate([PROMPT, PROMPT[5:]], params)
+        assert [one.outputs[0].token_ids for one in found] == expected
+        assert sum(llm.loaded.engine.totals.drafted) > 0
+    with pytest.raises(ModelError, match="not a directory of Medusa heads"):
+        tiny(f"medusa:{tmp_path / 'none'}")
 
 
 @needs_kernels
@@ -107,7 +125,10 @@ def test_options_are_read_from_one_text() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("guess", "is unknown; use off, auto, ngram, suffix"),
+        ("guess", "is unknown; use off, auto, ngram, suffix, draft, medusa."),
+        ("suffix:smollm2", "takes no model; leave out 'smollm2'."),
+        ("draft", "needs a model: draft:PATH."),
+        ("medusa,nodes=4", "needs heads: medusa:PATH."),
         ("suffix,most=4", "has no option 'most'; its options are width, least, adaptive."),
         ("off,width=2", "has no option 'width'; it has none."),
         ("suffix,width=0", "width must be a whole number from 1 to 63, not '0'."),

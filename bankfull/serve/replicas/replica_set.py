@@ -103,10 +103,10 @@ class ReplicaSet:
         sums = {name: sum(getattr(load, name) for load in loads) for name in (*GAUGES, *COUNTERS)}
         for name, past in self._past.items():
             sums[name] += type(sums[name])(past)
-        by_position = {
-            name: added_up([self._past_drafts[name], *(getattr(load, name) for load in loads)]) for name in DRAFTS
-        }
-        return Load(**sums, **by_position)
+        drafted, accepted = (
+            added_up([self._past_drafts[name], *(getattr(load, name) for load in loads)]) for name in DRAFTS
+        )
+        return Load(**sums, drafted=drafted, accepted=accepted)
 
     @property
     def says(self) -> str:
