@@ -103,15 +103,14 @@ class PrefixIndex:
         masks = self._masks
         for key in keys:
             # A key that one replica holds shares the bit's own object, so that it needs no memory of its own.
-            masks[key] = masks[key] | bit if key in masks else bit
+            if (before := masks.setdefault(key, bit)) is not bit:
+                masks[key] = before | bit
 
     def drop(self, keys: Iterable[int], bit: int) -> None:
         masks = self._masks
         for key in keys:
-            if (left := masks.get(key, 0) & ~bit) != 0:
+            if (before := masks.pop(key, bit)) is not bit and (left := before & ~bit):
                 masks[key] = left
-            else:
-                masks.pop(key, None)
 
     def cached_tokens(self, prompt: PromptKeys) -> CachedTokens:
         """Tokens of the prompt's longest reusable prefix at each replica."""

@@ -199,9 +199,12 @@ def _known(rates: np.ndarray[Any, Any], default: float) -> np.ndarray[Any, Any]:
 
     if rates.all():
         return rates
-    measured = np.sort(rates[rates > 0])
-    middle = len(measured) // 2
-    usual = (measured[middle] + measured[-middle - 1]) / 2 if len(measured) else default
+    measured = rates[rates > 0]
+    usual = default
+    if len(measured):
+        low, high = (len(measured) - 1) // 2, len(measured) // 2
+        measured.partition((low, high))
+        usual = (measured[low] + measured[high]) / 2
     return np.where(rates > 0, rates, usual)
 
 

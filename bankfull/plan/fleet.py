@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import gc
 import heapq
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from operator import sub
 from random import Random
 
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
@@ -25,10 +23,10 @@ from bankfull.fleet.prefixes import MOST_KEYS
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.plan.day import Day
 from bankfull.plan.day_content import FIRST_OWN, Content, PartChain
-from bankfull.plan.decode_times import DecodeTimes
+from bankfull.plan.decode_times import DecodeTimes, Floats
 from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of
 from bankfull.plan.fleet_ledger import FleetLedger
-from bankfull.plan.fleet_replica import FleetReplica
+from bankfull.plan.fleet_replica import NO_STEPS, FleetReplica
 from bankfull.plan.fleet_requests import FleetConversation, FleetMember, FleetRequest
 from bankfull.plan.simulate import Clock, ReplicaSpec
 from bankfull.state.prefix import Chain
@@ -215,11 +213,12 @@ class FleetSimulation:
         member.inbox.append((sent, talk))
         if member.replica is None:
             return True  # its machine is gone, and the front does not know yet
-        if member.step is None and not member.ends:
+        ends = member.ends
+        if member.step is None and not len(ends):
             self._next_step(member, now)
-        elif member.ends and (at := bisect_left(member.ends, now)) < len(member.ends) - 1:
-            del member.ends[at + 1 :]
-            self._wake_at(member, member.ends[at])
+        elif len(ends) and (at := int(ends.searchsorted(now))) < len(ends) - 1:
+            member.ends = ends[: at + 1]
+            self._wake_at(member, float(ends[at]))
         return True
 
     def _end(self, request: FleetRequest, now: float) -> None:
@@ -272,9 +271,9 @@ class FleetSimulation:
     def _wake(self, member: FleetMember, now: float) -> None:
         assert member.replica is not None
         step, member.step = member.step, None
-        if member.ends:
+        if len(member.ends):
             step = self._take_stride(member, member.ends)
-            member.ends = []
+            member.ends = NO_STEPS
         if step is not None:
             self.front.receive(member.number, step)
             for output in step.outputs:
@@ -288,14 +287,15 @@ class FleetSimulation:
             return
         self._next_step(member, now)
 
-    def _take_stride(self, member: FleetMember, ends: list[float]) -> FleetStep | None:
+    def _take_stride(self, member: FleetMember, ends: Floats) -> FleetStep | None:
         """Take the plain steps that end at these times: each running request receives a token with each of them."""
         assert member.replica is not None
-        longest = max(map(sub, ends[1:], ends), default=0.0)
+        first, last = float(ends[0]), float(ends[-1])
+        longest = float((ends[1:] - ends[:-1]).max()) if len(ends) > 1 else 0.0
         for number in member.replica.running():
             request = self.active[number]  # type: ignore[index]
-            request.gap = max(request.gap, ends[0] - request.newest, longest)
-            request.newest = ends[-1]
+            request.gap = max(request.gap, first - request.newest, longest)
+            request.newest = last
         return member.replica.take_stride(member.begun, ends)
 
     def _next_step(self, member: FleetMember, now: float) -> None:
@@ -308,8 +308,8 @@ class FleetSimulation:
         if not replica.busy:
             return
         member.begun, member.ends = now, replica.plan_stride(now)
-        if member.ends:
-            self._wake_at(member, member.ends[-1])
+        if len(member.ends):
+            self._wake_at(member, float(member.ends[-1]))
         else:
             member.step = replica.step(now)
             self._wake_at(member, replica.clock.now)
@@ -343,7 +343,8 @@ class FleetSimulation:
         """End a replica at once. Its requests, with the tokens that the front has received."""
         replica = member.replica
         assert replica is not None
-        if steps := min(bisect_right(member.ends, now), replica.steps_before_end() if member.ends else 0):
+        ended = int(member.ends.searchsorted(now, side="right"))
+        if ended and (steps := min(ended, replica.steps_before_end())):
             self._take_stride(member, member.ends[:steps])
         progress = replica.progress()
         if member.step is not None:
@@ -356,7 +357,7 @@ class FleetSimulation:
         for request in left:
             request.generated = progress.get(request.number, request.generated)
         self._count(replica)
-        member.replica, member.step, member.ends = None, None, []
+        member.replica, member.step, member.ends = None, None, NO_STEPS
         member.life += 1
         return left
 

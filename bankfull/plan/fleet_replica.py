@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from bankfull.config import SchedConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.plan.day_content import Content
-from bankfull.plan.decode_times import DecodeTimes
+from bankfull.plan.decode_times import DecodeTimes, Floats
 from bankfull.plan.fleet_front import FleetStep, load_of
 from bankfull.plan.simulate import Clock, FakeRunner, ReplicaSpec
 from bankfull.plan.step_times import TimeBreakdown
@@ -29,6 +31,8 @@ from bankfull.state.journal import packed_keys
 from bankfull.state.manager import StateManager
 from bankfull.state.prefix import Chain
 from bankfull.types import Finish, Output, Request, StepPlan, Work
+
+NO_STEPS = np.empty(0)
 
 
 class FleetReplica:
@@ -93,24 +97,25 @@ class FleetReplica:
         """Requests that have rows."""
         return [seq.request.id for seq in self.scheduler._running]
 
-    def plan_stride(self, now: float) -> list[float]:
+    def plan_stride(self, now: float) -> Floats:
         """The ends of the plain steps that begin now, as far as their number is known; empty if the next step must run
         through the engine. Changes nothing."""
         if self._stepped or self._unanswered or not (steps := plain_steps(self.scheduler)):
-            return []
+            return NO_STEPS
         rows = self.scheduler.running
         seconds = self._times.strides(rows, self._context(), steps)
-        # Added one by one, as the device's clock does.
-        ends = seconds.copy()
-        ends[0] = now + ends[0]
-        found: list[float] = ends.cumsum().tolist()
-        return found
+        seconds[0] = now + seconds[0]
+        ends: Floats = seconds.cumsum()  # added one by one, as the device's clock does
+        return ends
 
-    def take_stride(self, begun: float, ends: Sequence[float]) -> FleetStep | None:
+    def take_stride(self, begun: float, ends: Floats) -> FleetStep | None:
         """Take the plain steps that end at these times. None if no request ends with the last of them; else that step,
         with the requests that end."""
         steps, running = len(ends), [*self.scheduler._running]
-        late = ends[-REMEMBERED - 1 :] if steps > REMEMBERED else [begun, *ends]
+        late = ends[-REMEMBERED - 1 :].tolist()
+        last = late[-1]
+        if steps <= REMEMBERED:
+            late.insert(0, begun)
         # The engine measures a step as the difference of two readings of its clock.
         seconds = [end - start for start, end in pairwise(late)]
         for seq in running:
@@ -121,9 +126,9 @@ class FleetReplica:
         totals.tokens += steps * len(running)
         totals.sampled += steps * len(running)
         self.computed_tokens += steps * len(running)
-        totals.busy += ends[-1] - begun
-        self.runner.busy += ends[-1] - begun
-        self.clock.now = ends[-1]
+        totals.busy += last - begun
+        self.runner.busy += last - begun
+        self.clock.now = last
         if not ended:
             return None
         for seq in ended:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from bankfull.plan.day import DayConversation
 from bankfull.plan.day_content import Content
+from bankfull.plan.decode_times import Floats
 from bankfull.plan.fleet_front import FleetStep
-from bankfull.plan.fleet_replica import FleetReplica
+from bankfull.plan.fleet_replica import NO_STEPS, FleetReplica
 from bankfull.state.prefix import Chain
 from bankfull.types import Request
 
@@ -74,7 +75,7 @@ class FleetMember:
     """Requests that were sent to it."""
     requests: set[int] = field(default_factory=set)
     begun: float = 0.0
-    ends: list[float] = field(default_factory=list)
+    ends: Floats = field(default_factory=lambda: NO_STEPS)
     """Ends of the plain steps under way."""
     step: FleetStep | None = None
     """The step of the engine under way."""

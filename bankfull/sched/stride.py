@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from bankfull.sched.pace import REMEMBERED
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 
@@ -73,8 +72,7 @@ def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds
             state.publish(seq.state, seq.tokens, seq.computed, seq.prompt_len)
     state.settle(last)
     if scheduler.pace.measured:
-        for each in seconds[-REMEMBERED:]:
-            scheduler.pace.observe(len(scheduler._running), 0, 0, each)
+        scheduler.pace.observe_decodes(len(scheduler._running), seconds)
     ended = [seq for seq in scheduler._running if len(seq.tokens) >= seq.request.limit]
     for seq in ended:
         scheduler._end(seq)

@@ -52,11 +52,12 @@ class KeyJournal:
         for pool in self._pools:
             pool.journal = self
 
-    def note(self, key: Any, available: bool) -> None:
-        """Called by a pool for every key that it publishes or evicts."""
+    def note(self, keys: Iterable[Any], available: bool) -> None:
+        """Called by a pool with all keys that it publishes or evicts."""
         if self._reset:
             return  # `take` reads the pools themselves
-        self._changed[key] = available
+        for key in keys:
+            self._changed[key] = available
         if len(self._changed) > self._most:
             self.reset()
 

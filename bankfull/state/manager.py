@@ -232,10 +232,11 @@ class StateManager:
         state.chain.extend(tokens, computed)
         for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
             full = computed // group.page_tokens
-            names, blocks = state.chain.names, group.page_tokens // state.chain.block
-            for i in range(state.published[g], full):
-                self.pages.publish(table[i], (g, names[(i + 1) * blocks]))
-            state.published[g] = max(state.published[g], full)
+            begin, blocks = state.published[g], group.page_tokens // state.chain.block
+            if begin < full:
+                names = state.chain.names[(begin + 1) * blocks : full * blocks + 1 : blocks]
+                self.pages.publish_all(table[begin:full], zip(repeat(g), names))
+                state.published[g] = full
         if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len):
             self.slots.publish(state.slot, (SLOT, state.chain.name(computed)))
 

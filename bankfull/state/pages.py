@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from bankfull.state.journal import KeyJournal
@@ -110,7 +110,7 @@ class Pool:
         if key is not RETIRED:
             del self._by_key[key]
             if self.journal is not None:
-                self.journal.note(key, False)
+                self.journal.note((key,), False)
         self._free.append(place)
         self.evictions += 1
 
@@ -171,25 +171,29 @@ class Pool:
 
     def publish(self, place: int, key: Hashable) -> bool:
         """Give a held place a key, so that `find` finds it. The first of two places with equal content keeps it."""
-        if not place or key in self._by_key or self._key[place] is not None:
-            return False
-        self._by_key[key] = place
-        self._key[place] = key
+        return self.publish_all((place,), (key,)) == 1
+
+    def publish_all(self, places: Iterable[int], keys: Iterable[Hashable]) -> int:
+        """`publish` for places and their keys; how many of them have got theirs."""
+        by_place, by_key = self._key, self._by_key
+        published = []
+        for place, key in zip(places, keys, strict=True):
+            if place and by_place[place] is None and by_key.setdefault(key, place) == place:
+                by_place[place] = key
+                published.append(key)
         if self.journal is not None:
-            self.journal.note(key, True)
-        return True
+            self.journal.note(published, True)
+        return len(published)
 
     def find(self, key: Hashable) -> int | None:
         return self._by_key.get(key)
 
     def find_first(self, keys: Iterable[Hashable]) -> list[int]:
         """The places of the first keys, up to the first one that is not found."""
-        found = []
-        for place in map(self._by_key.get, keys):
-            if place is None:
-                break
-            found.append(place)
-        return found
+        found = list(map(self._by_key.get, keys))
+        if None in found:
+            del found[found.index(None) :]
+        return cast(list[int], found)
 
     def has_key(self, place: int) -> bool:
         """Whether the place's content is published."""
