@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bankfull.plan.fleet import FleetOptions
+    from bankfull.plan.fleet_options import FleetOptions
     from bankfull.plan.planner import PlanRequest
     from bankfull.plan.sites import Site
 
@@ -25,11 +25,12 @@ def simulate_day(
     from bankfull.cli.terminal import print_table, progress
     from bankfull.limits.charts import check_path, save_svg
     from bankfull.limits.model.recipe import open_model_or_config
-    from bankfull.plan.fleet_plan import check_options, configuration_for, policies_of, simulate_fleet
+    from bankfull.plan.fleet_plan import check_day, check_options, configuration_for, policies_of, simulate_fleet
     from bankfull.plan.fleet_report import fleet_charts, fleet_table, stacked_svg
 
     # Everything that can be refused is checked before the long part.
     check_options(options)
+    check_day(requests, trace)
     policies = policies_of(routing)
     if chart is not None:
         check_path(chart)

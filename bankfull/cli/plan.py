@@ -133,7 +133,7 @@ def plan(
     if simulate is not None:
         from bankfull.cli.fleet import simulate_day
         from bankfull.fleet.replica_range import ReplicaRange
-        from bankfull.plan.fleet import FleetOptions
+        from bankfull.plan.fleet_options import FleetOptions
 
         if verify:
             raise ConfigError("--verify runs one machine, --simulate a fleet; give one of them.")

@@ -11,8 +11,8 @@ import typer
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
+    from bankfull.fleet.attainment import SloMeter
     from bankfull.serve.replicas.local import SetFactory
-    from bankfull.serve.telemetry.attainment import SloMeter
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,8 @@ def serve(
             f"Serving needs the package {error.name!r}, which is not installed: pip install 'bankfull[serve]'."
         ) from None
     from bankfull.bench.load.slo import parse_slo
+    from bankfull.fleet.attainment import SloMeter
     from bankfull.serve.settings import Settings
-    from bankfull.serve.telemetry.attainment import SloMeter
 
     if data_dir is None and port:
         data_dir = paths.data_dir() / "serve" / str(port)

@@ -26,6 +26,7 @@ from bankfull.cluster.messages import (
 )
 from bankfull.cluster.rolling_update import FOREVER, RollingUpdate
 from bankfull.errors import ConfigError, ModelError
+from bankfull.fleet.attainment import SloMeter
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
 from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
 from bankfull.fleet.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
@@ -34,7 +35,6 @@ from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.engine.wire import FromEngine
 from bankfull.serve.replicas.local import MakeLink, SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.serve.telemetry.attainment import SloMeter
 
 log = logging.getLogger("bankfull.serve")
 

@@ -22,6 +22,7 @@ from bankfull.plan.day_content import OpeningParts
 from bankfull.plan.traffic import TrafficSpec, UniformLengths
 
 MOST_REQUESTS = 10_000_000
+"""Requests that a day may have."""
 SWING = 0.6
 """Amplitude of the diurnal curve, relative to the mean rate."""
 BURSTS, BURST_FACTOR, BURST_SHARE = 6, 2.5, 0.005
@@ -57,8 +58,6 @@ class DayConversation:
 class SyntheticDay:
     def __init__(self, traffic: TrafficSpec, requests: int, context: int, seed: int = 0) -> None:
         """`context`: tokens that a prompt and its output may have together."""
-        if not 1 <= requests <= MOST_REQUESTS:
-            raise ConfigError(f"--requests {requests} is out of range; give 1 to {MOST_REQUESTS} with --simulate.")
         self.traffic, self.requests, self.context = traffic, requests, context
         self.seconds = requests / traffic.rate
         self._random = np.random.default_rng(seed)

@@ -13,19 +13,19 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from random import Random
 
+from bankfull.fleet.attainment import SloMeter
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
 from bankfull.fleet.failures import PATIENCE, PROBE_SECONDS, QUIET_SECONDS
 from bankfull.fleet.prefixes import MOST_KEYS
-from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.plan.day import Day
 from bankfull.plan.day_content import FIRST_OWN, Content, PartChain
 from bankfull.plan.decode_times import DecodeTimes, Floats
 from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of
 from bankfull.plan.fleet_ledger import FleetLedger
+from bankfull.plan.fleet_options import FleetOptions
 from bankfull.plan.fleet_replica import NO_STEPS, FleetReplica
 from bankfull.plan.fleet_requests import FleetConversation, FleetMember, FleetRequest
 from bankfull.plan.simulate import Clock, ReplicaSpec
@@ -38,30 +38,6 @@ COLLECT_EVERY = 200_000
 """New objects between two searches for reference cycles."""
 RETIRE_SECONDS = 10.0
 """Time from the end of a conversation until its keys are released."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetOptions:
-    replicas: ReplicaRange
-    routing: str = "prefix"
-    start_seconds: float = 60.0
-    """Time from the start of a replica until it is ready."""
-    mtbf_hours: float | None = None
-    """Mean time between failures of one replica, in hours of the day; None: nothing fails."""
-    node_size: int = 8
-    """Replicas of one machine."""
-    node_failures: float = 0.2
-    """Fraction of the failures that end a whole machine."""
-    update_at: float | None = None
-    """Fraction of the day at which a rolling update begins; None: no update."""
-    update_share: float = 0.02
-    """Fraction of the replicas that an update restarts at once, at least one."""
-    grace: float = 30.0
-    """Seconds that requests may take to finish on a replica that is drained."""
-    seed: int = 0
-    stepped: bool = False
-    """Whether every step runs through the engine, with tokens whose blocks are hashed; slow, and equal to the result
-    without."""
 
 
 @contextmanager
@@ -106,8 +82,9 @@ class FleetSimulation:
         self._exhausted = False
         self._random = Random(options.seed)
         self._autoscaler = Autoscaler()
+        follows = options.replicas.scales and options.slo.stated
+        self._slo = SloMeter(options.slo, self._clock) if follows else None
         self._update: deque[int] = deque()
-        self._updating = 0
         self.computed_tokens = self.most_rows = self.preemptions = 0
         """Of replicas that have ended; `_settle_all` adds the others."""
 
@@ -133,6 +110,7 @@ class FleetSimulation:
             event(now)
         for number in list(self._homeless):
             self._lose(self.active.pop(number))
+        self._advance(next(self._numbers) - 1, f"{self.front.ready} replicas ready")
         self._settle_all()
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
@@ -182,9 +160,11 @@ class FleetSimulation:
             talk.chain = self._chain(talk.content)
         number = next(self._numbers)
         request = FleetRequest(number, talk, prompt, part.output, now)
+        if self._slo is not None:
+            request.goals = self._slo.begin(now)
         if not self._send(request, now):
             self.ledger.refuse(now)
-            self._continue(request, now)
+            self._leave(request, now)
         if number % ADVANCE_EVERY == 0:
             self._advance(number, f"{self.front.ready} replicas ready, {len(self.active)} requests under way")
 
@@ -225,6 +205,15 @@ class FleetSimulation:
         del self.active[request.number]
         self.members[request.replica].requests.discard(request.number)
         self.ledger.end(request, now)
+        if request.goals is not None:
+            request.goals.tokens_until(request.newest, request.gap)
+            request.goals.end(now, request.output, 1)
+        self._continue(request, now)
+
+    def _leave(self, request: FleetRequest, now: float) -> None:
+        """The request has ended without its answer, so that no objective judges it."""
+        if request.goals is not None:
+            request.goals.leave()
         self._continue(request, now)
 
     def _continue(self, request: FleetRequest, now: float) -> None:
@@ -383,7 +372,7 @@ class FleetSimulation:
 
     def _lose(self, request: FleetRequest) -> None:
         self.ledger.lost += 1
-        self._continue(request, self._clock.now)
+        self._leave(request, self._clock.now)
 
     # -- failures
 
@@ -485,7 +474,8 @@ class FleetSimulation:
         paid = [member for member in self.members if member.wanted]
         settled = all(member.replica is not None and not member.draining for member in paid)
         rows = self._spec.sizes.rows * self.front.ready
-        demand = Demand(self.front.running, self.front.waiting, rows, settled)
+        judged, missed = (0, 0) if self._slo is None else self._slo.take()
+        demand = Demand(self.front.running, self.front.waiting, rows, settled, judged, missed)
         wanted = self._autoscaler.decide(self.options.replicas, len(paid), demand)
         if wanted > len(paid):
             for member in [m for m in self.members if not m.wanted][: wanted - len(paid)]:

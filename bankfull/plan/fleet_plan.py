@@ -13,8 +13,9 @@ from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import POLICIES, routing_policy
 from bankfull.models.registry import Config
 from bankfull.plan.configurations import Configuration
-from bankfull.plan.day import RecordedDay, SyntheticDay
-from bankfull.plan.fleet import FleetOptions, FleetSimulation
+from bankfull.plan.day import MOST_REQUESTS, Day, RecordedDay, SyntheticDay
+from bankfull.plan.fleet import FleetSimulation
+from bankfull.plan.fleet_options import FleetOptions
 from bankfull.plan.fleet_report import FleetOutcome
 from bankfull.plan.planner import Planner, PlanRequest
 from bankfull.plan.sites import Site
@@ -101,6 +102,14 @@ def check_options(options: FleetOptions) -> None:
         raise ConfigError(f"--node-size {options.node_size} is out of range; give 1 to 1024 replicas per machine.")
 
 
+def check_day(requests: int, trace: str | None) -> None:
+    """Raises ConfigError for a day that cannot be simulated, as far as that is known without a replica."""
+    if not 1 <= requests <= MOST_REQUESTS:
+        raise ConfigError(f"--requests {requests} is out of range; give 1 to {MOST_REQUESTS} with --simulate.")
+    if trace is not None and not Path(trace).is_file():
+        raise ConfigError(f"The trace {trace} is no file; give a recorded day, or leave out --trace.")
+
+
 def configuration_for(
     subject: ModelFiles | Config, sites: Sequence[Site], request: PlanRequest, replicas: ReplicaRange, advance: Advance
 ) -> Configuration:
@@ -126,13 +135,14 @@ def simulate_fleet(
     longest = request.traffic.longest
     spec = configuration.replica(longest)
     context = min(spec.sizes.max_len, max(LONGEST_CONVERSATION * longest, 4096))
+    day: Day
+    if trace is None:
+        day = SyntheticDay(request.traffic, requests, context, request.seed)
+    else:
+        day = RecordedDay(Path(trace), requests, spec.sizes.max_len, request.seed)
     outcomes = []
-    policies = policies_of(routing)
-    for number, policy in enumerate(policies):
-        if trace is None:
-            day: SyntheticDay | RecordedDay = SyntheticDay(request.traffic, requests, context, request.seed)
-        else:
-            day = RecordedDay(Path(trace), requests, spec.sizes.max_len, request.seed)
+    options = replace(options, slo=request.objectives.slo)
+    for number, policy in enumerate(policies_of(routing)):
         simulation = FleetSimulation(
             spec, day, replace(options, routing=policy), _after(number * day.requests, advance)
         )

@@ -35,18 +35,20 @@ class FleetOutcome:
     @property
     def met(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each request that ended met all objectives."""
-        of = self.ledger.column
-        spoken = of("last") - of("first")
-        figures = {
-            "ttft": of("first") - of("arrived"),
-            "tpot": spoken / np.maximum(1, of("output") - 1),
-            "e2e": of("last") - of("arrived"),
-        }
         found = np.ones(self.ledger.ended, bool)
         for name, limit in self.slo.stated.items():
-            if name in figures:
-                found &= figures[name] <= limit
+            found &= self.seconds(name) <= limit
         return found
+
+    def seconds(self, name: str) -> Floats:
+        """A latency of each request that ended: "ttft", "tpot", "itl" (the longest gap between two tokens) or "e2e". A
+        single token has neither TPOT nor ITL: both are 0."""
+        of = self.ledger.column
+        if name == "ttft":
+            return of("first") - of("arrived")
+        if name == "tpot":
+            return (of("last") - of("first")) / np.maximum(1, of("output") - 1)
+        return of("gap") if name == "itl" else of("last") - of("arrived")
 
     @property
     def goodput(self) -> float:
@@ -83,13 +85,8 @@ class FleetOutcome:
         return 1e6 * self.price * self.replica_hours / max(1.0, tokens)
 
     def late(self, name: str, share: float) -> float:
-        """A quantile of the time until the first token ("ttft") or per further token ("tpot"), in seconds."""
-        of = self.ledger.column
-        times = (
-            of("first") - of("arrived")
-            if name == "ttft"
-            else (of("last") - of("first")) / np.maximum(1, of("output") - 1)
-        )
+        """A quantile of a latency, in seconds."""
+        times = self.seconds(name)
         return float(np.quantile(times, share)) if len(times) else float("inf")
 
     def curves(self) -> dict[str, list[float | None]]:
@@ -138,6 +135,8 @@ class FleetOutcome:
             "ttft_p99": self.late("ttft", 0.99),
             "tpot_p50": self.late("tpot", 0.5),
             "tpot_p99": self.late("tpot", 0.99),
+            "itl_p99": self.late("itl", 0.99),
+            "e2e_p99": self.late("e2e", 0.99),
             "curves": self.curves(),
             "failure_hours": [24 * time / ledger.seconds for time in ledger.failures],
             "update_hours": [24 * time / ledger.seconds for time in ledger.updates],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from bankfull.fleet.attainment import RequestGoals
 from bankfull.plan.day import DayConversation
 from bankfull.plan.day_content import Content
 from bankfull.plan.decode_times import Floats
@@ -54,11 +55,15 @@ class FleetRequest:
     """Tokens that the front had received when its last replica ended."""
     homeless: float | None = None
     """Time at which it lost its replica; None while it has one."""
+    goals: RequestGoals | None = None
+    """Its latency objectives, where the autoscaler follows them."""
 
     def receive(self, now: float, cached: int) -> None:
         """A token has arrived."""
         if self.first is None:
             self.first, self.cached = now, cached
+            if self.goals is not None:
+                self.goals.tokens(now)
         elif now - self.newest > self.gap:
             self.gap = now - self.newest
         self.newest = now

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bankfull.errors import ConfigError
+from bankfull.fleet.attainment import SloMeter
 from bankfull.serve.api.texts import Texts
 from bankfull.serve.app import create_app
 from bankfull.serve.batch.service import BatchService, handle_within
@@ -42,7 +43,6 @@ from bankfull.serve.replicas.local import SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
-from bankfull.serve.telemetry.attainment import SloMeter
 from bankfull.serve.telemetry.log import Logs
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,97 @@ def test_what_cannot_be_planned_is_one_sentence(
 
 def test_traffic_is_needed(cli: Cli, model: Path) -> None:
     assert "--traffic" in cli("plan", model).sentence
+
+
+DAY = ("--traffic", "rate=20/s, in=30, out=10", "--devices", "l4", "--no-calibrate", "--lossless", "--requests", 300)
+
+
+def test_a_simulated_day_is_a_table_with_its_command(cli: Cli, model: Path) -> None:
+    done = cli("plan", model, *DAY, "--simulate", "4", "--mtbf", 20, "--update", 12, "--slo", "ttft=2s, itl=1s")
+    assert done.code == 0, done.err
+    for shown in (
+        "goodput/s",
+        "hit rate",
+        "$/M out",
+        "replicas failed",
+        "were updated",
+        "--replicas 4 --routing prefix",
+    ):
+        assert shown in done.out, shown
+
+
+def test_a_simulated_day_as_json_has_figures_and_curves(cli: Cli, model: Path) -> None:
+    done = cli("plan", model, *DAY, "--simulate", "2..4", "--routing", "all", "--json")
+    assert done.code == 0 and done.out.count("\n") == 1, done.err
+    found = done.json["simulated"]
+    assert {one["routing"] for one in found} == {"prefix", "least-loaded", "random-two", "round-robin"}
+    for one in found:
+        assert (one["requests"], one["lost"], one["replicas"]) == (300, 0, "2..4")
+        assert 0 < one["goodput_per_s"] <= 20.5 and one["dollars_per_million"] > 0 and 0 <= one["hit_rate"] < 1
+        assert len({len(curve) for curve in one["curves"].values()}) == 1
+
+
+def test_the_gap_between_tokens_is_an_objective_of_a_simulated_day(cli: Cli, model: Path) -> None:
+    shares = [
+        cli("plan", model, *DAY, "--simulate", "2", "--slo", f"itl={limit}", "--json").json["simulated"][0][
+            "attainment"
+        ]
+        for limit in ("1us", "10s")
+    ]
+    assert shares == [0.0, 1.0]
+
+
+def test_a_recorded_day_is_simulated_and_drawn(cli: Cli, model: Path, tmp_path: Path) -> None:
+    trace, picture = tmp_path / "day.csv", tmp_path / "day.png"
+    rows = [f"{1e3 * at},{20 + at % 7},{1 + at % 5}" for at in range(40)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    done = cli("plan", model, *DAY, "--simulate", "3", "--trace", trace, "--chart", picture, "--json")
+    assert done.code == 0, done.err
+    assert (done.json["traffic"], done.json["simulated"][0]["ended"]) == ("day.csv", 40)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_simulated_day_shows_its_progress_on_a_terminal(
+    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    done = cli("plan", model, *DAY, "--simulate", "2")
+    assert done.code == 0 and "300/300" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--simulate", "none"), "'none' is no number of replicas"),
+        (("--simulate", "5..2"), "'5..2' is no number of replicas"),
+        (("--simulate", "4", "--requests", 0), "--requests 0 is out of range"),
+        (("--simulate", "4", "--routing", "prefixes"), "did you mean 'prefix'?"),
+        (("--simulate", "4", "--mtbf", 0), "--mtbf 0 is out of range"),
+        (("--simulate", "4", "--update", 24), "--update 24 is no hour of the day"),
+        (("--simulate", "4", "--node-size", 0), "--node-size 0 is out of range"),
+        (("--simulate", "4", "--start-seconds", "-1"), "--start-seconds -1 is out of range"),
+        (("--simulate", "4", "--trace", "absent.jsonl"), "The trace absent.jsonl is no file"),
+        (("--simulate", "4", "--chart", "day.gif"), "day.gif must end in .svg or .png"),
+        (("--simulate", "4", "--verify"), "--verify runs one machine"),
+    ],
+)
+def test_a_day_that_cannot_be_simulated_is_one_sentence(
+    cli: Cli, model: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    assert said in cli("plan", model, *DAY, *arguments).sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "contains no request"),
+        ("{not json}", "Line 1 of the trace"),
+        ('{"timestamp": 0, "input_length": 9000, "output_length": 5}', "has a request of 9000 + 5 tokens"),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_one_sentence(
+    cli: Cli, model: Path, tmp_path: Path, text: str, said: str
+) -> None:
+    trace = tmp_path / "day.jsonl"
+    trace.write_text(text)
+    assert said in cli("plan", model, *DAY, "--simulate", "2", "--trace", trace).sentence

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +18,18 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import POLICIES
 from bankfull.limits.meter.step import StepShape
-from bankfull.plan.day import SyntheticDay
-from bankfull.plan.fleet import FleetOptions, FleetSimulation
-from bankfull.plan.fleet_ledger import COLUMNS
+from bankfull.plan.day import Day, DayConversation, RecordedDay, SyntheticDay
+from bankfull.plan.day_content import Content
+from bankfull.plan.fleet import FleetSimulation
+from bankfull.plan.fleet_ledger import COLUMNS, FleetLedger
+from bankfull.plan.fleet_options import FleetOptions
 from bankfull.plan.fleet_report import BINS, FleetOutcome, fleet_charts, fleet_table, stacked_svg
+from bankfull.plan.fleet_requests import FleetConversation, FleetRequest
 from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
+from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.types import Work
 
@@ -54,7 +60,7 @@ def day(requests: int, rate: float, seed: int, shared: int = 10) -> SyntheticDay
     return SyntheticDay(traffic, requests, CONTEXT, seed)
 
 
-def simulated(options: FleetOptions, kind: ReplicaSpec, traffic: SyntheticDay) -> FleetSimulation:
+def simulated(options: FleetOptions, kind: ReplicaSpec, traffic: Day) -> FleetSimulation:
     simulation = FleetSimulation(kind, traffic, options)
     simulation.run()
     return simulation
@@ -70,6 +76,7 @@ EVENTS = st.builds(
     update_at=st.none() | st.just(0.3),
     update_share=st.just(0.3),
     grace=st.sampled_from([0.2, 3.0]),
+    slo=st.sampled_from([Slo(), Slo(ttft=0.1, itl=0.03)]),
     seed=st.integers(0, 1000),
 )
 KINDS = st.builds(
@@ -156,9 +163,100 @@ def test_a_day_is_reproducible_and_has_the_wanted_shape() -> None:
     assert middle > 1.5 * (len(begins) - middle), "more at noon than at night"
 
 
-def test_too_many_requests_are_refused_in_one_sentence() -> None:
-    with pytest.raises(Exception, match="--requests 0 is out of range"):
-        day(0, 1.0, 0)
+def recorded(folder: Path, *requests: tuple[float, int, int, list[int]]) -> RecordedDay:
+    """A day from (seconds, prompt tokens, output tokens, ids of blocks of 512 tokens)."""
+    lines = [
+        {"timestamp": 1e3 * at, "input_length": prompt, "output_length": output, "hash_ids": ids}
+        for at, prompt, output, ids in requests
+    ]
+    path = folder / "day.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return RecordedDay(path, len(lines), 4096)
+
+
+def test_a_recorded_day_shares_the_blocks_that_the_trace_names(tmp_path: Path) -> None:
+    """Equal ids are equal tokens only after equal ids. Named and hashed blocks give the same day."""
+    given = recorded(
+        tmp_path,
+        (0.0, 1030, 4, [7, 8]),
+        (9.0, 1100, 4, [7, 8]),
+        (18.0, 1100, 4, [6, 8]),
+        (27.0, 600, 4, [7]),
+        (36.0, 1024, 1, [7, 8]),
+    )
+    kind = replace(spec(frames=2000), sizes=Sizes(2000, 0, 4, 4096))
+    found = [simulated(FleetOptions(ReplicaRange(1, 1), stepped=stepped), kind, given) for stepped in (False, True)]
+    for ledger in (one.ledger for one in found):
+        assert ledger.column("cached").tolist() == [0, 1024, 0, 512, 1020], "the last token always runs"
+        assert ledger.column("prompt").tolist() == [1030, 1100, 1100, 600, 1024]
+    assert np.array_equal(found[0].ledger.column("last"), found[1].ledger.column("last"))
+
+
+def test_the_times_of_two_requests_by_hand(tmp_path: Path) -> None:
+    """One replica: the second prompt arrives while the first one decodes, and both then decode together."""
+    given = recorded(tmp_path, (0.0, 20, 4, []), (0.03, 40, 2, []))
+    kind = replace(spec(), sizes=Sizes(300, 0, 4, 4096))
+    ledger = simulated(FleetOptions(ReplicaRange(1, 1)), kind, given).ledger
+    prompt = 0.01 + 0.0007 * 20 + 1e-5 * 20
+    decode = 0.01 + 0.0007 + 1e-5 * 21
+    # 0.03 s lies within the second step: the second prompt waits for its end, and shares the third one.
+    both = 0.01 + 0.0007 * 41 + 1e-5 * (22 + 40)
+    last = 0.01 + 0.0007 * 2 + 1e-5 * (23 + 41)
+    ends = np.cumsum([prompt, decode, both, last])
+    assert sorted(ledger.column("arrived").tolist()) == [0.0, 0.03]
+    rows = {
+        int(prompt): {name: float(ledger.column(name)[at]) for name in ("first", "last", "gap")}
+        for at, prompt in enumerate(ledger.column("prompt"))
+    }
+    near = {"rel": 2e-3}  # the table of decode times interpolates from a context of one token
+    assert rows[20]["first"] == pytest.approx(ends[0], **near) and rows[20]["last"] == pytest.approx(ends[3], **near)
+    assert rows[20]["gap"] == pytest.approx(both, **near)
+    assert rows[40]["first"] == pytest.approx(ends[2], **near) and rows[40]["last"] == pytest.approx(ends[3], **near)
+    assert rows[40]["gap"] == pytest.approx(last, **near)
+
+
+def test_goodput_cost_and_hit_rate_by_hand() -> None:
+    """Two replicas over 100 seconds, the second one for half of them, at 36 dollars per hour each."""
+    ledger = FleetLedger(4, 100.0)
+    ledger.paid(0.0, 1)
+    ledger.paid(0.0, 1)
+    ledger.paid(50.0, -1)
+    talk = FleetConversation(DayConversation(0.0, (), []), Content((), 1), Chain(b"", 4))
+    for arrived, first, last, gap, prompt, cached, output in (
+        (10.0, 10.5, 12.5, 0.4, 100, 0, 11),  # meets all: TTFT 0.5 s, TPOT 0.2 s
+        (20.0, 21.5, 22.0, 0.1, 100, 80, 6),  # TTFT 1.5 s
+        (30.0, 30.5, 33.5, 2.0, 100, 40, 31),  # TPOT 0.1 s, but a gap of 2 s
+        (99.0, 99.5, 101.5, 0.4, 100, 80, 11),  # meets all, and ends after the day
+    ):
+        one = FleetRequest(1, talk, prompt, output, arrived, 0, first, last, gap, cached)
+        ledger.end(one, last)
+    ledger.refuse(40.0)
+    met = {
+        Slo(ttft=1.0): 3,
+        Slo(itl=1.0): 3,
+        Slo(ttft=1.0, itl=1.0): 2,
+        Slo(tpot=0.15): 2,
+        Slo(e2e=2.5): 3,
+        Slo(): 4,
+    }
+    for slo, count in met.items():
+        outcome = FleetOutcome("prefix", "2", ledger, slo, 36.0)
+        assert outcome.goodput == pytest.approx(count / 100) and outcome.attainment == pytest.approx(count / 5), slo
+    assert outcome.hit_rate == pytest.approx(200 / 400)
+    assert outcome.replica_hours == pytest.approx(150 / 3600)
+    # 1.5 dollars for the 48 output tokens of requests that ended during the day.
+    assert outcome.dollars_per_million == pytest.approx(1.5 / 48 * 1e6)
+    assert outcome.as_json()["itl_p99"] == pytest.approx(np.quantile([0.4, 0.1, 2.0, 0.4], 0.99))
+
+
+def test_the_autoscaler_adds_replicas_for_missed_objectives() -> None:
+    """Without a queue: rows are plenty, but the gaps between tokens grow with them."""
+    ready = {}
+    for slo in (Slo(), Slo(itl=0.025)):
+        options = FleetOptions(ReplicaRange(1, 4), start_seconds=1.0, slo=slo)
+        ledger = simulated(options, replace(spec(rows=64, frames=3000), queue=1000), day(900, 20.0, 1)).ledger
+        ready[slo] = ledger.ready_replicas(np.linspace(0, ledger.seconds, 9)).max()
+    assert ready[Slo()] < 1.5 < ready[Slo(itl=0.025)]
 
 
 def test_a_day_is_reported_as_table_json_and_picture() -> None:

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bankfull.fleet.attainment import SloMeter
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.replicas.view import ReplicaView
 from bankfull.serve.supervise import Supervisor
-from bankfull.serve.telemetry.attainment import SloMeter
 from bankfull.serve.telemetry.exposition import Family, Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.replica_metrics import replica_families
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from bankfull.errors import BankfullError
+from bankfull.fleet.attainment import RequestGoals
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
@@ -22,7 +23,6 @@ from bankfull.serve.engine.backend import Backend, Busy
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
 from bankfull.serve.guard.keys import Keyring, TokenBucket
-from bankfull.serve.telemetry.attainment import RequestGoals
 from bankfull.serve.telemetry.log import log_trace
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, current_trace, during

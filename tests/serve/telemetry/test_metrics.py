@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from bankfull.bench.load.slo import parse_slo
+from bankfull.fleet.attainment import SloMeter
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.telemetry.attainment import SloMeter
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.replica_metrics import replica_families

@@ -68,6 +68,12 @@ class RequestGoals:
             self._gap = now - self._last
         self._last = now
 
+    def tokens_until(self, now: float, gap: float) -> None:
+        """Several tokens have arrived after the first one, the last of them now. `gap`: the longest time between two
+        tokens so far, for a caller that measures it itself."""
+        self._gap = max(self._gap, gap)
+        self._last = now
+
     def end(self, now: float, tokens: int, samples: int) -> None:
         """The request has ended with that many tokens of all samples."""
         later = tokens / max(1, samples) - 1

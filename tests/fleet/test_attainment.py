@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bankfull.bench.load.slo import parse_slo
-from bankfull.serve.telemetry.attainment import SloMeter
+from bankfull.fleet.attainment import SloMeter
 
 
 class Clock:
@@ -71,3 +71,13 @@ def test_a_client_that_leaves_is_not_judged() -> None:
     counted.begin(0.0).leave()
     clock.now = 9.0
     assert counted.take() == (0, 0)
+
+
+@pytest.mark.parametrize(("gap", "met"), [(0.09, 1), (0.12, 0)])
+def test_a_caller_may_measure_the_gaps_itself(gap: float, met: int) -> None:
+    found, _ = meter("tpot=50ms, itl=100ms")
+    goals = found.begin(0.0)
+    goals.tokens(1.0)
+    goals.tokens_until(1.4, gap)
+    goals.end(1.4, 11, 1)
+    assert (found.met, found.missed) == (met, 1 - met)
