@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, Protocol
 
 from bankfull import paths
 from bankfull.cluster.messages import MOST_BYTES
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
+from bankfull.serve.scratch import ScratchFolder, remove_abandoned
 
 ANSWER_SECONDS = 10.0
 """Time-out of a command."""
@@ -42,12 +41,12 @@ class AdminSocket:
     def __init__(self, cluster: Controlled) -> None:
         self._cluster = cluster
         self._server: asyncio.Server | None = None
-        self._folder: Path | None = None
+        self._folder: ScratchFolder | None = None
         self._note: Path | None = None
 
     async def start(self) -> None:
-        self._folder = Path(mkdtemp(prefix="bankfull-cluster-"))
-        place = self._folder / "s"
+        self._folder = ScratchFolder("cluster")
+        place = self._folder.path / "s"
         self._server = await asyncio.start_unix_server(self._serve, place, limit=MOST_BYTES)
         notes = notes_folder()
         notes.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -64,7 +63,7 @@ class AdminSocket:
             self._server.close()
         self.hide()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -140,7 +139,8 @@ def alive(pid: int) -> bool:
 
 
 def _running() -> dict[int, str]:
-    """Process ids and sockets; notes of servers that were killed are removed."""
+    """Process ids and sockets; notes and folders of servers that were killed are removed."""
+    remove_abandoned()
     found = {}
     for note in sorted(notes_folder().glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +14,7 @@ from contextlib import suppress
 import msgspec
 
 from bankfull.cluster.messages import MOST_BYTES, FromManager, StartCluster, ToManager, from_manager, line
-from bankfull.cluster.ray_session import private_folder
+from bankfull.cluster.ray_session import folder_for_ray
 
 ENDING = 20.0
 """Seconds in which a manager ends its replicas and Ray; then it is killed."""
@@ -26,7 +25,7 @@ class ManagerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._folder = private_folder()
+        self._folder = folder_for_ray()
 
     async def start(self, wanted: StartCluster) -> None:
         ours, theirs = socket.socketpair()
@@ -40,7 +39,7 @@ class ManagerProcess:
                 start_new_session=True,  # Ctrl-C is for the server, which ends the manager
             )
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_BYTES)
-        self.send(msgspec.structs.replace(wanted, folder=str(self._folder)))
+        self.send(msgspec.structs.replace(wanted, folder=str(self._folder.path)))
 
     def send(self, message: ToManager) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -65,5 +64,5 @@ class ManagerProcess:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             status = await process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         return status

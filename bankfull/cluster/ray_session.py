@@ -15,6 +15,7 @@ from typing import Any
 from bankfull.cluster.ray_version import import_ray
 from bankfull.cluster.sizes import NodeResources
 from bankfull.errors import ConfigError
+from bankfull.serve.scratch import ScratchFolder
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's shared memory. Requests do not pass through it; this is about the least that Ray accepts."""
@@ -118,10 +119,10 @@ def _resources(node: dict[str, Any]) -> NodeResources:
     return NodeResources(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
 
 
-def private_folder() -> Path:
-    """A new folder that only this user can enter, with a path that is short enough for Ray's sockets in it."""
+def folder_for_ray() -> ScratchFolder:
+    """A new folder with a path that is short enough for Ray's sockets in it."""
     base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="bankfull-ray-", dir=base if len(base) < LONGEST_FOLDER else "/tmp"))
+    return ScratchFolder("ray", Path(base if len(base) < LONGEST_FOLDER else "/tmp"))
 
 
 def _unreachable(address: str) -> str | None:

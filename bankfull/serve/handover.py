@@ -12,17 +12,16 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from bankfull import paths
 from bankfull.errors import ConfigError
+from bankfull.serve.scratch import ScratchFolder
 
 log = logging.getLogger("bankfull.serve")
 
@@ -54,16 +53,17 @@ class Predecessor:
         finish what was accepted, and end."""
         self._listening, self._host, self._data = listening, host, data
         self._release, self._leave = release, leave
-        self._folder = Path(mkdtemp(prefix="bankfull-handover-"))
+        self._folder = ScratchFolder("handover")
+        self._place = str(self._folder.path / "s")
         self._note = note_of(listening.getsockname()[1])
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
-        self._socket.bind(str(self._folder / "s"))
+        self._socket.bind(self._place)
         self._socket.listen(1)
 
     def announce(self) -> None:
         """Write the note by which a new server finds this one. Raises OSError."""
-        told = {"pid": os.getpid(), "socket": str(self._folder / "s"), "host": self._host}
+        told = {"pid": os.getpid(), "socket": self._place, "host": self._host}
         told["data"] = None if self._data is None else str(self._data.resolve())
         self._note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fresh = self._note.with_suffix(f".{os.getpid()}")
@@ -110,7 +110,7 @@ class Predecessor:
 
     def close(self) -> None:
         self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         with suppress(OSError, ValueError, KeyError):
             if json.loads(self._note.read_text())["pid"] == os.getpid():  # else it is the new server's already
                 self._note.unlink()

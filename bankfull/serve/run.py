@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import uvicorn
@@ -41,6 +40,7 @@ from bankfull.serve.guard.tls import certificates_of
 from bankfull.serve.handover import Predecessor, Successor
 from bankfull.serve.replicas.local import SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.scratch import ScratchFolder
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.log import Logs
@@ -87,8 +87,8 @@ def run_server(
     successor = Successor(settings.port, settings.host, data) if take_over else None
     logs = Logs(json=protection.log_json)
     try:
-        with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
-            place, times = Path(folder), (grace, stall_seconds, give_up_after)
+        with nullcontext(data) if data is not None else ScratchFolder("serve") as folder:
+            place, times = folder, (grace, stall_seconds, give_up_after)
             kept = data is not None
             _run(model, options, settings, protection, place, kept, queue_requests, *times, replicas, slo, successor)
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.kit import ClusterServer, processes, serving, until
+from tests.cluster.kit import ENGINE, ClusterServer, processes, serving, until
 
 pytest.importorskip("ray", reason="replicas need the package ray")
 pytestmark = [pytest.mark.full, pytest.mark.cluster]
@@ -48,7 +48,8 @@ class RayNodes:
     def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(32)
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
-        environment.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder))
+        environment.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder), BANKFULL_TEST_NODES=str(folder))
+        self._mark = f"BANKFULL_TEST_NODES={folder}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", NODES],
             stdin=subprocess.PIPE,
@@ -72,6 +73,11 @@ class RayNodes:
         self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
         self._answer()
+
+    def replicas(self) -> list[int]:
+        """The processes of gateways and engines."""
+        found = processes(self._mark)
+        return [pid for pid, command in found.items() if ENGINE in command or command.startswith("ray::EngineReplica")]
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -190,14 +196,45 @@ def test_a_lost_manager_is_replaced_with_its_replicas(tmp_path: Path) -> None:
         assert "The replicas are started again" in server.said()
 
 
-def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
-    server = ClusterServer(tmp_path / "data", "--replicas", "1")
+@pytest.mark.parametrize("also_manager", [False, True], ids=["server", "server and manager"])
+def test_a_killed_server_leaves_nothing_behind(tmp_path: Path, also_manager: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="bf-") as temporary:  # short: Ray puts sockets below it
+        server = ClusterServer(tmp_path / "data", "--replicas", "1", TMPDIR=temporary)
+        assert server.url, server.said()
+        parts = server.stream(200)
+        next(parts)
+        assert list(Path(temporary).glob("bankfull-ray-*"))
+        _kill(server, also_manager=also_manager)
+        until(lambda: not processes(server.mark))
+        code, _, error = server.cluster("status")
+        assert code == 2 and "No server with replicas runs" in error
+        assert not list(Path(temporary).iterdir()), "the command has removed its folders"
+
+
+def test_a_server_killed_with_its_manager_leaves_nothing_on_a_shared_ray(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    variables = {"RAY_ADDRESS": ray_nodes.address, "RAY_AUTH_TOKEN": ray_nodes.token}
+    server = ClusterServer(tmp_path / "data", "--replicas", "3", **variables)
     assert server.url, server.said()
-    server.process.kill()
+    until(lambda: list(server.states().values()) == ["ready"] * 3)
+    assert len(ray_nodes.replicas()) == 6
+    parts = server.stream(200)
+    next(parts)
+    _kill(server, also_manager=True)
+    until(lambda: not processes(server.mark) and not ray_nodes.replicas())
+    with serving(tmp_path / "data", "--replicas", "3", **variables) as another:
+        until(lambda: list(another.states().values()) == ["ready"] * 3)
+
+
+def _kill(server: ClusterServer, *, also_manager: bool) -> None:
+    """At the same moment: none of them sees the other one end."""
+    pids = [server.process.pid]
+    if also_manager:
+        pids += [pid for pid, command in processes(server.mark).items() if "bankfull.cluster.manager" in command]
+        assert len(pids) == 2
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
     server.process.wait()
-    until(lambda: not processes(server.mark), 30.0)
-    code, _, error = server.cluster("status")
-    assert code == 2 and "No server with replicas runs" in error
 
 
 def refused(tmp_path: Path, sentence: str, *options: str, **variables: str) -> str:

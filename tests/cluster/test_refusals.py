@@ -79,7 +79,7 @@ def test_commands_reach_the_server_of_the_same_user(tmp_path: Path, monkeypatch:
         made = admin.AdminSocket(FakeCluster())
         await made.start()
         try:
-            assert made._folder is not None and made._folder.stat().st_mode & 0o077 == 0
+            assert made._folder is not None and made._folder.path.stat().st_mode & 0o077 == 0
             told = await asyncio.to_thread(admin.ask, {"do": "scale", "replicas": "1..3"})
             assert told == {"pid": os.getpid(), "done": ["resize 1..3"]}
             for bad, sentence in (
