@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -113,6 +114,34 @@ class ClusterServer:
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
+
+
+class Clients:
+    """Threads that ask all the time; each keeps the answers and the errors that it got."""
+
+    def __init__(self, server: ClusterServer, count: int, tokens: int) -> None:
+        self._server, self._tokens = server, tokens
+        self._stop = threading.Event()
+        self.answers: list[str] = []
+        self.errors: list[Exception] = []
+        self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
+
+    def _ask(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.answers.append(self._server.answer(self._tokens))
+            except Exception as error:
+                self.errors.append(error)
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *how: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
 
 
 @contextmanager

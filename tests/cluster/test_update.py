@@ -4,45 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.kit import ClusterServer, serving, until
+from tests.cluster.kit import Clients, ClusterServer, serving, until
 from tests.tiny import speaking_folder
 
 pytest.importorskip("ray", reason="replicas need the package ray")
 
 TOKENS = 150
-
-
-class Clients:
-    """Threads that ask all the time; each keeps the answers and the errors that it got."""
-
-    def __init__(self, server: ClusterServer, count: int) -> None:
-        self._server = server
-        self._stop = threading.Event()
-        self.answers: list[str] = []
-        self.errors: list[Exception] = []
-        self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
-
-    def _ask(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self.answers.append(self._server.answer(TOKENS))
-            except Exception as error:
-                self.errors.append(error)
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *how: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +30,7 @@ def test_no_stream_is_lost_or_mixes_two_models(tmp_path: Path, options: list[str
     with serving(tmp_path / "data", "--replicas", "2", *options) as server:
         until(lambda: server.states() == {"replica-1": "ready", "replica-2": "ready"})
         before = server.answer(TOKENS)
-        with Clients(server, 3) as clients:
+        with Clients(server, 3, TOKENS) as clients:
             until(lambda: len(clients.answers) > 2)
             code, out, error = server.cluster("update", str(new))
             done = len(clients.answers)
