@@ -314,9 +314,9 @@ def test_a_strategy_that_needs_what_is_not_there_is_refused() -> None:
     from bankfull.loading import load
 
     class Greedy(Plain):
-        needs = frozenset({"taps"})
+        needs = frozenset({"scratch"})
 
-    with pytest.raises(ConfigError, match="Greedy needs taps"):
+    with pytest.raises(ConfigError, match="Greedy needs scratch"):
         load(str(speaking_folder()), RunConfig(), SchedConfig(), StateConfig(), strategy=Greedy())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -198,6 +198,11 @@ class ComputedStep(Protocol):
         """(tokens, d) the target model's last hidden states, in the order of the batch, valid within this step."""
         ...
 
+    @property
+    def tapped(self) -> Mapping[int, Tensor]:
+        """(tokens, d) for each layer in `Strategy.taps`: the hidden states that entered it, like `hidden`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
@@ -232,13 +237,15 @@ class Strategy(Protocol):
     `propose` in this order, all in the device's order of work; none of them waits for the device."""
 
     needs: frozenset[str] = frozenset()
-    """Features that it needs of the model and the state ("taps", "scratch", ...); checked when the engine is built."""
+    """Names of features that it needs of the model and the state; checked when the engine is built."""
     idle: bool = False
     """Whether it proposes nothing and learns nothing, so that a captured step may choose tokens without it."""
     trees: bool = False
     """Whether its drafts may be trees; models with recurrent state cannot verify them."""
     follows: bool = False
     """Whether `follow` is called."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target model whose entering hidden states `follow` reads."""
     ahead: int = 0
     """KV slots per decoding row that `propose` writes, from the row's newest token on. The scheduler reserves them
     where memory allows (`OwnSteps.room`); a row without them gets no good drafts, and correct tokens."""

@@ -48,10 +48,22 @@ class Block:
             if isinstance(norm, RMSNorm) and isinstance(reader, Reader):
                 norm.reader = reader
 
-    def run(self, stream: Stream, states: LayerStates, meta: Any, angles: Angles | None) -> Stream:
+    def run(
+        self,
+        stream: Stream,
+        states: LayerStates,
+        meta: Any,
+        angles: Angles | None,
+        entering: list[Tensor] | None = None,
+    ) -> Stream:
+        """`entering`: gets the hidden states that enter the block, which are valid when it has run."""
         if self.norm_last:
+            if entering is not None:
+                entering.append(stream[0])
             return self._run_post_norm(stream, states, meta, angles)
         x, inner = self.before_mixer.join(*stream)
+        if entering is not None:
+            entering.append(x)
         branch = self.mixer.run(inner, states, meta, angles)
         if self.after_mixer is not None:
             branch = self.after_mixer(branch)
@@ -134,7 +146,8 @@ class Decoder:
         metas: Sequence[Any],
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states of every token. `taps` maps layer numbers to the layer's output, filled during the pass."""
+        """Hidden states of every token. `taps` maps layer numbers to the hidden states that enter the layer, filled
+        during the pass; they are results of the operations that run without it, too."""
         return joined(self.norm, *self._stream(batch, states, metas, taps))[1]
 
     def best(self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any]) -> Tensor:
@@ -148,9 +161,9 @@ class Decoder:
         stream: Stream = (self.embed(batch), None)
         for i, block in enumerate(self.blocks):
             rope = block.mixer.rope
-            stream = block.run(stream, states[i], metas[i], None if rope is None else angles[rope])
+            entering: list[Tensor] | None = None if taps is None or i not in taps else []
+            stream = block.run(stream, states[i], metas[i], None if rope is None else angles[rope], entering)
             PROGRESS.tick()
-            if taps is not None and i in taps:
-                x, pending = stream
-                taps[i] = x if pending is None else x + pending
+            if taps is not None and entering:
+                taps[i] = entering[0]
         return stream

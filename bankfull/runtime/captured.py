@@ -42,6 +42,7 @@ class RecordedStep:
     graph: torch.cuda.CUDAGraph
     batch: Batch
     hidden: Tensor
+    tapped: dict[int, Tensor]
 
 
 class Captured:
@@ -60,9 +61,12 @@ class Captured:
         """Graphs that choose a step's tokens. A greedy one contains the whole step: one launch from rows to tokens."""
         self._chunks: Chunks | None = None
         self._pool: Any = None
+        self.tapped: dict[int, Tensor] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.eager(batch)
+        hidden = self.eager(batch)
+        self.tapped = self.eager.tapped
+        return hidden
 
     @property
     def count(self) -> int:
@@ -185,7 +189,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
             hidden = self._launch(batch, size, width)
-        return RecordedStep(graph, batch, hidden)
+        return RecordedStep(graph, batch, hidden, self.eager.tapped)
 
     def _best(self, batch: Batch, size: int) -> None:
         """A whole step of greedy rows, from gathering to appending."""
@@ -227,7 +231,10 @@ class Captured:
         if any(w.count != 1 or w.drafts != width - 1 for w in work):
             if self._rows.trees is not None and any(w.drafts for w in work):
                 return None  # the attention over prompts has no trees
-            return None if self._chunks is None else self._chunks.replay(work, self.enabled)
+            found = None if self._chunks is None else self._chunks.replay(work, self.enabled)
+            if found is not None and self._chunks is not None:
+                self.tapped = self._chunks.tapped
+            return found
         size = padded(len(work), self._rows.count) if self._steps else 0
         recorded = self._steps.get((size, width))
         if recorded is None:
@@ -241,6 +248,7 @@ class Captured:
         start = self._rows.computed[[w.row for w in work]]
         batch = replayed_batch(work, q_start, start + width, recorded.batch.tokens, recorded.batch.positions)
         batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
+        self.tapped = {layer: tap[:total] for layer, tap in recorded.tapped.items()}
         return batch, recorded.hidden[:total]
 
     def choosing(self, rows: Rows) -> ChoosingStep | None:
@@ -288,6 +296,8 @@ class Captured:
             recorded.graph.replay()
         else:
             recorded.hidden.copy_(self._launch(recorded.batch, size, width))
+            for layer, tap in recorded.tapped.items():
+                tap.copy_(self.eager.tapped[layer])
 
 
 @cache

@@ -63,6 +63,9 @@ class Chunks:
         self.recorded: dict[tuple[int, bool], RecordedChunks] = {}
         self._sizes: list[int] = []
         self._sent = self._hidden = torch.empty(0)
+        self._taps: dict[int, Tensor] = {}
+        self.tapped: dict[int, Tensor] = {}
+        """The hidden states that entered the tapped layers in the last replay."""
 
     def capture(self, tokens: int, pool: Any) -> None:
         self.prepare(tokens)
@@ -99,6 +102,7 @@ class Chunks:
         else:
             self._launch(kind)
         batch = replayed_batch(work, q_start, lengths, kind.batch.tokens, kind.batch.positions)
+        self.tapped = {layer: tap[:total] for layer, tap in self._taps.items()}
         return batch, self._hidden[:total]
 
     def _send(self, kind: RecordedChunks, lines: list[int], q_start: np.ndarray, ones: np.ndarray) -> None:
@@ -173,7 +177,10 @@ class Chunks:
         hidden = self.eager(batch)
         if len(self._hidden) < len(hidden):
             self._hidden = torch.empty_like(hidden)
+            self._taps = {layer: torch.empty_like(tap) for layer, tap in self.eager.tapped.items()}
         self._hidden[: len(hidden)].copy_(hidden)
+        for layer, tap in self._taps.items():
+            tap[: len(hidden)].copy_(self.eager.tapped[layer])
 
 
 def sizes_for(tokens: int) -> list[int]:

@@ -119,7 +119,7 @@ class DeviceRunner:
         self.storage = Storage(layout, frames, slots, device.torch)
         spread(self.storage.frames)
         self._commit_frames = commits(self.storage.frames)
-        eager = Eager(model, layout, self.storage.layers)
+        eager = Eager(model, layout, self.storage.layers, taps=checked_taps(strategy, len(model.mixers)))
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         drafts = strategy.width(0) if strategy.trees else 0
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts)
@@ -166,7 +166,8 @@ class DeviceRunner:
             elif plan.work:
                 step.batch, step.hidden = self._run(plan.work)
                 if self.strategy.follows:
-                    self.strategy.follow(RunStep(plan.work, self.rows, self.layout, step.batch, step.hidden))
+                    found = step.batch, step.hidden, self.run_model.tapped
+                    self.strategy.follow(RunStep(plan.work, self.rows, self.layout, *found))
             return landed
 
         future = self._launch(run)
@@ -410,6 +411,17 @@ def newest_lines(index: Tensor, widths: Sequence[int], verdict: Verdict, ship: S
     if verdict.path is not None:
         last = verdict.path.gather(1, last[:, None])[:, 0]
     return index[first + last]
+
+
+def checked_taps(strategy: Strategy, layers: int) -> tuple[int, ...]:
+    """The strategy's taps in ascending order; raises ConfigError where the model has no such layer."""
+    taps = tuple(sorted(set(strategy.taps)))
+    if taps and not 0 <= taps[0] <= taps[-1] < layers:
+        raise ConfigError(
+            f"The strategy {type(strategy).__name__} reads the layers {', '.join(map(str, taps))}, but the model's "
+            f"layers go from 0 to {layers - 1}; use a strategy that was made for this model."
+        )
+    return taps
 
 
 def captured_widths(strategy: Strategy) -> list[int]:

@@ -48,6 +48,10 @@ def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
 
 
 class Forward(Protocol):
+    tapped: dict[int, Tensor]
+    """By layer: the hidden states that entered it, for every token of the last call, if the forward was made with taps.
+    Valid as long as that call's result."""
+
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states of every token of the batch, valid until the next call."""
         ...
@@ -63,6 +67,9 @@ class ChoosingStep(Protocol):
 @runtime_checkable
 class Replaying(Protocol):
     """A forward that replays recorded steps."""
+
+    tapped: dict[int, Tensor]
+    """As for `Forward`, after a replay, too."""
 
     @property
     def recorded(self) -> str:
@@ -91,15 +98,29 @@ class ChoosingForward(Protocol):
 class Eager:
     """Each operation is called from Python."""
 
-    def __init__(self, model: Model, layout: Layout, states: Sequence[LayerStates], first: int = 0) -> None:
-        """`layout`, `states`: those of all models that share the pools; the model's own layers begin at `first`."""
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        states: Sequence[LayerStates],
+        first: int = 0,
+        taps: Sequence[int] = (),
+    ) -> None:
+        """`layout`, `states`: those of all models that share the pools; the model's own layers begin at `first`.
+        `taps`: layers whose entering hidden states are kept in `tapped`."""
         count = len(model.mixers)
         self.model, self.layout, self.states = model, layout.part(first, count), states[first : first + count]
+        self.taps = tuple(taps)
+        self.tapped: dict[int, Tensor] = {}
         self.uncaptured: str | None = None
         """Why steps run without capture although the device captures steps: one sentence."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.model.forward(batch, self.states, plan_mixers(self.model, self.layout, batch))
+        taps: dict[int, Any] | None = dict.fromkeys(self.taps) if self.taps else None
+        hidden = self.model.forward(batch, self.states, plan_mixers(self.model, self.layout, batch), taps)
+        if taps:
+            self.tapped = taps
+        return hidden
 
     def best(self, batch: Batch) -> Tensor:
         """The most likely next token after each token of the batch."""

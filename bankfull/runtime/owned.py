@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -53,8 +53,16 @@ class OwnedSteps:
 class RunStep:
     """A step whose forward pass has been enqueued (`ComputedStep`)."""
 
-    def __init__(self, work: Sequence[Work], rows: Rows, layout: Layout, batch: Batch, hidden: Tensor) -> None:
-        self.work, self.hidden = work, hidden
+    def __init__(
+        self,
+        work: Sequence[Work],
+        rows: Rows,
+        layout: Layout,
+        batch: Batch,
+        hidden: Tensor,
+        tapped: Mapping[int, Tensor],
+    ) -> None:
+        self.work, self.hidden, self.tapped = work, hidden, tapped
         self._rows, self._layout = rows, layout
         self._batch: Batch | None = batch if batch.kv_slots or not layout.paged else None
 

@@ -19,7 +19,7 @@ from bankfull.ops.native.tape.origins import Origins, line_of
 from bankfull.ops.native.tape.record import TOKENS, CannotRecord
 from bankfull.ops.registry import Kit
 from bankfull.runtime.batch import blank_batch
-from bankfull.runtime.forward import ChoosingStep, Eager, plan_mixers
+from bankfull.runtime.forward import ChoosingStep, Eager
 from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
 
@@ -30,7 +30,9 @@ class Taped:
     def __init__(self, eager: Eager, kit: Kit) -> None:
         self._layout = eager.layout
         recorder, hidden, best = record(eager, kit)
-        self.tape = Tape(recorder, hidden, input_names(eager.layout), best)
+        self._taps = eager.tapped  # as recorded: tensors without data
+        self.tape = Tape(recorder, hidden, input_names(eager.layout), best, list(self._taps.values()))
+        self.tapped: dict[int, Tensor] = {}
         self.timed = False
         """Whether the time of every kernel is summed up, for profiles."""
 
@@ -38,7 +40,10 @@ class Taped:
         found = inputs_of(batch, self._layout)
         sources = [_source(tensor) for tensor in found]
         tensors = dict(zip(input_names(self._layout), found, strict=True)) if self.tape.breaks else None
-        return self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
+        hidden = self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
+        if self._taps:
+            self.tapped = dict(zip(self._taps, self.tape.kept(len(batch.tokens)), strict=True))
+        return hidden
 
     def choosing(self, rows: Rows) -> ChoosingStep | None:
         """A step that also chooses tokens, for rows whose sampling parameters the kernel supports."""
@@ -77,8 +82,9 @@ def _record(eager: Eager, kit: Kit) -> tuple[Recorder, Tensor, Tensor | None]:
     # Not in inference mode: its tensors do not count how often they were changed in place.
     with kit.recording(recorder), torch.inference_mode(False), torch.no_grad():
         batch = recorded_batch(recorder, eager.layout)
-        hidden = eager.model.forward(batch, eager.states, plan_mixers(eager.model, eager.layout, batch))
-        recorder.view(hidden)
+        hidden = eager(batch)
+        for tensor in (hidden, *eager.tapped.values()):
+            recorder.view(tensor)
         return recorder, hidden, _record_choice(recorder, eager.model.head, hidden)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.layers.norm import AddThen
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ops.triton.attention_map import tile_map
@@ -39,14 +41,16 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
+DEEP = CONFIG | {"num_hidden_layers": 2}
 WINDOWED = CONFIG | {"model_type": "mistral", "sliding_window": 9}
 PAGE, PAGES = 4, 16
 TOLERANCE = 2e-5
+BARE = Build(None, kit_for("cuda", "torch"), DTYPE, DEVICE)  # type: ignore[arg-type]
 
 
 @lru_cache
-def model_of(providers: str, windowed: bool) -> Decoder:
-    config = WINDOWED if windowed else CONFIG
+def model_of(providers: str, windowed: bool, deep: bool = False) -> Decoder:
+    config = WINDOWED if windowed else DEEP if deep else CONFIG
     files = random_model("tiny", config, DTYPE, DEVICE)
     return build_model(files.config, Build(files.source, kit_for("cuda", providers), DTYPE, DEVICE))
 
@@ -54,9 +58,12 @@ def model_of(providers: str, windowed: bool) -> Decoder:
 class Chunked:
     """Rows of some sequences, and steps over them."""
 
-    def __init__(self, sequences: list[list[int]], tokens: int, windowed: bool = False) -> None:
-        self.sequences, self.windowed = sequences, windowed
-        model = model_of("auto", windowed)
+    def __init__(
+        self, sequences: list[list[int]], tokens: int, windowed: bool = False, taps: tuple[int, ...] = ()
+    ) -> None:
+        """With `taps`, over a model of two layers."""
+        self.sequences, self.how = sequences, (windowed, bool(taps))
+        model = model_of("auto", *self.how)
         layout = layout_of(model.states(), PAGE)
         count = len(sequences)
         self.storage = Storage(layout, PAGES * count, 1, DEVICE)
@@ -67,7 +74,7 @@ class Chunked:
         for row, own in enumerate(sequences):
             self.rows.tokens[row, : len(own)] = torch.tensor(own)
             self.rows.tables[0][row] = order[row]
-        self.chunks = Chunks(Eager(model, layout, self.storage.layers), self.rows)
+        self.chunks = Chunks(Eager(model, layout, self.storage.layers, taps=taps), self.rows)
         self.chunks.prepare(tokens)
 
     def step(self, counts: dict[int, int]) -> None:
@@ -84,9 +91,15 @@ class Chunked:
             own = self.sequences[row][: done + count]
             assert batch.tokens[first : first + count].tolist() == own[done:]
             assert batch.positions[first : first + count].tolist() == list(range(done, done + count))
-            expected = hidden_states(model_of("torch", self.windowed), own, DEVICE)[done:]
-            worst = float((hidden[first : first + count] - expected).norm() / expected.norm())
-            assert worst < TOLERANCE, f"row {row}, {count} tokens behind {done}: {worst}"
+            model = model_of("torch", *self.how)
+            expected = {None: hidden_states(model, own, DEVICE)[done:]}
+            for layer in self.chunks.eager.taps:
+                bare = replace(model, blocks=model.blocks[:layer], norm=AddThen(BARE, lambda x: x))
+                expected[layer] = hidden_states(bare, own, DEVICE)[done:]
+            for layer, right in expected.items():
+                ours = hidden if layer is None else self.chunks.tapped[layer]
+                worst = float((ours[first : first + count] - right).norm() / right.norm())
+                assert worst < TOLERANCE, f"row {row}, {count} tokens behind {done}, layer {layer}: {worst}"
             self.rows.computed[row] += count
             self.rows.reached[row] += count
 
@@ -102,6 +115,12 @@ def test_prompts_of_unequal_lengths_chunks_and_decoding_rows_share_a_step(window
     here.step({2: 19})  # a prompt alone
     here.step({0: 9, 1: 18, 3: 4})  # prompts of unequal lengths
     here.step({1: 1, 2: 12, 3: 1, 0: 2})  # some go on, others decode
+
+
+def test_steps_keep_the_hidden_states_that_enter_tapped_layers() -> None:
+    here = Chunked(sequences(20, 12), 32, taps=(0, 1))
+    here.step({1: 11})
+    here.step({0: 9, 1: 1})
 
 
 def test_what_fills_up_a_step_leaves_the_pages_of_others_alone() -> None:

@@ -50,13 +50,23 @@ class RowsAt:
 class Tape:
     """One tape serves every batch. Its result is in the tape's arena, valid until the next replay."""
 
-    def __init__(self, recorder: Recorder, result: Tensor, inputs: Sequence[str], chosen: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        result: Tensor,
+        inputs: Sequence[str],
+        chosen: Tensor | None = None,
+        others: Sequence[Tensor] = (),
+    ) -> None:
         """`inputs`: names of the arguments of `replay`, in order. `chosen`: the most likely token for each result, made
-        by the last recorded operation; only `choosing` runs that operation, and may sample instead."""
+        by the last recorded operation; only `choosing` runs that operation, and may sample instead. `others`: more
+        results of recorded operations, which `kept` returns."""
         self._numbers = {name: i for i, name in enumerate(inputs)}
         kept = recorder.view(result)
         self._chosen = None if chosen is None else recorder.view(chosen)
+        self._others = [(recorder.view(other), tuple(other.shape[1:]), other.dtype) for other in others]
         keep = {kept.value} if self._chosen is None else {kept.value, self._chosen.value}
+        keep |= {view.value for view, _, _ in self._others}
         nodes = fuse(recorder.nodes, keep)
         self.bytes_per_token = lay_out(nodes, keep)
         self.traffic = traffic_of(nodes)
@@ -111,6 +121,10 @@ class Tape:
                     PROGRESS.tick()
                 self.seconds += perf_counter() - begun
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
+
+    def kept(self, tokens: int) -> list[Tensor]:
+        """The other results of the last replay, which had this many tokens."""
+        return [self._tensor(view, tokens, shape, dtype) for view, shape, dtype in self._others]
 
     def choosing(self, rows: RowsAt) -> ChoosingStep | None:
         """The step that also chooses tokens; None where an operation or the head is not on the tape."""
