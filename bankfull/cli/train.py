@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bankfull.train.recipe import TrainingRecipe
     from bankfull.train.report import DrafterReport
     from bankfull.train.run import MakeTrainer
-    from bankfull.train.text import Answered
+    from bankfull.train.text import OwnAnswer
     from bankfull.train.trainer import Trainer
 
 PROMPTS, ANSWER_TOKENS = 2000, 256
@@ -107,7 +107,7 @@ def medusa(
     shape = {"heads": heads, "layers": layers, "vocabulary": vocabulary}
     recipe = _recipe("medusa", llm, options, prompts, shape)
 
-    def make(loaded: Assembled, answers: Sequence[Answered]) -> Trainer:
+    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
         from bankfull.train.medusa import MedusaTrainer
         from bankfull.train.text import frequent_tokens
 
@@ -128,7 +128,9 @@ def _load(model: str, options: TrainOptions) -> LLM:
 
     logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
     device = open_device(options.device)
-    given: dict[str, Any] = {"dtype": options.dtype, "activations": options.activations, "threads": options.threads}
+    # Without drafts, a step's rows do not depend on the machine's speed, nor do roundings that depend on the rows.
+    given: dict[str, Any] = {"speculative": "off", "threads": options.threads}
+    given |= {"dtype": options.dtype, "activations": options.activations}
     if device.kind == "cuda":
         given["memory"] = "25%"  # the rest is for training
     made = load(model, *configure(given)[:3], None, device=device)

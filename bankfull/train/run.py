@@ -15,12 +15,12 @@ from bankfull.train.checkpoint import TrainingProgress
 from bankfull.train.loop import Schedule, measure, train
 from bankfull.train.recipe import TrainingRecipe, open_folder
 from bankfull.train.states import HiddenStates
-from bankfull.train.text import Answered, OwnText, OwnTextOptions
+from bankfull.train.text import OwnAnswer, OwnText, OwnTextOptions
 from bankfull.train.trainer import Acceptance, Trainer
 
 Bar = Callable[[str, int, int], AbstractContextManager[Callable[[int, str], None]]]
 """A progress bar: what, total, done; it is called with the number of finished items and a note."""
-MakeTrainer = Callable[[Assembled, Sequence[Answered]], Trainer]
+MakeTrainer = Callable[[Assembled, Sequence[OwnAnswer]], Trainer]
 """Makes a drafter for a model from the answers to train on."""
 STATES = "states"
 MEASURED = 128
@@ -76,7 +76,7 @@ def run_training(
     trainer = make(loaded, train_on)
     kept = None if loaded.device.kind == "cuda" else folder / STATES
 
-    def states(name: str, answers: Sequence[Answered]) -> HiddenStates:
+    def states(name: str, answers: Sequence[OwnAnswer]) -> HiddenStates:
         return HiddenStates(loaded, answers, None if kept is None else kept / name, options.most_bytes)
 
     measured = states("held_out", held_out[:MEASURED])

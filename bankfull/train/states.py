@@ -21,7 +21,7 @@ from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
-from bankfull.train.text import Answered
+from bankfull.train.text import OwnAnswer
 from bankfull.weights.medusa import write_tensors
 
 PAGE_TOKENS = 16
@@ -35,7 +35,7 @@ STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 class Examples:
     """Some sequences, one after the other."""
 
-    sequences: Sequence[Answered]
+    sequences: Sequence[OwnAnswer]
     states: Tensor
     """(tokens, hidden) bfloat16, on the device."""
 
@@ -43,7 +43,7 @@ class Examples:
 class HiddenStates:
     """The states of a list of sequences, by number."""
 
-    def __init__(self, loaded: Assembled, sequences: Sequence[Answered], folder: Path | None, most_bytes: int) -> None:
+    def __init__(self, loaded: Assembled, sequences: Sequence[OwnAnswer], folder: Path | None, most_bytes: int) -> None:
         """`folder`: for files; None keeps the states in memory. `most_bytes`: what may be kept."""
         self.sequences, self._loaded, self._folder = sequences, loaded, folder
         self._layout = layout_of(loaded.model.states(), PAGE_TOKENS)
@@ -88,7 +88,7 @@ class HiddenStates:
 
     def _computed(self, chosen: Sequence[int]) -> list[Tensor]:
         """Each sequence's states, from as few passes as fit."""
-        most, found, group, tokens = STEP_TOKENS[self._loaded.device.kind], list[Tensor](), list[Answered](), 0
+        most, found, group, tokens = STEP_TOKENS[self._loaded.device.kind], list[Tensor](), list[OwnAnswer](), 0
         for one in (self.sequences[i] for i in chosen):
             if group and tokens + len(one) > most:
                 found += self._run(group)
@@ -98,7 +98,7 @@ class HiddenStates:
         return [*found, *self._run(group)]
 
     @torch.no_grad()
-    def _run(self, group: Sequence[Answered]) -> list[Tensor]:
+    def _run(self, group: Sequence[OwnAnswer]) -> list[Tensor]:
         """Not in inference mode: autograd reads the results."""
         layout, device, model = self._layout, self._loaded.device.torch, self._loaded.model
         counts = [len(one) for one in group]

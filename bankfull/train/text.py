@@ -27,7 +27,7 @@ HELD_OUT = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class OwnAnswer:
     """A prompt and the model's answer, as token ids."""
 
     prompt: tuple[int, ...]
@@ -80,7 +80,7 @@ class OwnText:
                         output = result.outputs[0]
                         if output.error is not None:
                             raise RequestError(f"The model cannot answer prompt {index + 1}: {output.error}")
-                        self._answers[index] = Answered(tuple(result.prompt_token_ids), tuple(output.token_ids))
+                        self._answers[index] = OwnAnswer(tuple(result.prompt_token_ids), tuple(output.token_ids))
                         line = {"index": index, "prompt": result.prompt_token_ids, "answer": output.token_ids}
                         file.write(json.dumps(line) + "\n")
                         tokens += len(output.token_ids)
@@ -118,7 +118,7 @@ class OwnText:
         except RequestError as error:
             raise RequestError(f"Prompt {index + 1}: {error}") from None
 
-    def split(self, least: int) -> tuple[list[Answered], list[Answered]]:
+    def split(self, least: int) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
         """Answers to train on and answers held out, in the order of the prompts; only those of at least `least` tokens.
         A prompt that occurs several times is on one side."""
         kept = [one for _, one in sorted(self._answers.items()) if len(one.answer) >= least]
@@ -132,7 +132,7 @@ class OwnText:
         return [one for one in kept if one.prompt not in held_out], [one for one in kept if one.prompt in held_out]
 
 
-def frequent_tokens(answers: Sequence[Answered], count: int, vocab: int) -> list[int]:
+def frequent_tokens(answers: Sequence[OwnAnswer], count: int, vocab: int) -> list[int]:
     """The `count` most frequent token ids of the answers in ascending order. If the answers have fewer, the lowest ids
     are added: in most vocabularies they are the most frequent pieces of text."""
     seen = Counter(token for one in answers for token in one.answer)
@@ -147,7 +147,7 @@ def _read_begun(path: Path) -> dict[int, list[int]]:
     return {int(index): tokens for index, tokens in known.items()}
 
 
-def _read(path: Path, prompts: int) -> dict[int, Answered]:
+def _read(path: Path, prompts: int) -> dict[int, OwnAnswer]:
     """The whole lines of a file. The last one may be cut off: its answer is generated again."""
     if not path.exists():
         return {}
@@ -160,7 +160,7 @@ def _read(path: Path, prompts: int) -> dict[int, Answered]:
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             record = json.loads(line)
-            index, answered = record["index"], Answered(tuple(record["prompt"]), tuple(record["answer"]))
+            index, answered = record["index"], OwnAnswer(tuple(record["prompt"]), tuple(record["answer"]))
             valid = 0 <= index < prompts and all(isinstance(t, int) for t in (*answered.prompt, *answered.answer))
         except (ValueError, TypeError, KeyError):
             valid = False

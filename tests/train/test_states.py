@@ -13,7 +13,7 @@ from bankfull.loading import Assembled, assemble
 from bankfull.runtime import naive
 from bankfull.train import states
 from bankfull.train.states import HiddenStates
-from bankfull.train.text import Answered
+from bankfull.train.text import OwnAnswer
 from bankfull.weights.source import open_model
 from tests.tiny import VOCAB, folder_of
 
@@ -23,13 +23,13 @@ def assembled(shape: str) -> Assembled:
     return assemble(files, RunConfig(device="cpu"), SchedConfig(rows=2), StateConfig(memory="4MiB"))
 
 
-def sequences(count: int) -> list[Answered]:
+def sequences(count: int) -> list[OwnAnswer]:
     rng = random.Random(4)
 
     def drawn(most: int) -> tuple[int, ...]:
         return tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, most)))
 
-    return [Answered(drawn(30), drawn(20)) for _ in range(count)]
+    return [OwnAnswer(drawn(30), drawn(20)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("shape", ("llama", "gemma", "mamba"))

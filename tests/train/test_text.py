@@ -14,7 +14,7 @@ import pytest
 from bankfull import LLM, SamplingParams
 from bankfull.errors import ConfigError, RequestError
 from bankfull.train.prompts import TASKS, TOPICS, own_prompts, read_prompts, repeated
-from bankfull.train.text import DATA, Answered, OwnText, OwnTextOptions, frequent_tokens
+from bankfull.train.text import DATA, OwnAnswer, OwnText, OwnTextOptions, frequent_tokens
 
 PROMPTS = own_prompts(9, seed=1)
 OPTIONS = OwnTextOptions(PROMPTS, seed=3, temperature=0.8, answer_tokens=12)
@@ -119,7 +119,7 @@ def test_a_prompt_that_the_model_cannot_take_is_named(llm: LLM, tmp_path: Path) 
 
 
 def test_frequent_tokens_come_first_and_low_ids_fill_up() -> None:
-    answers = [Answered((9,), (5, 5, 7, 7, 7, 3)), Answered((9,), (7, 8))]
+    answers = [OwnAnswer((9,), (5, 5, 7, 7, 7, 3)), OwnAnswer((9,), (7, 8))]
     assert frequent_tokens(answers, 2, 20) == [5, 7]
     assert frequent_tokens(answers, 3, 20) == [3, 5, 7]
     assert frequent_tokens(answers, 6, 20) == [0, 1, 3, 5, 7, 8]

@@ -29,7 +29,7 @@ from bankfull.train.prompts import own_prompts
 from bankfull.train.recipe import TrainingRecipe, digest_of
 from bankfull.train.run import MakeTrainer, TrainingOptions, TrainingOutcome, run_training
 from bankfull.train.states import Examples
-from bankfull.train.text import DATA, Answered, frequent_tokens
+from bankfull.train.text import DATA, OwnAnswer, frequent_tokens
 from bankfull.train.trainer import RANKS
 from bankfull.weights.medusa import WEIGHTS, read_heads
 from tests.decode.test_medusa import CountedMedusa
@@ -80,7 +80,7 @@ def test_the_saved_heads_propose_what_was_measured(llm: LLM, trained: tuple[Path
     heads, trainer = read_heads(folder), outcome.trainer
     assert heads.acceptance is not None and outcome.acceptance is not None and isinstance(trainer, MedusaTrainer)
     assert heads.acceptance[0] == pytest.approx(outcome.acceptance.by_rank[0], abs=1e-5)
-    one = Answered((5, 6, 7), tuple(range(40, 60)))
+    one = OwnAnswer((5, 6, 7), tuple(range(40, 60)))
     states = torch.randn(len(one), heads.hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
     ranks = trainer.ranks(Examples([one], states))
     found = MedusaStack(llm.loaded.model.head, heads, 2).candidates(states[2:].float(), RANKS)
