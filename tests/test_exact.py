@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
     "lookup": lambda truths, seed: GuessLookup(truths, seed=seed),
     "trees": lambda truths, seed: GuessTree(truths, width=5 + seed % 9, seed=seed),
     "draft": lambda truths, seed: drafter("llama", (1,) * (2 + seed % 4)),
-    "draft-tree": lambda truths, seed: drafter("gemma", (3, 1, 2)[: 1 + seed % 3]),
+    "draft-tree": lambda truths, seed: drafter("gemma", (3, 1, 2)),
     "medusa": lambda truths, seed: Medusa(random_heads(seed, heads=3, own=bool(seed % 2)), nodes=4 + seed % 29),
 }
 """Factories, called for each case with the sequences that greedy decoding gives and a seed."""

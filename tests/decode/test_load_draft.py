@@ -17,7 +17,7 @@ from tests.tiny import folder_of, speaking_folder
 
 TARGET, DRAFT = 5, 6
 """Seeds of two models with the same tokenizer."""
-RUN = RunConfig(dtype="float32", device="cpu")
+RUN = RunConfig(dtype="float32", device="cpu", speculative="off")
 SMALL = StateConfig(memory="8MiB")
 
 
