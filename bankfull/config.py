@@ -157,6 +157,7 @@ class RunConfig:
 
 
 SpeculativeOptions = dict[str, int | bool | str]
+TREES = ("sparse", "chain")
 
 SPECULATIVE: dict[str, SpeculativeOptions] = {
     "off": {},
@@ -164,7 +165,7 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
     "ngram": {"width": 8, "least": 2, "most": 4, "adaptive": True},
     "suffix": {"width": 12, "least": 2, "adaptive": True},
     "draft": {"depth": 4, "breadth": 1, "quantize": ""},
-    "medusa": {"nodes": 16, "tree": "sparse"},
+    "medusa": {"nodes": 8, "tree": "sparse"},
 }
 """Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
 sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the width of each step by its expected gain,
@@ -218,6 +219,8 @@ def _option(shown: str, key: str, value: str, usual: int | bool | str) -> int | 
             raise ConfigError(f"{shown}: {key} must be true or false, not {value[:40]!r}.")
         return value == "true"
     if isinstance(usual, str):
+        if key == "tree" and value not in TREES:
+            raise ConfigError(f"{shown}: tree must be {' or '.join(TREES)}, not {value[:40]!r}.")
         return value
     if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= MOST_DRAFTS:
         raise ConfigError(f"{shown}: {key} must be a whole number from 1 to {MOST_DRAFTS}, not {value[:40]!r}.")

@@ -24,6 +24,12 @@ def test_heads_are_trained_and_reported(cli: Cli, tmp_path: Path) -> None:
     heads = read_heads(out)
     assert len(heads.blocks) == 2 and heads.vocabulary is not None and len(heads.vocabulary) == 64
 
+    asked = ("run", "The river", "-m", looping_folder(), "--temperature", 0, "--max-tokens", 12, "--no-limit")
+    plain = cli(*asked, "--speculative", "off")
+    for how in ("", ",nodes=3", ",tree=chain"):
+        drafted = cli(*asked, "--speculative", f"medusa:{out}{how}")
+        assert drafted.code == 0 and drafted.out == plain.out != ""
+
     again = cli("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 40, "--json")
     assert again.code == 0 and again.json["finished"] and again.json["steps"] == 40
     report = again.json
@@ -60,3 +66,19 @@ def test_bad_input_is_refused_before_anything_starts(
     given = [str(looping_folder()) if word == "MODEL" else word for word in arguments]
     assert sentence in cli("train", *given).sentence
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ("medusa", "needs heads: medusa:PATH"),
+        ("medusa:nowhere", "nowhere is not a directory of Medusa heads"),
+        ("suffix:heads", "takes no model; leave out 'heads'"),
+        ("medusa:heads,tree=binary", "tree must be sparse or chain, not 'binary'"),
+        ("medusa:heads,width=3", "has no option 'width'; its options are nodes, tree"),
+        ("medusa:heads,nodes=64", "nodes must be a whole number from 1 to 63"),
+    ],
+)
+def test_a_wrong_choice_of_heads_is_refused(cli: Cli, choice: str, sentence: str) -> None:
+    done = cli("run", "The river", "-m", looping_folder(), "--speculative", choice)
+    assert sentence in done.sentence
