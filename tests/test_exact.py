@@ -158,7 +158,8 @@ def check(
         for child in range(n):
             assert bench.tokens[i, child] == expected[i][cuts[i, child] :], f"prompt {i}, sample {child}"
             assert bench.finish[i, child] == "length"
-    if cache == "warm":
+    longest = max((group.page_tokens for group in bench.runner.layout.paged), default=0)
+    if cache == "warm" and longest < len(asked[0]):  # a small draft model has more tokens in a page than the target
         assert bench.cached[0] > 0, "the prefix cache was never hit"
     if cache == "off":
         assert not any(bench.cached.values())

@@ -130,7 +130,8 @@ def test_what_fills_up_a_step_leaves_the_pages_of_others_alone() -> None:
     held = here.rows.tables[0][1].tolist()
     here.step({0: 5})
     for part, old in zip(here.storage.layers[0][0].values(), before, strict=True):
-        assert torch.equal(part[held], old[held])
+        # Bits: memory that was never written may hold NaN.
+        assert torch.equal(part[held].view(torch.uint8), old[held].view(torch.uint8))
 
 
 def test_steps_without_a_graph_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

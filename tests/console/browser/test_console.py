@@ -302,7 +302,7 @@ def test_the_key_is_prompted_for_and_stored_in_this_tab_only(watched: Watched, s
     page.keyboard.type(KEY)
     page.keyboard.press("Enter")
     page.wait_for_selector('#status[data-kind="good"]')
-    choose(page, max_tokens=4)
+    choose(page, max_tokens=4, temperature=0)
     submit(page, "Hello")
     figures(page)
     page.click('nav a[href="#batches"]')
