@@ -121,16 +121,19 @@ def others_delay_ms(prompt_tokens: int, replica: Candidate) -> float:
 def with_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The same candidates; those without measured rates get the median of the others', or the defaults. A replica that
     has just started serves the same model, and must look neither free nor hopeless."""
+    candidates = list(candidates)  # a table makes them anew each time that they are read
     prefill = [c.prefill_ms_per_token for c in candidates if c.prefill_ms_per_token > 0]
     step = [c.step_ms for c in candidates if c.step_ms > 0]
     row = [c.row_ms for c in candidates if c.row_ms > 0]
-    if len(prefill) == len(step) == len(row) == len(candidates):
-        return list(candidates)
+    if len(prefill) == len(step) == len(candidates) and len(row) in (0, len(candidates)):
+        return candidates
     usual_prefill = median(prefill) if prefill else DEFAULT_PREFILL_MS
     usual_step = median(step) if step else DEFAULT_STEP_MS
     usual_row = median(row) if row else 0.0
     return [
-        replace(
+        c
+        if c.prefill_ms_per_token > 0 and c.step_ms > 0 and (c.row_ms > 0 or not row)
+        else replace(
             c,
             prefill_ms_per_token=c.prefill_ms_per_token or usual_prefill,
             step_ms=c.step_ms or usual_step,

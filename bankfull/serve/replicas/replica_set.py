@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count, zip_longest
+from itertools import chain, count, zip_longest
 from operator import attrgetter
 from random import SystemRandom
 from typing import NoReturn
@@ -65,6 +65,8 @@ class ReplicaSet:
         self.patience = patience
         self._policy = policy
         self._replicas: dict[str, RoutedReplica] = {}
+        self._ready: tuple[list[RoutedReplica], list[RoutedReplica]] = ([], [])
+        """Replicas that take requests, by slot: those of the newest generation, and the others."""
         self._table, self._index = ReplicaTable(), PrefixIndex()
         self._facts: Facts | None = None
         """Those of a replica of the newest generation."""
@@ -86,7 +88,7 @@ class ReplicaSet:
 
     @property
     def ready(self) -> bool:
-        return not self._closing and any(replica.ready for replica in self._replicas.values())
+        return not self._closing and any(replica.ready for group in self._ready for replica in group)
 
     @property
     def facts(self) -> Facts | None:
@@ -124,13 +126,12 @@ class ReplicaSet:
 
     def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
         refusals: list[Busy | Unavailable] = []
-        for replica in self._replicas.values():
-            if replica.ready:
-                try:
-                    replica.link.expect(samples, priority, tenant)
-                    return
-                except (Busy, Unavailable) as error:
-                    refusals.append(error)
+        for replica in chain(*self._ready):
+            try:
+                replica.link.expect(samples, priority, tenant)
+                return
+            except (Busy, Unavailable) as error:
+                refusals.append(error)
         raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 
     def generate(
@@ -239,6 +240,12 @@ class ReplicaSet:
     def _notify(self) -> None:
         """A replica has joined, left or changed its state: wake all tasks that wait for that."""
         self._all_facts = self._sum_facts()
+        ready = sorted((replica for replica in self._replicas.values() if replica.ready), key=_slot)
+        newest = max((replica.generation for replica in ready), default=0)
+        self._ready = (
+            [replica for replica in ready if replica.generation == newest],
+            [replica for replica in ready if replica.generation != newest],
+        )
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -273,18 +280,16 @@ class ReplicaSet:
         """Submit a request to the replica that the policy chooses among those that admit it; a suspect only where no
         other one is, and one with `weights` only to a replica that has them. Raises Busy or Unavailable if none admits
         it, and EngineDied if none will have its weights again."""
-        choices = sorted(
-            (r for r in self._replicas.values() if r.ready and not (suspect and r.meter.suspects)), key=_slot
-        )
-        newest = max((replica.generation for replica in choices), default=0)
-        if weights:
-            choices = [replica for replica in choices if replica.weights == weights]
-            if not any(r.weights == weights and not r.lost for r in self._replicas.values()):
-                raise EngineDied(OTHER_WEIGHTS)
+        if weights and not any(r.weights == weights and not r.lost for r in self._replicas.values()):
+            raise EngineDied(OTHER_WEIGHTS)
         refusals: list[Busy | Unavailable] = []
-        for new in (True, False):
-            few = [replica for replica in choices if (replica.generation == newest) == new]
-            if few and (leg := self._submit(few, parts, deadline, begun, suspect, refusals)) is not None:
+        for group in self._ready:
+            choices = group.copy()
+            if suspect:
+                choices = [replica for replica in choices if not replica.meter.suspects]
+            if weights:
+                choices = [replica for replica in choices if replica.weights == weights]
+            if choices and (leg := self._submit(choices, parts, deadline, begun, suspect, refusals)) is not None:
                 return leg
         raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 
