@@ -73,8 +73,7 @@ def test_bad_input_is_refused_before_anything_starts(
     [
         ("medusa", "needs heads: medusa:PATH"),
         ("medusa:nowhere", "nowhere is not a directory of Medusa heads"),
-        ("suffix:heads", "takes no model; leave out 'heads'"),
-        ("medusa:heads,tree=binary", "tree must be sparse or chain, not 'binary'"),
+        ("suffix:heads", "takes no model"),
         ("medusa:heads,width=3", "has no option 'width'; its options are nodes, tree"),
         ("medusa:heads,nodes=64", "nodes must be a whole number from 1 to 63"),
     ],
