@@ -26,6 +26,8 @@ from tests.kit import Bench, Guess, GuessLookup, GuessTree, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
 NEW = 20
+FEWEST_GUESSES = 10
+"""Guesses of which at least one must be accepted."""
 
 
 def drafter(shape: str, branching: Sequence[int]) -> DraftModel:
@@ -163,9 +165,10 @@ def check(
         assert bench.cached[0] > 0, "the prefix cache was never hit"
     if cache == "off":
         assert not any(bench.cached.values())
-    if isinstance(chosen, Guess) and not preempt and chunk > 1:  # one token a step leaves no room for guesses
+    # One token a step leaves no room for guesses; a sample that was nearly complete elsewhere leaves only a few.
+    if isinstance(chosen, Guess) and not preempt and chosen.proposed >= FEWEST_GUESSES:
         assert chosen.accepted > 0, "no draft was ever accepted"
-    if isinstance(chosen, GuessLookup) and not preempt and chunk > 1:
+    if isinstance(chosen, GuessLookup) and not preempt and sum(bench.engine.totals.drafted) >= FEWEST_GUESSES:
         assert sum(bench.engine.totals.accepted) > 0, "no draft was ever accepted"
 
 

@@ -119,14 +119,16 @@ class Drafting:
             return {}
         skip = self._depth
         if self.least_gain is None:
-            wanted = np.minimum((lengths - skip).clip(0), self.width)
+            wanted = np.minimum((lengths - skip).clip(0), self.width).tolist()
         else:
             offered = chances[:, skip : skip + self.width]
             wanted = best_widths(offered, len(owners), self.costs, self.least_gain, spare)
         widths: dict[int, int] = {}
-        for i in wanted.nonzero()[0].tolist():
+        for i, drafts in enumerate(wanted):
+            if not drafts:
+                continue
             row, one = found[i]
-            widths[row] = int(wanted[i])
+            widths[row] = drafts
             self._guesses[row] = Guess(row, one.known, tuple(tokens[i, : lengths[i]].tolist()))
         return widths
 

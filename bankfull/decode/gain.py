@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from operator import itemgetter
 from statistics import median
 
 import numpy as np
@@ -53,33 +54,47 @@ class StepCosts:
             del self._seen[tokens], self._last[tokens], self._seconds[tokens]
             del self._sizes[bisect_left(self._sizes, tokens)]
 
-    def seconds(self, tokens: np.ndarray) -> np.ndarray | None:
-        """Estimated seconds of steps of these sizes, ascending; None before any step was measured."""
-        if not self._sizes:
-            return None
-        # A step of more tokens may take less time: another kernel computes it.
-        sizes = np.array(self._sizes, np.float64)
-        times = np.array([self._seconds[size] for size in self._sizes])
-        beyond = np.maximum(tokens - sizes[-1], 0)
-        return np.interp(tokens, sizes, times) + beyond * ASSUMED_COST * times[-1]
+    def seconds(self, tokens: int) -> float | None:
+        """Estimated seconds of a step of this size; None before any step was measured."""
+        known = self._seconds.get(tokens)
+        if known is not None or not self._sizes:
+            return known
+        sizes = self._sizes
+        place = bisect_left(sizes, tokens)
+        if place == 0:
+            return self._seconds[sizes[0]]
+        below = self._seconds[sizes[place - 1]]
+        if place == len(sizes):
+            return below * (1 + ASSUMED_COST * (tokens - sizes[-1]))
+        # Between two sizes. A step of more tokens may take less time: another kernel computes it.
+        share = (tokens - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
+        return below + share * (self._seconds[sizes[place]] - below)
 
 
-def best_widths(chances: np.ndarray, rows: int, costs: StepCosts, least_gain: float, spare: int) -> np.ndarray:
+def best_widths(chances: np.ndarray, rows: int, costs: StepCosts, least_gain: float, spare: int) -> list[int]:
     """Drafts to verify for each line of `chances` (lines, width), which descend along a line. `rows`: sequences that
     decode in the step. `least_gain`: tokens per second with drafts, relative to without, from which on drafts are used.
     `spare`: the most drafts of the step."""
     lines, width = chances.shape
-    flat = chances.ravel()
-    order = np.argsort(-flat, kind="stable")
-    order = order[: min(spare, int((flat > LEAST_CHANCE).sum()))]
-    none = np.zeros(lines, np.int64)
-    if not len(order):
+    none = [0] * lines
+    # The most probable drafts first; along a line they descend, so the first ones of a line come first.
+    flat = [(chance, number) for number, chance in enumerate(chances.ravel().tolist()) if chance > LEAST_CHANCE]
+    flat.sort(key=_by_chance, reverse=True)
+    seconds = costs.seconds(rows)
+    if not flat or seconds is None:
         return none
-    seconds = costs.seconds(np.arange(rows, rows + len(order) + 1))
-    if seconds is None:
+    plain = best = rows / seconds
+    expected, taken = float(rows), 0
+    for count, (chance, _) in enumerate(flat[:spare], 1):
+        expected += chance
+        seconds = costs.seconds(rows + count)
+        if seconds is not None and expected / seconds > best:
+            best, taken = expected / seconds, count
+    if not taken or best < least_gain * plain:
         return none
-    rates = np.concatenate(([rows], rows + np.cumsum(flat[order]))) / seconds
-    best = int(rates.argmax())
-    if rates[best] < least_gain * rates[0]:
-        return none
-    return np.bincount(order[:best] // width, minlength=lines)
+    for _, number in flat[:taken]:
+        none[number // width] += 1
+    return none
+
+
+_by_chance = itemgetter(0)
