@@ -43,7 +43,7 @@ class Totals:
     sampled: int = 0
     """Tokens generated."""
     drafted: list[int] = field(default_factory=list)
-    """Draft tokens verified, by their position in a row's drafts."""
+    """Draft tokens verified, by their number in a row's drafts; in a chain that is their position."""
     accepted: list[int] = field(default_factory=list)
     """Draft tokens accepted, by the length of the accepted path."""
     busy: float = 0.0

@@ -76,8 +76,7 @@ class Ladder:
         return self.count == 0
 
 
-@pytest.mark.parametrize("depth", (0, 1))
-@pytest.mark.parametrize(
+DRAFTERS = pytest.mark.parametrize(
     ("shape", "kind"),
     [
         ("llama", GuessTree),
@@ -88,6 +87,11 @@ class Ladder:
         ("mamba", GuessLookup),
     ],
 )
+"""Drafters, and the models that can verify their drafts."""
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@DRAFTERS
 def test_each_draft_is_verified_under_the_grammar_after_its_own_path(
     shape: str, kind: type[Guess | GuessLookup], depth: int
 ) -> None:
@@ -142,17 +146,7 @@ def generated(
 
 
 @pytest.mark.parametrize("depth", (0, 1))
-@pytest.mark.parametrize(
-    ("shape", "kind"),
-    [
-        ("llama", GuessTree),
-        ("gemma", GuessTree),
-        ("llama", Guess),
-        ("mamba", Guess),
-        ("llama", GuessLookup),
-        ("mamba", GuessLookup),
-    ],
-)
+@DRAFTERS
 def test_drafts_change_neither_sampled_tokens_nor_logprobs(
     shape: str, kind: type[Guess | GuessLookup], depth: int
 ) -> None:

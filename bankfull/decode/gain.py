@@ -76,13 +76,13 @@ def best_widths(chances: np.ndarray, rows: int, costs: StepCosts, least_gain: fl
     decode in the step. `least_gain`: tokens per second with drafts, relative to without, from which on drafts are used.
     `spare`: the most drafts of the step."""
     lines, width = chances.shape
-    none = [0] * lines
+    widths = [0] * lines
     # The most probable drafts first; along a line they descend, so the first ones of a line come first.
     flat = [(chance, number) for number, chance in enumerate(chances.ravel().tolist()) if chance > LEAST_CHANCE]
     flat.sort(key=_by_chance, reverse=True)
     seconds = costs.seconds(rows)
     if not flat or seconds is None:
-        return none
+        return widths
     plain = best = rows / seconds
     expected, taken = float(rows), 0
     for count, (chance, _) in enumerate(flat[:spare], 1):
@@ -90,11 +90,10 @@ def best_widths(chances: np.ndarray, rows: int, costs: StepCosts, least_gain: fl
         seconds = costs.seconds(rows + count)
         if seconds is not None and expected / seconds > best:
             best, taken = expected / seconds, count
-    if not taken or best < least_gain * plain:
-        return none
-    for _, number in flat[:taken]:
-        none[number // width] += 1
-    return none
+    if best >= least_gain * plain:
+        for _, number in flat[:taken]:
+            widths[number // width] += 1
+    return widths
 
 
 _by_chance = itemgetter(0)
