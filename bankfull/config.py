@@ -164,13 +164,15 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
     "auto": {},
     "ngram": {"width": 8, "least": 2, "most": 4, "adaptive": True},
     "suffix": {"width": 12, "least": 2, "adaptive": True},
-    "draft": {"depth": 4, "breadth": 1, "quantize": ""},
-    "medusa": {"nodes": 8, "tree": "sparse"},
+    "draft": {"depth": 4, "breadth": 1, "quantize": "", "adaptive": True},
+    "medusa": {"nodes": 8, "tree": "sparse", "adaptive": True},
+    "chain": {},
 }
 """Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
 sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the width of each step by its expected gain,
 down to 0. `depth`, `breadth`: draft tokens along the best path, and at each of its places. `nodes`, `tree`: draft
-tokens of a tree, or of a chain."""
+tokens of a tree, or of a chain. `chain` looks up first, as `suffix` does, and else drafts as the way that it names."""
+CHAIN = "chain"
 WITH_MODEL = ("draft", "medusa")
 """Names that need a model, or a folder of heads."""
 MOST_DRAFTS = 63
@@ -184,6 +186,8 @@ class SpeculativeChoice:
     name: str
     options: SpeculativeOptions
     model: str = ""
+    then: SpeculativeChoice | None = None
+    """Of a chain: the way that drafts where lookup finds nothing."""
 
     def number(self, key: str) -> int:
         return int(self.options[key])
@@ -194,6 +198,11 @@ class SpeculativeChoice:
         first, *given = (part.strip() for part in text.split(","))
         name, _, model = first.partition(":")
         shown = f"speculative={text[:80]!r}"
+        if name == CHAIN:
+            then = SpeculativeChoice.parse(",".join((model, *given)))
+            if then.name not in WITH_MODEL:
+                raise ConfigError(f"{shown} must name what drafts where lookup finds nothing: chain:medusa:PATH.")
+            return SpeculativeChoice(name, then.options, model, then)
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
         if bool(model) != (name in WITH_MODEL):

@@ -23,6 +23,7 @@ from bankfull.types import Finish, Guess, Output, Request, StepPlan, StepResult
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bankfull.decode.adaptive import AdaptiveWidth
     from bankfull.decode.drafting import Drafting
     from bankfull.runtime.device_runner import DeviceRunner
     from bankfull.sample.grammar import MaskPool, Matcher
@@ -72,10 +73,14 @@ class Engine(Generic[RunnerKind]):
         depth: int,
         clock: Callable[[], float] = time.monotonic,
         drafting: Drafting | None = None,
+        adaptive: AdaptiveWidth | None = None,
     ) -> None:
-        """`drafting`: finds draft tokens on the host, if any."""
+        """`drafting`: finds draft tokens on the host, if any. `adaptive`: chooses how many of the strategy's drafts are
+        verified; without it, as many as the strategy proposes."""
         self.scheduler, self.runner, self.strategy, self.depth = scheduler, runner, strategy, depth
-        self.drafting = drafting
+        self.drafting, self.adaptive = drafting, adaptive
+        self._proposed = 0 if adaptive is None else adaptive.widest
+        """Drafts per row that the newest planned step proposes."""
         self.started: dict[Hashable, float] = {}
         """Request id -> time at which it first got a row; the caller removes entries."""
         self.totals = Totals()
@@ -134,6 +139,8 @@ class Engine(Generic[RunnerKind]):
             self._note(plan)
             if self.drafting is not None:
                 self._guess(self.drafting, plan)
+            if self.adaptive is not None:
+                self._proposed = plan.proposes = self.adaptive.next(sum(work.sample for work in plan.work))
             launched = self._clock()
             step = self.runner.forward(plan)
             if self._inflight:
@@ -151,13 +158,14 @@ class Engine(Generic[RunnerKind]):
 
     def _drafts(self) -> Drafts:
         drafting = self.drafting
+        own = self.strategy.width(self.scheduler.running) if self.adaptive is None else self._proposed
         if drafting is None:
-            return self.strategy.width(self.scheduler.running)
+            return own
         begun = self._clock()
         rows = self.scheduler.decoding()
         found = drafting.widths({row: self._owner[row] for row in rows}, self.scheduler.config.step_tokens - len(rows))
         self.totals.drafting += self._clock() - begun
-        return found
+        return {row: found.get(row, own) for row in rows} if own else found
 
     def _guess(self, drafting: Drafting, plan: StepPlan) -> None:
         """Send the host's guesses with the plan. A grammar needs a mask after each draft: with a step in flight, the
@@ -193,6 +201,8 @@ class Engine(Generic[RunnerKind]):
         for work, tokens in zip(plan.work, result.tokens, strict=True):
             if work.drafts:
                 self.totals.verified(work.drafts, max(0, len(tokens) - 1))
+        if self.adaptive is not None:
+            self._measure(self.adaptive, plan, result, seconds)
         for observe in self.on_settle:
             observe(plan)
         outputs = self.scheduler.settle(plan, result)
@@ -216,6 +226,15 @@ class Engine(Generic[RunnerKind]):
                 output.finish = ends
         self._drop(outputs)
         return outputs
+
+    @staticmethod
+    def _measure(adaptive: AdaptiveWidth, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Tell the chooser of widths about a step that is like those before and after it: it computes no prompt, and
+        proposes as many drafts as all of its rows verify."""
+        width = plan.proposes
+        if width is not None and plan.work and all(w.count == 1 and w.sample and w.drafts == width for w in plan.work):
+            accepted = sum(len(tokens) for tokens in result.tokens) - len(plan.work)
+            adaptive.observe(len(plan.work), width, accepted / len(plan.work), seconds)
 
     def _drop(self, outputs: list[Output]) -> None:
         """Forget the sequences that have ended."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bankfull.config import RunConfig, SchedConfig, SpeculativeChoice, StateConfig
+from bankfull.decode.adaptive import AdaptiveWidth
 from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
 from bankfull.decode.medusa import Medusa
@@ -116,8 +117,6 @@ def load(
     with ThreadPoolExecutor(1) as pool:  # one thread reads the vocabulary; the kernels' threads repack weights
         reading = pool.submit(lambda: text or load_tokenizer(files))
         device = device or open_device(run.device)
-        if strategy is None:
-            strategy = own_strategy(SpeculativeChoice.parse(run.speculative), name, run, device)
         made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
         tokenizer, template = reading.result()
     frontend = Frontend(
@@ -139,10 +138,10 @@ def assemble(
 ) -> Assembled:
     """An engine over a configuration and any source of tensors."""
     device = device or open_device(run.device)
+    choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
+    strategy = strategy or own_strategy(choice, files, run, device) or Plain()
     if run.quantize is not None:
         files = rounded(files, run.quantize, device)
-    choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
-    strategy = strategy or Plain()
     if strategy.needs - OFFERED:
         raise ConfigError(
             f"The strategy {type(strategy).__name__} needs {', '.join(sorted(strategy.needs - OFFERED))}, which this "
@@ -169,8 +168,12 @@ def assemble(
     layout = layout_of(joined_states(model.states(), strategy.states()), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
     drafting = host_drafting(choice, device, layout, depth)
+    guesses = 0 if drafting is None else drafting.width
+    adaptive = adaptive_width(choice, strategy)
+    widths = () if adaptive is None else strategy.widths()
     with refusing_large_steps(device, sched):
-        kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured_widths(strategy))
+        captured = captured_widths(strategy, widths)
+        kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured)
         device.compile_ahead(kinds, build.kit)
         phases.end("kernels compiled")
         aside = step_memory(model, layout, device, sched)
@@ -183,7 +186,7 @@ def assemble(
         depth=depth,
         made_for=model.max_positions,
         max_len=max_len,
-        drafts=max(strategy.width(0), 0 if drafting is None else drafting.width),
+        drafts=max(strategy.width(0), guesses),
         share=device.share,
     )
     refuse_short_context(sizes.max_len, strategy)
@@ -203,6 +206,8 @@ def assemble(
             slots=sizes.slots,
             kit=build.kit,
             step_tokens=sched.step_tokens,
+            guesses=guesses,
+            widths=widths,
         )
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
@@ -210,12 +215,14 @@ def assemble(
         ) from error
     phases.end("state and captured steps")
     scheduler = Scheduler(sched, manager, ahead=strategy.ahead)
-    engine = Engine(scheduler, runner, strategy, depth, drafting=drafting)
+    engine = Engine(scheduler, runner, strategy, depth, drafting=drafting, adaptive=adaptive)
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
 
 
-def own_strategy(choice: SpeculativeChoice, target: str, run: RunConfig, device: Device) -> Strategy | None:
-    """The strategy that a choice names, if it is one that runs on the device."""
+def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, device: Device) -> Strategy | None:
+    """The strategy that a choice names for the model `target`, if it is one that runs on the device."""
+    if choice.then is not None:
+        return own_strategy(choice.then, target, run, device)
     if choice.name == "draft":
         own = replace(run, quantize=str(choice.options["quantize"]) or None, speculative="off")
         branching = [choice.number("breadth")] * choice.number("depth")
@@ -232,6 +239,8 @@ def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, dep
         if device.kind != "cpu" or layout.recurrent is not None or native.status() is not None:
             return None
         choice, least_gain = SpeculativeChoice.parse("suffix"), AUTO_GAIN
+    elif choice.name == "chain":
+        choice, least_gain = SpeculativeChoice.parse("suffix"), 1.0
     elif choice.name in ("ngram", "suffix"):
         least_gain = 1.0
     else:
@@ -244,9 +253,16 @@ def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, dep
     return Drafting(lookup, choice.number("width"), depth, least_gain if choice.options["adaptive"] else None)
 
 
+def adaptive_width(choice: SpeculativeChoice, strategy: Strategy) -> AdaptiveWidth | None:
+    """What chooses the number of the strategy's drafts, unless the choice has a fixed number."""
+    if strategy.idle or not choice.options.get("adaptive", False):
+        return None
+    return AdaptiveWidth(strategy.widths())
+
+
 def load_draft(
     name: str,
-    target: str,
+    target: ModelFiles,
     run: RunConfig,
     branching: Sequence[int] = (1, 1, 1, 1),
     *,
@@ -259,12 +275,12 @@ def load_draft(
     check_branching(branching)
     files = open_model(locate(name))
     family_of(files.config)
-    wanted = tokenizer or load_tokenizer(open_model(locate(target)))[0]
+    wanted = tokenizer or load_tokenizer(target)[0]
     own, _ = load_tokenizer(files)
     if (other := wanted.first_other_token(own)) is not None:
         raise ConfigError(
-            f"{name!r} cannot draft for {target!r}: their vocabularies differ, first in token {other}; choose a "
-            "draft model with the target's tokenizer."
+            f"{name!r} cannot draft for {target.path.name!r}: their vocabularies differ, first in token {other}; "
+            "choose a draft model with the target's tokenizer."
         )
     device = device or open_device(run.device)
     if run.quantize is not None:

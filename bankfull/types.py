@@ -139,6 +139,8 @@ class StepPlan:
     pages: list[PageEdit] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)
+    proposes: int | None = None
+    """Drafts per row that the strategy proposes at the end of the step, for the next one; None: as many as it can."""
 
     @property
     def tokens(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 import bankfull.loading
 from bankfull.config import SchedConfig, StateConfig
+from bankfull.decode.adaptive import AdaptiveWidth
 from bankfull.decode.drafting import Drafting
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
@@ -49,13 +50,17 @@ class Bench:
     max_len: int = 128
     kit: Kit | None = None
     """With it, steps are captured where the device can."""
+    lookup: GuessLookup | None = None
+    """Finds drafts on the host, beside the strategy."""
+    adaptive: AdaptiveWidth | None = None
 
     def __post_init__(self) -> None:
         self.strategy.prepare(self.model)
         states = joined_states(self.model.states(), self.strategy.states())
         layout = layout_of(states, self.state.page_tokens)
-        lookup = self.strategy if isinstance(self.strategy, GuessLookup) else None
-        width = self.strategy.width(0) if lookup is None else lookup.most
+        lookup = self.strategy if isinstance(self.strategy, GuessLookup) else self.lookup
+        guesses = 0 if lookup is None else lookup.most
+        width = max(self.strategy.width(0), guesses)
         slots = (2 + self.depth) * (1 + width) * self.sched.rows + self.state.snapshot_slots
         self.manager = StateManager(layout, self.frames if layout.paged else 0, slots, self.state)
         self.runner = DeviceRunner(
@@ -69,10 +74,13 @@ class Bench:
             slots=slots,
             kit=self.kit,
             step_tokens=self.sched.step_tokens or 0,
+            guesses=guesses,
         )
         drafting = None if lookup is None else Drafting(lookup, lookup.most, self.depth, None)
         scheduler = Scheduler(self.sched, self.manager, ahead=self.strategy.ahead)
-        self.engine = Engine(scheduler, self.runner, self.strategy, self.depth, drafting=drafting)
+        self.engine = Engine(
+            scheduler, self.runner, self.strategy, self.depth, drafting=drafting, adaptive=self.adaptive
+        )
         self.tokens: dict[tuple[object, int], list[int]] = {}
         self.finish: dict[tuple[object, int], str] = {}
         self.cached: dict[object, int] = {}

@@ -23,6 +23,9 @@ from bankfull.ops.reference.attention import TREE_TOKENS
 from bankfull.sample.logits import sample_several
 from bankfull.sample.table import PLAIN
 
+LATE = 256
+"""Skipped tokens from which on a row is not caught up: that would delay the other rows."""
+
 
 class ChosenRows:
     """Some rows of a view."""
@@ -53,6 +56,9 @@ class DraftModel(Strategy):
         self._drafted: dict[int, int] = {}
         """Drafts of the rows that have fewer than a whole chain: they have just entered, or had too few KV slots. A
         step may verify more, which are arbitrary tokens."""
+        self._skipped: dict[int, int] = {}
+        """Of rows without a proposal after their last step: the number of known tokens before the last two from the
+        first one on that this model has not run."""
 
     @property
     def own(self) -> OwnModel:
@@ -65,21 +71,44 @@ class DraftModel(Strategy):
         return sum(self._branching)
 
     def begin(self, rows: Sequence[int]) -> None:
+        self.replace(rows)
+        for row in rows:
+            self._skipped.pop(row, None)
+
+    def replace(self, rows: Sequence[int]) -> None:
         self._drafted.update(dict.fromkeys(rows, 0))
+
+    def skip(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._skipped[row] = self._skipped.get(row, -1) + 1
 
     def follow(self, step: ComputedStep) -> None:
         """Run the step's tokens, unless every row has only tokens that `propose` runs or has run."""
         if any(w.count > 1 or not w.sample or w.drafts > self._drafted.get(w.row, w.drafts) for w in step.work):
             self._steps.run(step.batch)
+        for w in step.work if self._skipped else ():
+            if w.drafts and w.row in self._skipped:  # only the device knows how many of them are accepted
+                self._skipped[w.row] += LATE
+
+    def _catch_up(self, rows: Sequence[int]) -> None:
+        """Run the known tokens that were skipped. A row with too many of them gets poor drafts until it ends."""
+        for row in rows:
+            count = self._skipped.get(row, -1) + 1
+            if 0 < count < LATE:
+                self._steps.run(self._steps.batch([row], -1 - count, [count]))
+                del self._skipped[row]
 
     def propose(self, view: View) -> Draft | None:
-        room = self._steps.room(view.host_rows, self.ahead)
+        if self._skipped:
+            self._catch_up(view.host_rows)
+        passes = min(len(self._branching), view.width)
+        room = self._steps.room(view.host_rows, passes)
         batch = self._steps.batch(view.host_rows, -1, 1 + (room > 0))
         hidden = self._steps.run(batch)
         tokens = view.tokens.new_zeros(len(view.host_rows), self.width(0))
         self._note(view.host_rows, room)
         chosen, beside = ChosenRows(view, room > 0), len(self._branching)
-        for depth, count in enumerate(self._branching):
+        for depth, count in enumerate(self._branching[:passes]):
             if depth and (room[chosen.lines] <= depth).any():
                 chosen = ChosenRows(view, room > depth)
             if not chosen.rows:

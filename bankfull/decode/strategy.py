@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.decode.adaptive import halved
 from bankfull.layers.batch import Batch
 from bankfull.layers.decoder import Decoder
 from bankfull.ops.registry import Kit
@@ -160,8 +161,11 @@ class View:
         sampling: SamplingTable,
         ship: Ship,
         newest_hidden: Callable[[], Tensor],
+        width: int,
     ) -> None:
         self.host_rows, self.sampling, self.ship = host_rows, sampling, ship
+        self.width = width
+        """Drafts of each row that the next step verifies, at most. A strategy may propose more."""
         self.tokens = tokens
         """(all rows, longest) token ids of every permanent row. A proposer may write draft tokens after the known ones:
         the row's next step verifies what is there."""
@@ -272,6 +276,10 @@ class Strategy(Protocol):
         """Drafts per row to verify while `load` rows run; 0 = plain decoding. `width(0)` is the most."""
         ...
 
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of drafts per row that steps may verify, where they are chosen by their gain."""
+        return halved(self.width(0))
+
     def begin(self, rows: Sequence[int]) -> None:
         """Called when new sequences have entered these rows."""
         return None
@@ -279,6 +287,15 @@ class Strategy(Protocol):
     def follow(self, step: ComputedStep) -> None:
         """Called in every step if `follows`, so that the own model can compute its keys and values for the same tokens:
         prompt chunks, known tokens and drafts, at the same positions and in the same pages."""
+        return None
+
+    def skip(self, rows: Sequence[int]) -> None:
+        """Called instead of `propose` if the next step verifies no drafts of these rows. `follow` is left out, too, in
+        a step that computes no more than the newest token of each row."""
+        return None
+
+    def replace(self, rows: Sequence[int]) -> None:
+        """Called before a step in which these rows verify other drafts than the strategy's own."""
         return None
 
     def propose(self, view: View) -> Draft | None: ...

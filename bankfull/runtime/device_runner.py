@@ -106,10 +106,13 @@ class DeviceRunner:
         slots: int,
         kit: Kit | None = None,
         step_tokens: int = 0,
+        guesses: int = 0,
+        widths: Sequence[int] = (),
     ) -> None:
         """`layout`: of the model's layers and then those of the strategy's own model. `kit`: the kit of the model's
         build; without it, steps are not captured. `step_tokens`: the most tokens of a step; prompts are captured up to
-        it."""
+        it. `guesses`: the most drafts of a row that the host finds. `widths`: numbers of drafts whose steps are
+        captured."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         if strategy.trees and layout.recurrent is not None:
             raise ConfigError(
@@ -121,16 +124,16 @@ class DeviceRunner:
         self._commit_frames = commits(self.storage.frames)
         eager = Eager(model, layout, self.storage.layers, taps=checked_taps(strategy, len(model.mixers)))
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
-        drafts = strategy.width(0) if strategy.trees else 0
+        drafts = max(strategy.width(0), guesses) if strategy.trees else 0
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts)
         self._move = move_tokens.body if kit is None else kit.bind(move_tokens)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
         self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
         """`run_model` if it replays recorded steps. Checked once, since a protocol check is too slow for every step."""
         if (replaying := self.replaying) is not None:
-            widths, chooser = captured_widths(strategy), self.rows.sampling.chooser
-            device.launch(lambda: replaying.capture(self.rows, widths, chooser, step_tokens)).wait()
-        self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
+            captured, chooser = captured_widths(strategy, widths), self.rows.sampling.chooser
+            device.launch(lambda: replaying.capture(self.rows, captured, chooser, step_tokens)).wait()
+        self._choosing = device.choosing(self.run_model, self.rows)
         kits = [kit, *([] if strategy.own is None else [strategy.own.kit])]
         trusting = any(each is None or _trusts_host(each) for each in kits)
         self._exact = self.rows.host is not None or device.kind == "cpu" or trusting
@@ -150,7 +153,10 @@ class DeviceRunner:
         for enter in plan.enter:
             self.entered[enter.row] = plan.step
             (self._demanding.discard if self.rows.is_simple(enter.payload) else self._demanding.add)(enter.row)
-        choosing = self._choosing if plan.work and self._only_simple(plan.work) else None
+        strategy = self.strategy
+        skips = plan.proposes == 0 and all(w.count == 1 and w.sample and not w.drafts for w in plan.work)
+        simple = plan.work and (skips or strategy.idle) and self._only_simple(plan.work)
+        choosing = self._choosing if simple else None
 
         def run() -> Landed:
             landed = Landed()
@@ -160,14 +166,17 @@ class DeviceRunner:
                 self._commit_frames(max(max(edit.pages) for edit in plan.pages))
             self.rows.apply(plan)
             if plan.enter:
-                self.strategy.begin([enter.row for enter in plan.enter])
+                strategy.begin([enter.row for enter in plan.enter])
+            if plan.guesses:
+                strategy.replace([guess.row for guess in plan.guesses])
             if choosing is not None:
-                landed.chosen = choosing([w.row for w in plan.work])
+                landed.chosen = choosing(decoding := [w.row for w in plan.work])
+                strategy.skip(decoding)
             elif plan.work:
                 step.batch, step.hidden = self._run(plan.work)
-                if self.strategy.follows:
+                if strategy.follows and not skips:
                     found = step.batch, step.hidden, self.run_model.tapped
-                    self.strategy.follow(RunStep(plan.work, self.rows, self.layout, *found))
+                    strategy.follow(RunStep(plan.work, self.rows, self.layout, *found))
             return landed
 
         future = self._launch(run)
@@ -200,7 +209,7 @@ class DeviceRunner:
             chosen = [i for i, w in enumerate(work) if w.sample]
             if chosen:
                 landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
-            self._commit(step.batch, step.hidden, work, chosen, landed.verdict)
+            self._commit(step.batch, step.hidden, work, chosen, landed.verdict, step.plan.proposes)
             landed.drafts = self._constrained_drafts(work)
             self._bring(landed)
             step.batch = step.hidden = None  # the step stays in flight: its activations need not
@@ -243,7 +252,13 @@ class DeviceRunner:
         return self.strategy.verify(Scores(wanted, self._head), sampling)
 
     def _commit(
-        self, batch: Batch, hidden: Tensor, work: list[Work], chosen: list[int], verdict: Verdict | None
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        work: list[Work],
+        chosen: list[int],
+        verdict: Verdict | None,
+        proposes: int | None,
     ) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state. Then propose their drafts."""
         rows = self.rows
@@ -278,8 +293,11 @@ class DeviceRunner:
         def newest_hidden() -> Tensor:
             return hidden[newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)]
 
-        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest_hidden)
+        width = self.strategy.width(0) if proposes is None else proposes
+        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest_hidden, width)
         self.strategy.observe(view, verdict)
+        if not width:
+            return self.strategy.skip(host_rows)
         draft = self.strategy.propose(view)
         if draft is not None:
             rows.hint(host_rows, draft)
@@ -424,9 +442,9 @@ def checked_taps(strategy: Strategy, layers: int) -> tuple[int, ...]:
     return taps
 
 
-def captured_widths(strategy: Strategy) -> list[int]:
-    """Tokens per sequence of the captured steps: one, and one with the strategy's drafts."""
-    return sorted({1, 1 + strategy.width(0)})
+def captured_widths(strategy: Strategy, widths: Sequence[int] = ()) -> list[int]:
+    """Tokens per sequence of the captured steps: one, one with the strategy's drafts, and with the `widths`."""
+    return sorted({1, *(1 + width for width in (strategy.width(0), *widths))})
 
 
 def _trusts_host(kit: Kit) -> bool:

@@ -13,6 +13,8 @@ from bankfull.errors import BankfullError
 from bankfull.loading import Loaded, load, load_draft
 from bankfull.runtime.taped import Taped
 from bankfull.sample.params import SamplingParams
+from bankfull.weights.locate import locate
+from bankfull.weights.source import open_model
 from tests.tiny import folder_of, speaking_folder
 
 TARGET, DRAFT = 5, 6
@@ -23,7 +25,7 @@ SMALL = StateConfig(memory="8MiB")
 
 def loaded(draft: str | None, run: RunConfig = RUN, **options: object) -> Loaded:
     target = str(speaking_folder(TARGET))
-    strategy = None if draft is None else load_draft(draft, target, run, **options)  # type: ignore[arg-type]
+    strategy = None if draft is None else load_draft(draft, open_model(locate(target)), run, **options)  # type: ignore[arg-type]
     return load(target, RUN, SchedConfig(rows=4), SMALL, strategy=strategy)
 
 
