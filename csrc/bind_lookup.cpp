@@ -1,5 +1,6 @@
-// Lookup of draft tokens for Python. Arrays are passed as addresses, as in module.cpp.
+// Lookup of draft tokens for Python. A step passes few numbers, so lists are copied; a prompt is passed as an address.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings.hpp"
 #include "lookup.hpp"
@@ -22,15 +23,8 @@ void bind_lookup(nb::module_& m) {
         .def(nb::init<int32_t, int32_t>())
         .def("open", [](Lookup& self, uintptr_t tokens, int64_t count) { return self.open(pointer<int64_t>(tokens), count); })
         .def("close", &Lookup::close)
-        .def("extend",
-             [](Lookup& self, uintptr_t sequences, uintptr_t counts, int64_t n, uintptr_t tokens) {
-                 self.extend(pointer<int64_t>(sequences), pointer<int64_t>(counts), n, pointer<int64_t>(tokens));
-             })
-        .def("predict",
-             [](Lookup& self, uintptr_t sequences, int64_t n, int64_t width, uintptr_t tokens, uintptr_t lengths,
-                uintptr_t chances) {
-                 self.predict(pointer<int64_t>(sequences), n, width, pointer<int64_t>(tokens), pointer<int64_t>(lengths),
-                              pointer<double>(chances));
-             })
+        .def("extend", &Lookup::extend)
+        .def("predict", &Lookup::predict)
+        .def("tokens", &Lookup::tokens)
         .def("nbytes", &Lookup::nbytes);
 }

@@ -188,35 +188,46 @@ void Lookup::close(int64_t sequence) {
     free_.push_back(sequence);
 }
 
-void Lookup::extend(const int64_t* sequences, const int64_t* counts, int64_t n, const int64_t* tokens) {
-    for (int64_t i = 0; i < n; ++i) {
+void Lookup::extend(const std::vector<int64_t>& sequences, const std::vector<int64_t>& counts,
+                    const std::vector<int64_t>& tokens) {
+    int64_t sum = 0;
+    for (int64_t count : counts) sum += count < 0 ? int64_t(tokens.size()) + 1 : count;
+    if (sequences.size() != counts.size() || sum != int64_t(tokens.size()))
+        throw std::invalid_argument("lookup: the counts do not fit the sequences and tokens");
+    auto token = tokens.begin();
+    for (size_t i = 0; i < sequences.size(); ++i) {
         Sequence& one = at(sequences[i]);
-        for (int64_t j = 0; j < counts[i]; ++j, ++tokens) {
-            test(one, int32_t(*tokens));
-            one.source->extend(int32_t(*tokens));
+        for (int64_t j = 0; j < counts[i]; ++j, ++token) {
+            test(one, int32_t(*token));
+            one.source->extend(int32_t(*token));
         }
     }
 }
 
-void Lookup::predict(const int64_t* sequences, int64_t n, int64_t width, int64_t* tokens, int64_t* lengths,
-                     double* chances) {
-    for (int64_t i = 0; i < n; ++i, tokens += width, chances += width) {
+std::vector<int64_t> Lookup::tokens(int64_t sequence, int64_t width) {
+    const Sequence& one = at(sequence);
+    std::vector<int64_t> found(size_t(std::max<int64_t>(width, 0)));
+    found.resize(one.source->matched() < least_ ? 0 : size_t(one.source->predict(int64_t(found.size()), found.data())));
+    return found;
+}
+
+std::vector<std::vector<double>> Lookup::predict(const std::vector<int64_t>& sequences, int64_t width) {
+    std::vector<std::vector<double>> chances(sequences.size());
+    for (size_t i = 0; i < sequences.size(); ++i) {
         Sequence& one = at(sequences[i]);
-        const int32_t matched = one.source->matched();
-        lengths[i] = matched < least_ ? 0 : one.source->predict(width, tokens);
-        std::fill(tokens + lengths[i], tokens + width, 0);
-        std::fill(chances, chances + width, 0.0);
-        if (lengths[i] == 0) continue;
-        const int bucket = bucket_of(matched);
+        const std::vector<int64_t> found = tokens(sequences[i], width);
+        if (found.empty()) continue;
+        const int bucket = bucket_of(one.source->matched());
         // A sequence whose predictions fail more often than those of others is trusted less.
         double all = std::min(1.0, (one.first.right + 2) / (one.first.tried + 2));
-        for (int64_t j = 0; j < lengths[i]; ++j) chances[j] = all *= chance(bucket, int(j));
+        for (size_t j = 0; j < found.size(); ++j) chances[i].push_back(all *= chance(bucket, int(j)));
         if (one.trial.empty()) {
-            one.trial.assign(tokens, tokens + lengths[i]);
+            one.trial.assign(found.begin(), found.end());
             one.passed = 0;
             one.bucket = bucket;
         }
     }
+    return chances;
 }
 
 int64_t Lookup::nbytes() const {

@@ -87,10 +87,12 @@ class Lookup {
     int64_t open(const int64_t* tokens, int64_t count);
     void close(int64_t sequence);
     // counts[i] new tokens of sequences[i], one sequence after the other.
-    void extend(const int64_t* sequences, const int64_t* counts, int64_t n, const int64_t* tokens);
-    // Up to `width` predicted tokens of each sequence: tokens (n, width), lengths (n), and chances (n, width): the
-    // probability that a token and all before it are right; 0 beyond the length.
-    void predict(const int64_t* sequences, int64_t n, int64_t width, int64_t* tokens, int64_t* lengths, double* chances);
+    void extend(const std::vector<int64_t>& sequences, const std::vector<int64_t>& counts,
+                const std::vector<int64_t>& tokens);
+    // For each sequence and each of up to `width` predicted tokens: the probability that it and all before it are right.
+    std::vector<std::vector<double>> predict(const std::vector<int64_t>& sequences, int64_t width);
+    // The predicted tokens of a sequence, at most `width`.
+    std::vector<int64_t> tokens(int64_t sequence, int64_t width);
     int64_t nbytes() const;
 
   private:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -225,6 +224,7 @@ class GuessLookup(Plain):
         self.most = width
         self._random = random.Random(seed)
         self._texts: dict[int, list[int]] = {}
+        self._found: dict[int, list[int]] = {}
 
     def open(self, tokens: Sequence[int]) -> int:
         self._texts[number := len(self._texts)] = list(tokens)
@@ -238,15 +238,16 @@ class GuessLookup(Plain):
         for sequence, count in zip(sequences, counts, strict=True):
             self._texts[sequence] += [next(new) for _ in range(count)]
 
-    def predict(self, sequences: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        tokens, lengths = np.zeros((len(sequences), width), np.int64), np.zeros(len(sequences), np.int64)
-        for i, sequence in enumerate(sequences):
+    def predict(self, sequences: Sequence[int], width: int) -> list[list[float]]:
+        for sequence in sequences:
             so_far = self._texts[sequence]
             right = next((t for t in self.truths if t[: len(so_far)] == so_far), so_far)[len(so_far) :][:width]
             found = [(t + 1) % 7 if self._random.random() < 0.2 else t for t in right]
-            found = found[: self._random.choice((0, 1, width))]
-            tokens[i, : len(found)], lengths[i] = found, len(found)
-        return tokens, lengths, np.ones(tokens.shape)
+            self._found[sequence] = found[: self._random.choice((0, 1, width))]
+        return [[1.0] * len(self._found[sequence]) for sequence in sequences]
+
+    def tokens(self, sequence: int, width: int) -> list[int]:
+        return self._found[sequence]
 
 
 class GuessTree(Guess):

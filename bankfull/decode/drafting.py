@@ -11,8 +11,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from bankfull.decode.gain import StepCosts, best_widths
 from bankfull.types import Guess, StepPlan
 
@@ -33,9 +31,13 @@ class Lookup(Protocol):
         """counts[i] new tokens of sequences[i]; `tokens` holds those of one sequence after the other."""
         ...
 
-    def predict(self, sequences: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Up to `width` predicted tokens of each sequence (sequences, width), their numbers (sequences), and the
-        probability that a token and all before it are right (sequences, width; 0 beyond the number)."""
+    def predict(self, sequences: Sequence[int], width: int) -> list[list[float]]:
+        """For each sequence and each of up to `width` predicted tokens: the probability that it and all before it are
+        right."""
+        ...
+
+    def tokens(self, sequence: int, width: int) -> list[int]:
+        """The predicted tokens of a sequence, at most `width`."""
         ...
 
 
@@ -113,23 +115,20 @@ class Drafting:
         found = [(row, one) for row, key in owners.items() if (one := self._tracked.get(key)) is not None]
         if not found or spare <= 0:
             return {}
-        ahead = self._depth * (1 + self.width)  # tokens that steps in flight may add
-        tokens, lengths, chances = self._lookup.predict([one.number for _, one in found], ahead + self.width)
-        if not lengths.any():
+        most = self._depth * (1 + self.width) + self.width  # steps in flight may add tokens before the drafts
+        chances = self._lookup.predict([one.number for _, one in found], most)
+        if not any(chances):
             return {}
-        skip = self._depth
+        offered = [of_row[self._depth : self._depth + self.width] for of_row in chances]
         if self.least_gain is None:
-            wanted = np.minimum((lengths - skip).clip(0), self.width).tolist()
+            wanted = [len(of_row) for of_row in offered]
         else:
-            offered = chances[:, skip : skip + self.width]
             wanted = best_widths(offered, len(owners), self.costs, self.least_gain, spare)
         widths: dict[int, int] = {}
-        for i, drafts in enumerate(wanted):
-            if not drafts:
-                continue
-            row, one = found[i]
-            widths[row] = drafts
-            self._guesses[row] = Guess(row, one.known, tuple(tokens[i, : lengths[i]].tolist()))
+        for (row, one), drafts in zip(found, wanted, strict=True):
+            if drafts:
+                widths[row] = drafts
+                self._guesses[row] = Guess(row, one.known, tuple(self._lookup.tokens(one.number, most)))
         return widths
 
     def known(self, key: Hashable) -> int:

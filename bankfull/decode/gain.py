@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from operator import itemgetter
 from statistics import median
-
-import numpy as np
 
 REMEMBERED = 9
 """Steps of one size whose median time counts."""
@@ -71,14 +70,15 @@ class StepCosts:
         return below + share * (self._seconds[sizes[place]] - below)
 
 
-def best_widths(chances: np.ndarray, rows: int, costs: StepCosts, least_gain: float, spare: int) -> list[int]:
-    """Drafts to verify for each line of `chances` (lines, width), which descend along a line. `rows`: sequences that
+def best_widths(
+    chances: Sequence[Sequence[float]], rows: int, costs: StepCosts, least_gain: float, spare: int
+) -> list[int]:
+    """Drafts to verify for each line of `chances`, which descend along a line. `rows`: sequences that
     decode in the step. `least_gain`: tokens per second with drafts, relative to without, from which on drafts are used.
     `spare`: the most drafts of the step."""
-    lines, width = chances.shape
-    widths = [0] * lines
+    widths = [0] * len(chances)
     # The most probable drafts first; along a line they descend, so the first ones of a line come first.
-    flat = [(chance, number) for number, chance in enumerate(chances.ravel().tolist()) if chance > LEAST_CHANCE]
+    flat = [(chance, line) for line, each in enumerate(chances) for chance in each if chance > LEAST_CHANCE]
     flat.sort(key=_by_chance, reverse=True)
     seconds = costs.seconds(rows)
     if not flat or seconds is None:
@@ -91,8 +91,8 @@ def best_widths(chances: np.ndarray, rows: int, costs: StepCosts, least_gain: fl
         if seconds is not None and expected / seconds > best:
             best, taken = expected / seconds, count
     if best >= least_gain * plain:
-        for _, number in flat[:taken]:
-            widths[number // width] += 1
+        for _, line in flat[:taken]:
+            widths[line] += 1
     return widths
 
 

@@ -39,19 +39,19 @@ def test_no_other_widths_give_more_tokens_per_second(
         return float(expected / seconds[rows + sum(widths) - 1])
 
     able = [w for w in itertools.product(range(width + 1), repeat=rows) if sum(w) <= spare]
-    found = tuple(best_widths(chances, rows, costs, 1.0, spare))
+    found = tuple(best_widths(chances.tolist(), rows, costs, 1.0, spare))
     assert found in able
     usual = {w: rate(w) for w in able if all(chances[i, :x].min(initial=1) > 0.02 for i, x in enumerate(w))}
     assert rate(found) == pytest.approx(max(usual.values()))
 
 
 def test_drafts_that_gain_too_little_are_not_verified() -> None:
-    chances = np.array([[0.5, 0.25]])
+    chances = [[0.5, 0.25]]
     costs = costs_of([1.0, 1.4, 2.0])  # one draft: 1.5 tokens in 1.4 seconds, a gain of 1.07
     assert best_widths(chances, 1, costs, 1.05, 8) == [1]
     assert best_widths(chances, 1, costs, 1.10, 8) == [0]
     assert best_widths(chances, 1, StepCosts(), 1.0, 8) == [0], "nothing was measured yet"
-    assert best_widths(np.zeros((2, 3)), 2, costs, 1.0, 8) == [0, 0]
+    assert best_widths([[0.0] * 3, []], 2, costs, 1.0, 8) == [0, 0]
 
 
 def test_times_are_medians_between_sizes_interpolated_and_beyond_them_assumed() -> None:
@@ -67,7 +67,7 @@ def test_times_are_medians_between_sizes_interpolated_and_beyond_them_assumed() 
 def test_a_size_that_was_slow_once_is_forgotten_and_tried_again() -> None:
     costs = costs_of([1.0])
     costs.observe(4, 50.0)
-    assert best_widths(np.array([[0.9, 0.8, 0.7]]), 1, costs, 1.0, 8) == [0]
+    assert best_widths([[0.9, 0.8, 0.7]], 1, costs, 1.0, 8) == [0]
     for _ in range(2 * LIFETIME):
         costs.observe(1, 1.0)
-    assert best_widths(np.array([[0.9, 0.8, 0.7]]), 1, costs, 1.0, 8) == [3]
+    assert best_widths([[0.9, 0.8, 0.7]], 1, costs, 1.0, 8) == [3]

@@ -32,19 +32,16 @@ class SuffixLookup:
 
     def extend(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
         """counts[i] new tokens of sequences[i]; `tokens` holds those of one sequence after the other."""
-        numbers, each, new = (np.array(part, np.int64) for part in (sequences, counts, tokens))
-        if len(numbers) != len(each) or int(each.sum()) != len(new):
-            raise ValueError("extend: the counts do not fit the sequences and tokens.")
-        self._lookup.extend(numbers.ctypes.data, each.ctypes.data, len(numbers), new.ctypes.data)
+        self._lookup.extend(sequences, counts, tokens)
 
-    def predict(self, sequences: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Up to `width` predicted tokens of each sequence (sequences, width), their numbers (sequences), and the
-        probability that a token and all before it are right (sequences, width; 0 beyond the number)."""
-        numbers = np.array(sequences, np.int64)
-        n = len(numbers)
-        found = np.empty((n, width), np.int64), np.empty(n, np.int64), np.empty((n, width), np.float64)
-        self._lookup.predict(numbers.ctypes.data, n, width, *(part.ctypes.data for part in found))
-        return found
+    def predict(self, sequences: Sequence[int], width: int) -> list[list[float]]:
+        """For each sequence and each of up to `width` predicted tokens: the probability that it and all before it are
+        right."""
+        return self._lookup.predict(sequences, width)
+
+    def tokens(self, sequence: int, width: int) -> list[int]:
+        """The predicted tokens of a sequence, at most `width`."""
+        return self._lookup.tokens(sequence, width)
 
     @property
     def nbytes(self) -> int:
