@@ -157,7 +157,8 @@ class RunConfig:
 
 
 SpeculativeOptions = dict[str, int | bool | str]
-TREES = ("sparse", "chain")
+TREES = {"medusa": ("sparse", "chain"), "eagle": ("dynamic", "chain")}
+"""Values of the option `tree`."""
 
 SPECULATIVE: dict[str, SpeculativeOptions] = {
     "off": {},
@@ -166,14 +167,16 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
     "suffix": {"width": 12, "least": 2, "adaptive": True},
     "draft": {"depth": 4, "breadth": 1, "quantize": "", "adaptive": True},
     "medusa": {"nodes": 8, "tree": "sparse", "adaptive": True},
+    "eagle": {"depth": 4, "nodes": 12, "branch": 4, "tree": "dynamic", "adaptive": True},
     "chain": {},
 }
 """Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
 sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the width of each step by its expected gain,
 down to 0. `depth`, `breadth`: draft tokens along the best path, and at each of its places. `nodes`, `tree`: draft
-tokens of a tree, or of a chain. `chain` looks up first, as `suffix` does, and else drafts as the way that it names."""
+tokens of a tree, or of a chain. `branch`: candidates of a node, and nodes of a depth that are continued. `chain` looks
+up first, as `suffix` does, and else drafts as the way that it names."""
 CHAIN = "chain"
-WITH_MODEL = ("draft", "medusa")
+WITH_MODEL = ("draft", "medusa", "eagle")
 """Names that need a model, or a folder of heads."""
 MOST_DRAFTS = 63
 """Draft tokens of one sequence that a step can verify."""
@@ -206,7 +209,7 @@ class SpeculativeChoice:
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
         if bool(model) != (name in WITH_MODEL):
-            what = "heads" if name == "medusa" else "a model"
+            what = "a model" if name == "draft" else "heads"
             reason = f"takes no model; leave out {model[:40]!r}" if model else f"needs {what}: {name}:PATH"
             raise ConfigError(f"{shown} {reason}.")
         options = dict(SPECULATIVE[name])
@@ -215,21 +218,21 @@ class SpeculativeChoice:
             if key not in options:
                 known = f"its options are {', '.join(options)}" if options else "it has none"
                 raise ConfigError(f"{shown} has no option {key[:40]!r}; {known}.")
-            options[key] = _option(shown, key, value, options[key])
+            options[key] = _option(shown, name, key, value, options[key])
         if int(options.get("most", MOST_DRAFTS)) < int(options.get("least", 1)):
             raise ConfigError(f"{shown} is contradictory: most must not be less than least.")
         return SpeculativeChoice(name, options, model)
 
 
-def _option(shown: str, key: str, value: str, usual: int | bool | str) -> int | bool | str:
+def _option(shown: str, name: str, key: str, value: str, usual: int | bool | str) -> int | bool | str:
     """The value of an option, which has the type of its default."""
     if isinstance(usual, bool):
         if value not in ("true", "false"):
             raise ConfigError(f"{shown}: {key} must be true or false, not {value[:40]!r}.")
         return value == "true"
     if isinstance(usual, str):
-        if key == "tree" and value not in TREES:
-            raise ConfigError(f"{shown}: tree must be {' or '.join(TREES)}, not {value[:40]!r}.")
+        if key == "tree" and value not in TREES[name]:
+            raise ConfigError(f"{shown}: tree must be {' or '.join(TREES[name])}, not {value[:40]!r}.")
         return value
     if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= MOST_DRAFTS:
         raise ConfigError(f"{shown}: {key} must be a whole number from 1 to {MOST_DRAFTS}, not {value[:40]!r}.")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +17,7 @@ from bankfull.config import RunConfig, SchedConfig, SpeculativeChoice, StateConf
 from bankfull.decode.adaptive import AdaptiveWidth
 from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
+from bankfull.decode.eagle import Eagle
 from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import OwnModel, Strategy
@@ -24,6 +26,7 @@ from bankfull.errors import ConfigError
 from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.models.eagle import build_eagle
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
@@ -39,6 +42,7 @@ from bankfull.state.spec import Layout, Recurrent, joined_states, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
+from bankfull.weights.eagle import read_eagle
 from bankfull.weights.locate import locate
 from bankfull.weights.medusa import read_heads
 from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_quantization
@@ -229,6 +233,9 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
         return load_draft(choice.model, target, own, branching, device=device)
     if choice.name == "medusa":
         return Medusa(read_heads(choice.model), choice.number("nodes"), str(choice.options["tree"]))
+    if choice.name == "eagle":
+        sizes = choice.number("depth"), str(choice.options["tree"]), choice.number("nodes"), choice.number("branch")
+        return Eagle(partial(build_eagle, read_eagle(choice.model)), *sizes)
     return None
 
 

@@ -21,6 +21,7 @@ from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.errors import ConfigError
 from bankfull.runtime import naive
 from bankfull.sched.pace import Pace
+from tests.decode.test_eagle import random_eagle, strategy_of
 from tests.decode.test_medusa import random_heads
 from tests.kit import Bench, Guess, GuessLookup, GuessTree, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
@@ -44,6 +45,10 @@ STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
     "draft": lambda truths, seed: drafter("llama", (1,) * (2 + seed % 4)),
     "draft-tree": lambda truths, seed: drafter("gemma", (3, 1, 2)),
     "medusa": lambda truths, seed: Medusa(random_heads(seed, heads=3, own=bool(seed % 2)), nodes=4 + seed % 29),
+    "eagle": lambda truths, seed: strategy_of(random_eagle(seed, fused=bool(seed % 2)), depth=1 + seed % 4),
+    "eagle-tree": lambda truths, seed: strategy_of(
+        random_eagle(seed, fused=not seed % 2), depth=4, tree="dynamic", branch=3, nodes=5 + seed % 25
+    ),
 }
 """Factories, called for each case with the sequences that greedy decoding gives and a seed."""
 SETTINGS: dict[str, Sequence[object]] = {
@@ -199,7 +204,7 @@ def test_greedy_tokens_equal_the_naive_loop(
 @pytest.mark.parametrize("depth", (0, 1))
 def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
     for resumed in (False, True):
-        for strategy in ("drafts", "lookup", "trees", "draft", "draft-tree", "medusa"):
+        for strategy in ("drafts", "lookup", "trees", "draft", "draft-tree", "medusa", "eagle", "eagle-tree"):
             check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, torch.float32, "auto")
 
 

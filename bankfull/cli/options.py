@@ -98,8 +98,8 @@ class EngineOptions:
             metavar="NAME[:MODEL][,KEY=VALUE]",
             help="Speculative decoding: off; ngram or suffix (draft tokens are looked up in the sequence itself; "
             "options width, least, adaptive); draft:MODEL (a smaller model with the same vocabulary; depth, breadth, "
-            "quantize); medusa:DIR (trained heads; nodes, tree); auto (suffix on a CPU, where its expected gain "
-            "exceeds 5%).",
+            "quantize); medusa:DIR (trained heads; nodes, tree); eagle:DIR (a trained layer; depth, nodes, branch, "
+            "tree); auto (suffix on a CPU, where its expected gain exceeds 5%).",
         ),
     ] = "off"
 

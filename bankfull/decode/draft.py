@@ -16,7 +16,18 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from bankfull.decode.strategy import ComputedStep, Draft, OwnModel, OwnSteps, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.strategy import (
+    ComputedStep,
+    Draft,
+    LogitsHead,
+    OwnModel,
+    OwnSteps,
+    Sampling,
+    Scores,
+    Strategy,
+    Verdict,
+    View,
+)
 from bankfull.decode.verify import verify
 from bankfull.errors import ConfigError
 from bankfull.ops.reference.attention import TREE_TOKENS
@@ -117,7 +128,7 @@ class DraftModel(Strategy):
                 newest = self._steps.run(self._steps.batch(chosen.rows, depth, chosen.ones))
             else:
                 newest = hidden[view.ship(batch.logit_index[chosen.lines])]
-            found = self._choose(newest, view, chosen, chosen.known + depth, count)
+            found = choose_drafts(self._own.model.head, newest, view, chosen, chosen.known + depth, count)
             tokens[chosen.there, depth] = found[:, 0]
             tokens[chosen.there, beside : beside + count - 1] = found[:, 1:]
             beside += count - 1
@@ -130,19 +141,22 @@ class DraftModel(Strategy):
         if (room < self.ahead).any():
             self._drafted.update((row, int(slots)) for row, slots in zip(rows, room, strict=True) if slots < self.ahead)
 
-    def _choose(self, hidden: Tensor, view: View, chosen: ChosenRows, length: Tensor, count: int) -> Tensor:
-        """(rows, count) drafts for position `length`, drawn with the numbers that verification draws with."""
-        head, facts = self._own.model.head, view.sampling.facts
-        if count == 1 and all(facts[row] is PLAIN for row in chosen.rows):
-            found = head.best(hidden)[:, None]
-        else:
-            found = sample_several(
-                head(hidden), chosen.index, view.sampling, view.tokens, length, count, host_rows=chosen.rows
-            )
-        return found.clamp_min(0)
-
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
         return verify(scores, sampling)
+
+
+def choose_drafts(
+    head: LogitsHead, hidden: Tensor, view: View, chosen: ChosenRows, length: Tensor, count: int
+) -> Tensor:
+    """(rows, count) drafts for position `length`, drawn with the numbers that verification draws with."""
+    facts = view.sampling.facts
+    if count == 1 and all(facts[row] is PLAIN for row in chosen.rows):
+        found = head.best(hidden)[:, None]
+    else:
+        found = sample_several(
+            head(hidden), chosen.index, view.sampling, view.tokens, length, count, host_rows=chosen.rows
+        )
+    return found.clamp_min(0)
 
 
 def check_branching(branching: Sequence[int]) -> tuple[int, ...]:

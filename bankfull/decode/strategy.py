@@ -160,9 +160,11 @@ class View:
         known: Tensor,
         sampling: SamplingTable,
         ship: Ship,
-        newest_hidden: Callable[[], Tensor],
+        newest: Callable[[], Tensor],
+        hidden: Tensor,
         width: int,
     ) -> None:
+        """`newest`: makes the indices of `at_newest`. `hidden`: the last hidden state of every token of the step."""
         self.host_rows, self.sampling, self.ship = host_rows, sampling, ship
         self.width = width
         """Drafts of each row that the next step verifies, at most. A strategy may propose more."""
@@ -171,7 +173,7 @@ class View:
         the row's next step verifies what is there."""
         self.known = known
         """(all rows) number of known tokens of a row."""
-        self._newest_hidden = newest_hidden
+        self._make_newest, self._hidden = newest, hidden
 
     @cached_property
     def rows(self) -> Tensor:
@@ -179,10 +181,19 @@ class View:
         return self.ship(self.host_rows)
 
     @cached_property
+    def _newest(self) -> Tensor:
+        return self._make_newest()
+
+    def at_newest(self, values: Tensor) -> Tensor:
+        """(rows, ...) from (tokens, ...) over the tokens of the step: the line from which each row's newest token was
+        sampled."""
+        return values[self._newest]
+
+    @cached_property
     def hidden(self) -> Tensor:
         """(rows, d) the target model's last hidden state, the input of its head, from which each row's newest token was
         sampled. Gathered on first use."""
-        return self._newest_hidden()
+        return self.at_newest(self._hidden)
 
 
 class ComputedStep(Protocol):
@@ -207,6 +218,16 @@ class ComputedStep(Protocol):
         """(tokens, d) for each layer in `Strategy.taps`: the hidden states that entered it, like `hidden`."""
         ...
 
+    @property
+    def before(self) -> Tensor:
+        """(tokens) the index in the batch of the token before each one: its parent, where drafts are a tree. -1 for the
+        first token of each sequence, whose predecessor ran in an earlier step."""
+        ...
+
+    def ship(self, numbers: np.ndarray, /) -> Tensor:
+        """Copies integers to the device without waiting for it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
@@ -214,6 +235,8 @@ class OwnModel:
 
     model: Decoder
     kit: Kit
+    reads_features: bool = False
+    """Whether it reads `Batch.features`. A CPU's tape has no input for them, so such a model runs uncaptured."""
 
 
 class OwnSteps(Protocol):
@@ -223,6 +246,11 @@ class OwnSteps(Protocol):
     def run(self, batch: Batch) -> Tensor:
         """Hidden states of every token of the batch, valid until the next call. The tokens' keys and values are
         written."""
+        ...
+
+    @property
+    def lines(self) -> int:
+        """Lines of a tensor with one line per permanent row, the spare one included."""
         ...
 
     def room(self, host_rows: Sequence[int], most: int) -> np.ndarray:

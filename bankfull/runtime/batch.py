@@ -147,6 +147,21 @@ def wanted_lines(work: Sequence[Work], q_start: np.ndarray) -> np.ndarray:
     return ends - np.repeat(wanted, wanted) + within
 
 
+def tokens_before(work: Sequence[Work], rows: Rows) -> Tensor:
+    """(tokens) the index of the token before each one of the step, its parent in a tree; -1 for a sequence's first."""
+    count = np.array([w.count + w.drafts for w in work], np.int64)
+    first = np.repeat(np.cumsum(count) - count, count)
+    within = np.arange(int(count.sum())) - first
+    before = np.where(within > 0, first + within - 1, -1)
+    if rows.trees is None or not any(w.drafts for w in work):
+        return rows.index(before)
+    # A row with drafts has one known token in the step: line 0 of its tree.
+    inside = np.repeat([w.drafts > 0 for w in work], count) & (within > 0)
+    line = np.repeat([w.row for w in work], count)
+    there = rows.index(np.stack((before, inside, line, within.clip(max=rows.trees.drafts), first)))
+    return torch.where(there[1] > 0, rows.trees.parents[there[2], there[3]] + there[4], there[0])
+
+
 def _gather(
     rows: Rows,
     layout: Layout,

@@ -290,11 +290,11 @@ class DeviceRunner:
             return
         widths = [work[i].drafts + 1 for i in chosen]
 
-        def newest_hidden() -> Tensor:
-            return hidden[newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)]
+        def newest() -> Tensor:
+            return newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)
 
         width = self.strategy.width(0) if proposes is None else proposes
-        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest_hidden, width)
+        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest, hidden, width)
         self.strategy.observe(view, verdict)
         if not width:
             return self.strategy.skip(host_rows)

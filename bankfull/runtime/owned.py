@@ -10,7 +10,7 @@ from torch import Tensor
 from bankfull.decode.strategy import OwnModel
 from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
-from bankfull.runtime.batch import build_batch, placed_from_newest
+from bankfull.runtime.batch import build_batch, placed_from_newest, tokens_before
 from bankfull.runtime.device import Device
 from bankfull.runtime.forward import Eager, Forward
 from bankfull.runtime.rows import Rows
@@ -34,11 +34,15 @@ class OwnedSteps:
                 "it; choose a model of attention layers only."
             )
         self._layout, self._rows = layout, rows
-        self._run: Forward = device.capture(eager, own.kit) if captured else eager
+        self._run: Forward = device.capture(eager, own.kit) if captured and not own.reads_features else eager
         rows.follow_pages()
 
     def run(self, batch: Batch) -> Tensor:
         return self._run(batch)
+
+    @property
+    def lines(self) -> int:
+        return self._rows.known.shape[0]
 
     def room(self, host_rows: Sequence[int], most: int) -> np.ndarray:
         rows, index = self._rows, list(host_rows)
@@ -71,3 +75,10 @@ class RunStep:
         if self._batch is None:  # a replayed step returns only the part that the choice of tokens reads
             self._batch = build_batch(self.work, self._rows, self._layout)
         return self._batch
+
+    @property
+    def before(self) -> Tensor:
+        return tokens_before(self.work, self._rows)
+
+    def ship(self, numbers: np.ndarray, /) -> Tensor:
+        return self._rows.index(numbers)

@@ -38,7 +38,7 @@ from bankfull.sample.random import NumberKey, Purpose, words_of
 from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, TEMPERATURE, RowFacts, SamplingTable
 from bankfull.sample.truncate import truncate
 
-__all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample", "sample_several"]
+__all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample", "sample_ranked", "sample_several"]
 CANDIDATES = 64
 """Tokens of the highest scores from which `sample_several` takes all but its first."""
 
@@ -122,9 +122,24 @@ def sample_several(
     """[n, count] draft tokens for each line: the one that `sample` chooses, then others in the order of their scores,
     or for a sampled row in the order of its race. They are distinct where the vocabulary allows it. top-k, top-p and
     min-p limit the first one only."""
-    first = sample(logits, rows, table, tokens, length, host_rows=host_rows).tokens[:, None]
     if count == 1:
-        return first
+        return sample(logits, rows, table, tokens, length, host_rows=host_rows).tokens[:, None]
+    return sample_ranked(logits, rows, table, tokens, length, count, host_rows=host_rows)[0]
+
+
+def sample_ranked(
+    logits: Tensor,
+    rows: Tensor,
+    table: SamplingTable,
+    tokens: Tensor,
+    length: Tensor,
+    count: int,
+    *,
+    host_rows: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """The tokens of `sample_several`, and their confidence: log-softmax [n, count] of the scores that order them, over
+    the best candidates. -inf where there is no token."""
+    first = sample(logits, rows, table, tokens, length, host_rows=host_rows).tokens[:, None]
     facts = table.facts_for(host_rows, len(logits))
     scores, ids = adjust(_widened(logits), rows, table, tokens, length, None, facts).topk(
         min(max(CANDIDATES, count), logits.shape[-1])
@@ -134,9 +149,18 @@ def sample_several(
         noise = gumbel(*(words_of(key, Purpose.TOKEN, ids, low=low) for low in (False, True)))
         drawn = scores.double() / table.reals[rows, TEMPERATURE, None] + noise
         scores = torch.where(table.wholes[rows, GREEDY, None] > 0, scores.double(), drawn)
-    order = scores.masked_fill(ids == first, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    found = torch.cat((first, ids.gather(1, order[:, : count - 1])), 1)
-    return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=NO_TOKEN)
+    confidence = scores.log_softmax(-1)
+    chosen = ids == first
+    # The first token may be none of the candidates, where top-k or a grammar decides otherwise: it ranks first anyway.
+    of_first = torch.where(chosen.any(-1, keepdim=True), confidence.masked_fill(~chosen, -torch.inf), confidence)
+    order = scores.masked_fill(chosen, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, : count - 1]
+    found = torch.cat((first, ids.gather(1, order)), 1)
+    ranked = torch.cat((of_first.amax(-1, keepdim=True), confidence.gather(1, order)), 1)
+    missing = (0, count - found.shape[1])
+    return (
+        torch.nn.functional.pad(found, missing, value=NO_TOKEN),
+        torch.nn.functional.pad(ranked, missing, value=-torch.inf),
+    )
 
 
 def _draw(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[RowFacts]) -> Tensor:

@@ -112,8 +112,9 @@ def number_of(folder: Path, config: Mapping[str, Any], name: str, most: int) -> 
     return value
 
 
-def read_acceptance(folder: Path, heads: int) -> list[list[float]] | None:
-    """By draft position and rank: the measured acceptance; None without a measurement."""
+def read_acceptance(folder: Path, heads: int, most: int | None = None) -> list[list[float]] | None:
+    """By draft position and rank: the measured acceptance of `heads` positions, or of up to `most`; None without a
+    measurement."""
     if not (folder / TREE).exists():
         return None
     table = read_json(folder / TREE).get("acceptance")
@@ -122,7 +123,7 @@ def read_acceptance(folder: Path, heads: int) -> list[list[float]] | None:
             f"{folder / TREE} must list the acceptance of {heads} heads as frequencies from 0 to 1; delete it, or "
             "train the heads again."
         )
-    return [[float(chance) for chance in of_head] for of_head in table[:heads]]
+    return [[float(chance) for chance in of_head] for of_head in table[: most or heads]]
 
 
 def _frequencies(value: Any) -> bool:

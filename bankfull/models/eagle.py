@@ -1,0 +1,117 @@
+"""EAGLE heads as models: one decoder layer over the target model's embedding, features, and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bankfull.layers.attention import Attention, Heads
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Block, Decoder
+from bankfull.layers.eagle import DraftLogits, EagleHead, Features, FusedBlock
+from bankfull.layers.linear import Linear
+from bankfull.layers.norm import AddThen, RMSNorm
+from bankfull.models.common import TRANSFORMER, gated_mlp, heads_of, rope_of
+from bankfull.models.fields import ConfigFields
+from bankfull.ops.registry import INT8, INT8_FEW
+from bankfull.weights.eagle import EagleFiles, EagleSource, usual_taps
+from bankfull.weights.qtensor import QTensor
+
+
+def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
+    """The head for this target model, with the target's kernels, dtypes and device. Raises ModelError for a head of
+    another model."""
+    layers = len(target.blocks)
+    files.suit(target.hidden, target.vocab, layers)
+    own = target.head.build
+    source = EagleSource(files, own.kit.activations in (INT8, INT8_FEW))
+    build = replace(own, source=source, prefix="")
+    defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_positions}
+    fields = ConfigFields(files.config, {**TRANSFORMER, **defaults})
+    hidden, eps, heads = target.hidden, fields.number("rms_norm_eps"), heads_of(fields)
+    at = build.at("layer")
+    mixer = _attention(at.at("self_attn"), heads, hidden * (2 if files.fused else 1), hidden)
+    feed, before_feed = gated_mlp(fields, at.at("mlp")), RMSNorm(at.at("post_attention_layernorm"), hidden, eps)
+    same = AddThen(build, lambda x: x)
+    features: Features
+    block: Block
+    if files.fused:
+        taps = files.taps or usual_taps(layers)
+        fuse = Linear(build.at("fc"), hidden * len(taps), hidden, build.has("fc.bias"))
+        block = FusedBlock(
+            mixer,
+            before_mixer=RMSNorm(at.at("hidden_norm"), hidden, eps),
+            feed=feed,
+            before_feed=before_feed,
+            before_embedding=RMSNorm(at.at("input_layernorm"), hidden, eps),
+        )
+
+        def embed(batch: Batch) -> Tensor:
+            assert batch.features is not None
+            return torch.cat((target.embed(batch), batch.features), -1)
+
+        def features(hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
+            return fuse(torch.cat([tapped[layer] for layer in taps], -1))
+    else:
+        taps = ()
+        join = Linear(build.at("fc"), hidden * 2, hidden, build.has("fc.bias"))
+        block = Block(mixer, before_mixer=same, feed=feed, before_feed=before_feed)
+
+        def embed(batch: Batch) -> Tensor:
+            assert batch.features is not None
+            return join(torch.cat((target.embed(batch), batch.features), -1))
+
+        def features(hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
+            return hidden
+
+    model = Decoder(
+        target.vocab,
+        hidden,
+        max(fields.size("max_position_embeddings"), target.max_positions),
+        embed=embed,
+        blocks=[block],
+        norm=same,
+        head=_head(files, build, target, eps),
+        ropes={"global": rope_of(fields, build, heads)},
+    )
+    return EagleHead(model, features, taps)
+
+
+def _attention(build: Build, heads: Heads, inner: int, hidden: int) -> Attention:
+    query, kv = heads.count * heads.size, heads.kv * heads.size
+
+    def linear(name: str, columns: int, rows: int) -> Linear:
+        at = build.at(name)
+        return Linear(at, columns, rows, at.has("bias"), int8_when_batched=name != "v_proj")
+
+    return Attention(
+        build,
+        heads,
+        linear("q_proj", inner, query),
+        linear("k_proj", inner, kv),
+        linear("v_proj", inner, kv),
+        linear("o_proj", query, hidden),
+    )
+
+
+def _head(files: EagleFiles, build: Build, target: Decoder, eps: float) -> DraftLogits:
+    """Its own rows, or those of the target model's head that the vocabulary names, or all of them."""
+    norm = RMSNorm(build.at("norm"), target.hidden, eps) if files.fused else None
+    ids, at = files.vocabulary, build.at("lm_head")
+    if at.has("weight"):
+        rows = target.vocab if ids is None else len(ids)
+        project = Linear(at, target.hidden, rows)
+        return DraftLogits(build, project, lambda: at.weight("weight", (rows, target.hidden)), target.vocab, ids, norm)
+    if ids is None:
+        own = target.head
+        return DraftLogits(build, own.project, own.stored, target.vocab, None, norm, own.cap)
+
+    def chosen() -> QTensor:
+        return target.head.stored().rows(ids.to(build.device))
+
+    project = Linear(build, target.hidden, len(ids), weight=chosen())
+    return DraftLogits(build, project, chosen, target.vocab, ids, norm, target.head.cap)
