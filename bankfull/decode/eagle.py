@@ -69,7 +69,7 @@ class Eagle(Strategy):
             self.ahead = 1 + branch * (depth - 1)
         self._head: EagleHead | None = None
         self._fresh: set[int] = set()
-        """Rows that have entered since the last step: their last token's feature is not known."""
+        """Rows whose last token's feature is not known: they have entered or were skipped since the last step."""
 
     @property
     def own(self) -> OwnModel | None:
@@ -107,6 +107,11 @@ class Eagle(Strategy):
     def begin(self, rows: Sequence[int]) -> None:
         self._fresh.update(rows)
 
+    def skip(self, rows: Sequence[int]) -> None:
+        """The features of a skipped token are gone. Its KV slot stays without an entry, so drafts of these rows are
+        worse until their sequences end."""
+        self._fresh.update(rows)
+
     def follow(self, step: ComputedStep) -> None:
         assert self._head is not None
         self._features = self._head.features(step.hidden, step.tapped)
@@ -131,7 +136,7 @@ class Eagle(Strategy):
         """(rows, depth) the chain of the rows with as many KV slots."""
         tokens = view.tokens.new_zeros(len(view.host_rows), self._depth)
         features = torch.zeros_like(feature) if (room < self._depth).any() else feature
-        for depth in range(self._depth):
+        for depth in range(min(self._depth, view.width)):
             chosen = ChosenRows(view, room > depth)
             if not chosen.rows:
                 break
