@@ -165,6 +165,8 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
     "auto": {},
     "ngram": {"width": 8, "least": 2, "most": 4, "adaptive": True},
     "suffix": {"width": 12, "least": 2, "adaptive": True},
+    "jacobi": {"width": 4, "adaptive": True},
+    "lookahead": {"window": 4, "ngram": 3, "guesses": 4, "adaptive": True},
     "draft": {"depth": 4, "breadth": 1, "quantize": "", "adaptive": True},
     "medusa": {"nodes": 8, "tree": "sparse", "adaptive": True},
     "eagle": {"depth": 4, "nodes": 12, "branch": 4, "tree": "dynamic", "adaptive": True},
@@ -173,7 +175,8 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
 """Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
 sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the width of each step by its expected gain,
 down to 0. `depth`, `breadth`: draft tokens along the best path, and at each of its places. `nodes`, `tree`: draft
-tokens of a tree, or of a chain. `branch`: candidates of a node, and nodes of a depth that are continued. `chain` looks
+tokens of a tree, or of a chain. `branch`: candidates of a node, and nodes of a depth that are continued. `window`,
+`ngram`, `guesses`: columns of the lookahead window, tokens of an n-gram, n-grams of the pool in a step. `chain` looks
 up first, as `suffix` does, and else drafts as the way that it names."""
 CHAIN = "chain"
 WITH_MODEL = ("draft", "medusa", "eagle")

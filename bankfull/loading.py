@@ -18,6 +18,7 @@ from bankfull.decode.adaptive import AdaptiveWidth
 from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
 from bankfull.decode.eagle import Eagle
+from bankfull.decode.lookahead import Jacobi, Lookahead
 from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import OwnModel, Strategy
@@ -236,6 +237,10 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
     if choice.name == "eagle":
         sizes = choice.number("depth"), str(choice.options["tree"]), choice.number("nodes"), choice.number("branch")
         return Eagle(partial(build_eagle, read_eagle(choice.model)), *sizes)
+    if choice.name == "lookahead":
+        return Lookahead(*(choice.number(key) for key in ("window", "ngram", "guesses")))
+    if choice.name == "jacobi":
+        return Jacobi(choice.number("width"))
     return None
 
 

@@ -173,11 +173,7 @@ def test_the_accepted_path_is_the_one_that_a_walk_finds(seed: int) -> None:
     widths = [len(row) + 1 for row in rows]
     expected = []
     for drafts, after in zip(rows, chosen, strict=True):
-        path, node = [0], -1
-        while (next_one := following(drafts, node, after[node + 1])) is not None:
-            node = next_one
-            path.append(node + 1)
-        expected.append(path)
+        expected.append(longest_walk(drafts, after, [0]))
     tree = DraftTree(
         torch.tensor([parent + 1 if line else 0 for row in rows for line, (_, parent) in enumerate([(0, -1), *row])]),
         torch.tensor([token for row in rows for token, _ in [(rng.randrange(7), -1), *row]]),
@@ -189,9 +185,11 @@ def test_the_accepted_path_is_the_one_that_a_walk_finds(seed: int) -> None:
     assert [line[:count].tolist() for line, count in zip(path, counts.tolist(), strict=True)] == expected
 
 
-def following(drafts: list[tuple[int, int]], parent: int, token: int) -> int | None:
-    found = (i for i, draft in enumerate(drafts) if draft == (token, parent) and token >= 0)
-    return next(found, None)
+def longest_walk(drafts: list[tuple[int, int]], chosen: list[int], path: list[int]) -> list[int]:
+    """A token may be drafted twice after a line: the longer way counts, among equals the one that ends earlier."""
+    wanted = (chosen[path[-1]], path[-1] - 1)
+    ways = [longest_walk(drafts, chosen, [*path, i + 1]) for i, d in enumerate(drafts) if d == wanted and d[0] >= 0]
+    return max(ways, key=lambda way: (len(way), -way[-1]), default=path)
 
 
 @pytest.mark.parametrize("seed", range(50))

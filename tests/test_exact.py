@@ -15,6 +15,7 @@ import torch
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.draft import DraftModel
+from bankfull.decode.lookahead import Jacobi, Lookahead
 from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import OwnModel, Strategy
@@ -49,6 +50,8 @@ STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
     "eagle-tree": lambda truths, seed: strategy_of(
         random_eagle(seed, fused=not seed % 2), depth=4, tree="dynamic", branch=3, nodes=5 + seed % 25
     ),
+    "lookahead": lambda truths, seed: Lookahead(1 + seed % 7, 2 + seed % 4, 1 + seed % 5),
+    "jacobi": lambda truths, seed: Jacobi(1 + seed % 5),
 }
 """Factories, called for each case with the sequences that greedy decoding gives and a seed."""
 SETTINGS: dict[str, Sequence[object]] = {
@@ -204,7 +207,18 @@ def test_greedy_tokens_equal_the_naive_loop(
 @pytest.mark.parametrize("depth", (0, 1))
 def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
     for resumed in (False, True):
-        for strategy in ("drafts", "lookup", "trees", "draft", "draft-tree", "medusa", "eagle", "eagle-tree"):
+        for strategy in (
+            "drafts",
+            "lookup",
+            "trees",
+            "draft",
+            "draft-tree",
+            "medusa",
+            "eagle",
+            "eagle-tree",
+            "lookahead",
+            "jacobi",
+        ):
             check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, torch.float32, "auto")
 
 

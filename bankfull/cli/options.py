@@ -99,7 +99,8 @@ class EngineOptions:
             help="Speculative decoding: off; ngram or suffix (draft tokens are looked up in the sequence itself; "
             "options width, least, adaptive); draft:MODEL (a smaller model with the same vocabulary; depth, breadth, "
             "quantize); medusa:DIR (trained heads; nodes, tree); eagle:DIR (a trained layer; depth, nodes, branch, "
-            "tree); auto (suffix on a CPU, where its expected gain exceeds 5%).",
+            "tree); lookahead (the model's own n-grams; window, ngram, guesses); jacobi (width); chain:NAME:MODEL "
+            "(suffix first, else NAME); auto (suffix on a CPU, where its expected gain exceeds 5%).",
         ),
     ] = "off"
 

@@ -59,10 +59,13 @@ def accepted_path(chosen: Tensor, tree: DraftTree, widths: Sequence[int], ship: 
     ids, up = stack(tree.ids, widths, NO_TOKEN), stack(tree.parents, widths, 0)
     line = torch.arange(chosen.shape[1], device=chosen.device)
     wanted = chosen.gather(1, up)
-    # A drafter may propose the same token twice after a line: the first one counts.
-    alike = (up[:, :, None] == up[:, None, :]) & (ids[:, :, None] == ids[:, None, :]) & (line[:, None] > line[None, :])
-    good = (ids == wanted) & (wanted != NO_TOKEN) & ~alike[:, :, 1:].any(2) & (line < ship(widths)[:, None])
+    good = (ids == wanted) & (wanted != NO_TOKEN) & (line < ship(widths)[:, None])
     good[:, 0] = True
+    depths, ancestors = (up != line).long(), (torch.ones_like(line) << line).expand_as(up)
     for _ in range((chosen.shape[1] - 1).bit_length()):  # pointer jumping: each round doubles the checked ancestors
-        good, up = good & good.gather(1, up), up.gather(1, up)
-    return torch.sort(~good, dim=1, stable=True).indices, good.sum(1)
+        good, depths = good & good.gather(1, up), depths + depths.gather(1, up)
+        ancestors, up = ancestors | ancestors.gather(1, up), up.gather(1, up)
+    # A drafter may propose the same token twice after a line. The deepest accepted line counts, the first of equals.
+    last = (depths * len(line) - line).where(good, -1 - len(line)).argmax(1, keepdim=True)
+    accepted = (ancestors.gather(1, last) >> line & 1).bool()
+    return torch.sort(~accepted, dim=1, stable=True).indices, accepted.sum(1)

@@ -125,7 +125,7 @@ def test_options_are_read_from_one_text() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("guess", "is unknown; use off, auto, ngram, suffix, draft, medusa."),
+        ("guess", "is unknown; use off, auto, ngram, suffix, jacobi, lookahead, draft, medusa."),
         ("suffix:smollm2", "takes no model; leave out 'smollm2'."),
         ("draft", "needs a model: draft:PATH."),
         ("medusa,nodes=4", "needs heads: medusa:PATH."),
