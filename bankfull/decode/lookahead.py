@@ -60,6 +60,10 @@ class Lookahead(Strategy):
     def width(self, load: int) -> int:
         return len(self._parents)
 
+    def widths(self) -> tuple[int, ...]:
+        """All or nothing: the window moves only where the model has chosen a token after its last level."""
+        return (self.width(0),)
+
     def begin(self, rows: Sequence[int]) -> None:
         self._fresh.update(rows)
 
