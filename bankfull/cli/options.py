@@ -39,8 +39,25 @@ Activations = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NoLimit = Annotated[bool, typer.Option("--no-limit", help="Do not compare the speed with this machine's limit.")]
-
-
+ForecastSpeculative = Annotated[
+    str,
+    typer.Option(
+        "--speculative",
+        metavar="NAME[:MODEL][,KEY=VALUE]",
+        help="Predict the gain of speculative decoding: suffix or ngram (width), draft:MODEL (depth, breadth, "
+        "quantize; a config.json is enough), medusa (heads, nodes, layers, vocabulary; medusa:DIR for trained heads) "
+        "or eagle (depth, nodes, vocabulary). Nothing needs to be trained.",
+    ),
+]
+ForecastAcceptance = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance",
+        help="Chance that a draft is accepted, by position, each given that all before it were accepted: "
+        "0.8,0.7,0.6,0.5. It sets the number of positions.",
+        show_default="an assumption, which is printed",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help="CPU threads.", show_default="BANKFULL_THREADS, or all cores available to the process"),

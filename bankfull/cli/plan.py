@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bankfull.cli.options import Json
+from bankfull.cli.options import ForecastAcceptance, ForecastSpeculative, Json
 
 DEFAULT_REQUESTS = 200
 
@@ -66,6 +66,8 @@ def plan(
         bool, typer.Option("--no-calibrate", help="Measure nothing on this machine; use typical efficiency factors.")
     ] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Calibrate again, even if results are stored.")] = False,
+    speculative: ForecastSpeculative = "off",
+    acceptance: ForecastAcceptance = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Run the recommendation on this machine, and compare it with the prediction."),
@@ -113,7 +115,9 @@ def plan(
     from bankfull.bench.load.slo import Slo, parse_slo
     from bankfull.cli.terminal import print_table, progress
     from bankfull.errors import ConfigError
+    from bankfull.limits.model.drafters import parse_drafter
     from bankfull.limits.model.recipe import open_model_or_config
+    from bankfull.limits.model.speculation import BATCHES
     from bankfull.plan.outcome import Objectives
     from bankfull.plan.pareto import usual_goal
     from bankfull.plan.planner import Planner, PlanRequest
@@ -122,6 +126,7 @@ def plan(
 
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price} must be dollars per hour, above 0.")
+    drafter = parse_drafter(speculative, acceptance)
     objectives = Objectives(Slo() if slo is None else parse_slo(slo), _share(attainment))
     sites = sites_of(devices, catalogue, price)
     if goal is None:
@@ -137,6 +142,8 @@ def plan(
 
         if verify:
             raise ConfigError("--verify runs one machine, --simulate a fleet; give one of them.")
+        if drafter is not None:
+            raise ConfigError("--speculative predicts one replica, --simulate a fleet; give one of them.")
         options = FleetOptions(
             ReplicaRange.parse(simulate),
             start_seconds=start_seconds,
@@ -163,8 +170,15 @@ def plan(
             raise ConfigError("There is nothing to verify: no configuration fits; change --traffic or --slo.")
         with progress("requests", requests) as advance:
             compared = run_here(found.recommended, request.traffic, objectives, requests, seed, advance)
+    forecast = None
+    if drafter is not None and found.recommended is not None:
+        from bankfull.plan.speculation import planned_gain
+
+        forecast = planned_gain(found.recommended.configuration, drafter, request.traffic)
     if json:
-        extra = {"verified": [one.as_json() for one in compared]} if verify else {}
+        extra: dict[str, object] = {"verified": [one.as_json() for one in compared]} if verify else {}
+        if forecast is not None:
+            extra["speculation"] = forecast.as_json(BATCHES)
         print(json_text.dumps(_finite(found.as_json() | extra)))
         return
     from bankfull.plan.report import later_table, pareto_table, sentences, verified_table
@@ -178,6 +192,11 @@ def plan(
         print_table(later)
     if compared:
         print_table(verified_table(compared))
+    if forecast is not None:
+        from bankfull.limits.model.tables import gain_notes, gain_table
+
+        print_table(gain_table(forecast, BATCHES, "with the recommendation's likely times"))
+        print(gain_notes(forecast))
 
 
 def _share(text: str) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bankfull.cli.options import Activations, Dtype, Json, KvDtype
+from bankfull.cli.options import Activations, Dtype, ForecastAcceptance, ForecastSpeculative, Json, KvDtype
 
 if TYPE_CHECKING:
     from bankfull.limits.model.bounds import ModelRoofline
@@ -47,6 +47,8 @@ def roofline(
     ] = None,
     kv_dtype: KvDtype = "auto",
     activations: Activations = "auto",
+    speculative: ForecastSpeculative = "off",
+    acceptance: ForecastAcceptance = None,
     draw: Annotated[bool, typer.Option("--draw", help="Draw the charts in the terminal, too.")] = False,
     charts: Annotated[str | None, typer.Option(help="Directory for the charts.", show_default=False)] = None,
     picture: Annotated[str, typer.Option(help="File format of the charts: svg or png.")] = "svg",
@@ -60,10 +62,12 @@ def roofline(
     from bankfull.errors import ConfigError
     from bankfull.limits.machine.targets import machine_of
     from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery, numbers
+    from bankfull.limits.model.drafters import parse_drafter
     from bankfull.limits.model.recipe import open_model_or_config, recipe_of
 
     if picture not in PICTURES:
         raise ConfigError(f"--picture {picture[:40]!r} is not a known format; use svg or png.")
+    drafter = parse_drafter(speculative, acceptance)
     subject = open_model_or_config(model)
     machine = machine_of(device, catalogue)
     recipe = recipe_of(
@@ -73,7 +77,7 @@ def roofline(
     usual = min(1024, longest)
     contexts = (usual,) if context is None else numbers(context, "context")
     query = RooflineQuery(numbers(batch, "batch"), contexts, usual if prompt is None else prompt)
-    found = ModelRoofline(recipe, machine, query)
+    found = ModelRoofline(recipe, machine, query, drafter)
     if json:
         print(json_text.dumps(found.as_json()))
     else:
@@ -90,10 +94,20 @@ def roofline(
 
 def _show(found: ModelRoofline) -> None:
     from bankfull.cli.terminal import print_table, say
-    from bankfull.limits.model.tables import changes_table, curve_table, phase_tables, summary_table
+    from bankfull.limits.model.tables import (
+        changes_table,
+        curve_table,
+        gain_notes,
+        gain_table,
+        phase_tables,
+        summary_table,
+    )
 
     for table in (summary_table(found), *phase_tables(found), curve_table(found), changes_table(found)):
         print_table(table)
+    if (forecast := found.speculation) is not None:
+        print_table(gain_table(forecast, found.speculation_batches, "at best"))
+        print(gain_notes(forecast))
     for caveat in found.arithmetic.caveats:
         say(f"bankfull: {caveat}")
 

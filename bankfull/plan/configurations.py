@@ -29,7 +29,6 @@ from bankfull.weights.source import ModelFiles
 LATER = {
     "tensor parallel": "one model over several devices",
     "prefill and decode apart": "prefill and decode on different devices",
-    "speculation": "several draft tokens verified in one step",
 }
 """Features that this version does not have."""
 QUANTIZE = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}

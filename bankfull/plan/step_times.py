@@ -146,7 +146,7 @@ class StepTimes:
             passing[~lasting, column] += moved[~lasting]
         self._coefficients = np.concatenate((flops, kept, passing), axis=1) / layout.ways
         # A likely time needs a rate even for unmeasured arithmetic: the fastest measured one, scaled by the factors.
-        self._rate = peak if peak < math.inf else max(ceilings.flops.values())
+        self.rate = peak if peak < math.inf else max(ceilings.flops.values())
         self._slowdowns = efficiency.slowdowns
         self._passing_rate = max(ceilings.cached_read_bytes_per_s, ceilings.read_bytes_per_s)
 
@@ -173,7 +173,7 @@ class StepTimes:
     ) -> float:
         ideal, least = self._ideal(decoding, prefill)
         terms = ideal * self._slowdowns
-        overhead = self.efficiency.step_seconds + sequences * self.efficiency.sequence_seconds
+        overhead = self.overhead(sequences)
         exchange = self.layout.seconds(tokens)
         seconds = float(terms.sum()) + overhead + exchange
         spent.terms += terms
@@ -184,6 +184,10 @@ class StepTimes:
         if prefill[2] > 0:
             spent.prefill += seconds
         return seconds
+
+    def overhead(self, sequences: int) -> float:
+        """Fixed costs of a step."""
+        return self.efficiency.step_seconds + sequences * self.efficiency.sequence_seconds
 
     def _ideal(self, decoding: np.ndarray, prefill: np.ndarray) -> tuple[np.ndarray, float]:
         """Seconds at the ceilings by term, and the shortest time of the whole step."""
@@ -198,7 +202,7 @@ class StepTimes:
             for costs in apart if kind in BY_ROW else (whole,):
                 # Activations of other kinds grow with their arithmetic, so one factor covers both.
                 memory = costs[1][i] / rate + (costs[2][i] / self._passing_rate if kind == REST else 0.0)
-                arithmetic = 0.0 if kind == REST else costs[0][i] / self._rate
+                arithmetic = 0.0 if kind == REST else costs[0][i] / self.rate
                 if self.overlaps or (kind in BY_ROW and costs is apart[0]):
                     memory, arithmetic = (memory, 0.0) if memory >= arithmetic else (0.0, arithmetic)
                 found += (memory, arithmetic)

@@ -188,3 +188,18 @@ def test_a_trace_that_cannot_be_replayed_is_one_sentence(
     trace = tmp_path / "day.jsonl"
     trace.write_text(text)
     assert said in cli("plan", model, *DAY, "--simulate", "2", "--trace", trace).sentence
+
+
+def test_a_plan_predicts_speculation_with_the_likely_times(cli: Cli, model: Path) -> None:
+    asked = (*HERE, "--speculative", f"draft:{model}", "--acceptance", "1,1")
+    done = cli("plan", model, *asked)
+    assert done.code == 0, done.err
+    assert "predicted gain" in done.out and "likely times" in done.out
+    found = cli("plan", model, *asked, "--json").json["speculation"]
+    one = found["batches"][0]
+    # The drafter is the model itself: it cannot be worth its time, except for the step's fixed cost.
+    assert one["tokens_per_step"] == 3 and one["draft_seconds"] < 2.1 * one["plain_seconds"]
+    assert found["context"] == 35 and found["batches"][2]["batch"] == 64
+    assert "speculation" not in cli("plan", model, *HERE, "--json").json
+    refused = cli("plan", model, *HERE, "--speculative", "suffix", "--simulate", "10")
+    assert refused.code == 2 and "predicts one replica" in refused.err

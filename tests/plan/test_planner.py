@@ -192,7 +192,7 @@ def test_every_figure_stands_beside_its_limit_and_json_has_all_of_it() -> None:
     stored = json.loads(json.dumps(found.as_json()))
     assert stored["recommended"]["configuration"]["commands"] and stored["limits"]
     assert len(stored["pareto"]) == len(found.pareto)
-    assert set(stored["later"]) == {"tensor parallel", "prefill and decode apart", "speculation"}
+    assert set(stored["later"]) == {"tensor parallel", "prefill and decode apart"}
     assert any("assumed" in note for note in stored["notes"])
     assert pareto_table(found).row_count == len(found.pareto)
     table = later_table(found)

@@ -15,11 +15,14 @@ from typing import Any
 
 from bankfull.errors import ConfigError
 from bankfull.limits.machine.targets import TargetMachine
+from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.roofline import Bound, Roofline, bound_of, roofline
 from bankfull.limits.meter.step import LARGEST_STEP, StepShape
+from bankfull.limits.model.drafters import DrafterChoice, DraftTimes, forecast_of
 from bankfull.limits.model.memory import Memory, memory_of, sequence_bytes, weight_bytes
 from bankfull.limits.model.recipe import Recipe
+from bankfull.limits.model.speculation import BATCHES, GainForecast, Seconds
 from bankfull.limits.model.variants import variants_of
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
@@ -209,8 +212,11 @@ class RooflineQuery:
 class ModelRoofline:
     """One model on one machine; each part is computed on first use."""
 
-    def __init__(self, recipe: Recipe, machine: TargetMachine, query: RooflineQuery) -> None:
-        self.recipe, self.machine, self.query = recipe, machine, query
+    def __init__(
+        self, recipe: Recipe, machine: TargetMachine, query: RooflineQuery, drafter: DrafterChoice | None = None
+    ) -> None:
+        """`drafter`: speculative decoding whose gain is predicted."""
+        self.recipe, self.machine, self.query, self.drafter = recipe, machine, query, drafter
         self.metered = recipe.metered()
         query.fits(self.metered.model.max_positions)
         self.arithmetic = Arithmetic(machine, recipe.dtype_name, recipe.activations)
@@ -307,7 +313,26 @@ class ModelRoofline:
             timing.bound,
         )
 
+    @cached_property
+    def speculation(self) -> GainForecast | None:
+        """The predicted gain of the drafter, at the machine's limits."""
+        if self.drafter is None:
+            return None
+        times = DraftTimes(self._seconds_of, self._seconds_of, lambda cost: self.arithmetic.timing(cost).seconds)
+        return forecast_of(self.drafter, self.recipe, self.machine.kind, times, self.query.context)
+
+    @property
+    def speculation_batches(self) -> list[int]:
+        return sorted({*BATCHES, *self.query.batches})
+
+    def _seconds_of(self, recipe: Recipe) -> Seconds:
+        form = closed_form(recipe.metered())
+        arithmetic = Arithmetic(self.machine, recipe.dtype_name, recipe.activations)
+        return lambda step: arithmetic.timing(form.cost(step)).seconds
+
     def as_json(self) -> dict[str, Any]:
+        forecast = self.speculation
+        more = {} if forecast is None else {"speculation": forecast.as_json(self.speculation_batches)}
         return {
             "model": self.recipe.config.get("model_type"),
             "parameters": self.metered.parameters,
@@ -323,6 +348,7 @@ class ModelRoofline:
             "linear_turning_batch": self.linear_turning_batch,
             "curve": [asdict(point) for point in self.curve],
             "variants": [change.as_json() for change in self.changes],
+            **more,
         }
 
 

@@ -6,19 +6,24 @@ from bankfull.limits.charts import Axis, Chart, Mark, Series
 from bankfull.limits.machine.charts import roofline_chart
 from bankfull.limits.meter.roofline import RooflineEntry
 from bankfull.limits.model.bounds import ModelRoofline
+from bankfull.limits.model.speculation import GainForecast
 
 NAMED = 0.02
 """Share of the step time from which an operation is labelled in the chart."""
+GAIN_BATCHES = 9
+"""Points of the chart of predicted gains: batch sizes 1, 2, 4, ... 256."""
 
 
 def charts_of(found: ModelRoofline) -> dict[str, Chart]:
     """Charts by file name, without a suffix."""
-    return {
+    made = {
         "roofline": roof(found),
         "latency": latency(found),
         "throughput": throughput(found),
         "trade-off": trade_off(found),
     }
+    forecast = found.speculation
+    return made if forecast is None else {**made, "speculation": gain_chart(forecast)}
 
 
 def roof(found: ModelRoofline) -> Chart:
@@ -87,3 +92,17 @@ def _ridge_marks(found: ModelRoofline, drawn: dict[int, float]) -> list[Mark]:
     if first is not None:
         marks.append(Mark(first.batch, drawn[first.batch], "compute-bound"))
     return marks
+
+
+def gain_chart(found: GainForecast) -> Chart:
+    """The predicted gain by batch size: with all drafts, and with the depth that is best for the batch."""
+    points = found.points([1 << power for power in range(GAIN_BATCHES)])
+    return Chart(
+        f"Predicted gain of {found.name} at context {found.context}",
+        Axis("batch size", log=True),
+        Axis("tokens per second, relative to plain decoding", low=0),
+        [
+            Series(f"{found.shape.nodes} drafts", [(p.full.batch, p.full.gain) for p in points]),
+            Series("best depth", [(p.best.batch, p.best.gain) for p in points]),
+        ],
+    )

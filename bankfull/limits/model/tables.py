@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bankfull.limits.meter.roofline import Roofline
     from bankfull.limits.model.bounds import ModelRoofline
     from bankfull.limits.model.info import ModelInfo
+    from bankfull.limits.model.speculation import GainForecast
 
 
 def _two_columns() -> tuple[Table, Callable[[str, object], None]]:
@@ -189,3 +190,46 @@ def changes_table(found: ModelRoofline) -> Table:
             "-" if most is None else str(most),
         )
     return table
+
+
+def gain_table(found: GainForecast, batches: Sequence[int], times: str) -> Table:
+    """Speculative decoding beside plain decoding by batch size. `times`: whether they are limits or likely."""
+    table = Table(title=Text(f"{found.name}: predicted gain at context {found.context}, {times}"))
+    for heading in (
+        "sequences",
+        "drafts each",
+        "tokens/step",
+        "plain step",
+        "verify",
+        "drafting",
+        "tokens/s in all",
+        "gain",
+        "best depth",
+        "its gain",
+    ):
+        table.add_column(heading, justify="right")
+    for point in found.points(batches):
+        full, best = point.full, point.best
+        table.add_row(
+            str(full.batch),
+            str(full.nodes),
+            f"{full.tokens:.2f}",
+            duration(full.plain_seconds),
+            duration(full.verify_seconds),
+            duration(full.draft_seconds),
+            scaled(full.tokens_per_s),
+            f"{full.gain:.2f}x",
+            str(best.depth),
+            f"{best.gain:.2f}x",
+        )
+    return table
+
+
+def gain_notes(found: GainForecast) -> str:
+    """The acceptance behind a forecast, and what is assumed."""
+    chances = ", ".join(f"{chance:.2g}" for chance in found.shape.acceptance)
+    lines = f"acceptance by position, each given that all before it were accepted: {chances}"
+    own = found.source.weight_bytes
+    parts = [lines, *([f"the drafter has {scaled(own, 'B')} of weights of its own"] if own else [])]
+    assumed = [f"assumed: {note}" for note in found.notes]
+    return "; ".join([*parts, *assumed]) + "."
