@@ -205,7 +205,7 @@ class SpeculativeChoice:
         name, _, model = first.partition(":")
         shown = f"speculative={text[:80]!r}"
         if name == CHAIN:
-            then = SpeculativeChoice.parse(",".join((model, *given)))
+            then = SpeculativeChoice.parse(",".join((model or "off", *given)))
             if then.name not in WITH_MODEL:
                 raise ConfigError(f"{shown} must name what drafts where lookup finds nothing: chain:medusa:PATH.")
             return SpeculativeChoice(name, then.options, model, then)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bankfull.config import RunConfig, SchedConfig, SpeculativeChoice, StateConfig
+from bankfull.config import CHAIN, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
 from bankfull.decode.adaptive import AdaptiveWidth
 from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
@@ -251,8 +251,9 @@ def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, dep
         if device.kind != "cpu" or layout.recurrent is not None or native.status() is not None:
             return None
         choice, least_gain = SpeculativeChoice.parse("suffix"), AUTO_GAIN
-    elif choice.name == "chain":
-        choice, least_gain = SpeculativeChoice.parse("suffix"), 1.0
+    elif choice.name == CHAIN:
+        adaptive = str(choice.options["adaptive"]).lower()
+        choice, least_gain = SpeculativeChoice.parse(f"suffix,adaptive={adaptive}"), 1.0
     elif choice.name in ("ngram", "suffix"):
         least_gain = 1.0
     else:

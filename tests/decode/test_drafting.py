@@ -14,6 +14,7 @@ from bankfull.config import SPECULATIVE, RunConfig, SpeculativeChoice
 from bankfull.decode.drafting import Drafting
 from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.ops import native
+from bankfull.types import StepPlan
 from bankfull.weights.medusa import write_heads
 from tests.decode.test_medusa import random_heads
 from tests.tiny import speaking_folder
@@ -125,11 +126,13 @@ def test_options_are_read_from_one_text() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("guess", "is unknown; use off, auto, ngram, suffix, jacobi, lookahead, draft, medusa."),
+        ("guess", "is unknown; use off, auto, ngram, suffix, jacobi, lookahead, draft, medusa, eagle, chain."),
         ("suffix:smollm2", "takes no model; leave out 'smollm2'."),
         ("draft", "needs a model: draft:PATH."),
         ("medusa,nodes=4", "needs heads: medusa:PATH."),
         ("suffix,most=4", "has no option 'most'; its options are width, least, adaptive."),
+        ("chain", "must name what drafts where lookup finds nothing: chain:medusa:PATH."),
+        ("chain:suffix", "must name what drafts where lookup finds nothing: chain:medusa:PATH."),
         ("off,width=2", "has no option 'width'; it has none."),
         ("suffix,width=0", "width must be a whole number from 1 to 63, not '0'."),
         ("suffix,width=x", "width must be a whole number from 1 to 63, not 'x'."),
@@ -149,3 +152,22 @@ def test_a_wrong_limit_of_a_request_is_refused(wrong: Any) -> None:
         SamplingParams(speculative=wrong)
     with pytest.raises(RequestError, match="reference must be a text"):
         SamplingParams(reference=3)  # type: ignore[arg-type]
+
+
+@needs_kernels
+def test_a_chain_looks_up_first_and_drafts_where_nothing_is_found() -> None:
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=40, ignore_eos=True) for t in (0.0, 0.8)]
+    prompts = [PROMPT, list(range(70, 90))]
+    expected = [one.outputs[0].token_ids for one in tiny("off").generate(prompts, params)]
+    llm = tiny(f"chain:draft:{speaking_folder()},depth=3,adaptive=false")
+    guessed, drafted = 0, 0
+
+    def count(plan: StepPlan) -> None:
+        nonlocal guessed, drafted
+        looked_up = {guess.row for guess in plan.guesses}
+        guessed += len(looked_up)
+        drafted += sum(bool(w.drafts) for w in plan.work if w.row not in looked_up)
+
+    llm.loaded.engine.on_settle.append(count)
+    assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
+    assert guessed > 0 and drafted > 0
