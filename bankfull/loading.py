@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bankfull.config import CHAIN, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
-from bankfull.decode.adaptive import AdaptiveWidth
+from bankfull.decode.adaptive import AdaptiveWidth, halved
 from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
 from bankfull.decode.eagle import Eagle
@@ -175,7 +175,7 @@ def assemble(
     drafting = host_drafting(choice, device, layout, depth)
     guesses = 0 if drafting is None else drafting.width
     adaptive = adaptive_width(choice, strategy)
-    widths = () if adaptive is None else strategy.widths()
+    widths = (*(() if adaptive is None else strategy.widths()), *halved(guesses))
     with refusing_large_steps(device, sched):
         captured = captured_widths(strategy, widths)
         kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured)

@@ -187,6 +187,8 @@ def device_of(depth: int, seed: int = 0) -> Device:
 class Guess(Strategy):
     """Proposes what greedy decoding will choose, except where it errs on purpose."""
 
+    exact = True
+
     def __init__(self, truths: Sequence[Sequence[int]], width: int = 3, seed: int = 0) -> None:
         self.truths = [list(t) for t in truths]
         self._width = width

@@ -55,6 +55,7 @@ class ChosenRows:
 
 
 class DraftModel(Strategy):
+    exact = True
     follows = True
 
     def __init__(self, own: OwnModel, branching: Sequence[int] = (1, 1, 1, 1)) -> None:

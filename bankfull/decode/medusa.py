@@ -83,6 +83,8 @@ class MedusaStack:
 
 
 class Medusa(Strategy):
+    exact = True
+
     def __init__(self, heads: MedusaHeads, nodes: int | None = None, tree: str = SPARSE) -> None:
         """`nodes`: draft tokens, at most; without it, 8 for a tree and one per head for a chain. `tree`: sparse, or
         chain, which models with recurrent state need."""

@@ -8,6 +8,7 @@ from bankfull.decode.verify import verify
 
 class Plain(Strategy):
     idle = True
+    exact = True
 
     def width(self, load: int) -> int:
         return 0

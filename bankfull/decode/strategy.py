@@ -272,6 +272,8 @@ class Strategy(Protocol):
     """Names of features that it needs of the model and the state; checked when the engine is built."""
     idle: bool = False
     """Whether it proposes nothing and learns nothing, so that a captured step may choose tokens without it."""
+    exact: bool = False
+    """Whether `verify` is the rule of `decode.verify`, which a captured step may then compute without it."""
     trees: bool = False
     """Whether its drafts may be trees; models with recurrent state cannot verify them."""
     follows: bool = False

@@ -1,9 +1,10 @@
 """A GPU's captured steps: the launches of a step are recorded once as a CUDA graph, which one call replays.
 
-A graph has fixed shapes, so there is one for each (padded rows, query width). Padding rows use a spare line of the row
-tensors, whose results are never read. The graph gathers its input from the rows on the device: the host sends only the
-row numbers, and nothing when they equal those of the previous step. Prompts, alone or beside decodes, have graphs of
-their own (`captured_chunks`). Larger steps run launch by launch through the same kernels.
+A graph has fixed shapes, so there is one for each (padded rows, padded query width). Padding rows use a spare line of
+the row tensors, whose results are never read; padding tokens write their keys and values to page 0. The graph gathers
+its input from the rows on the device: the host sends only the row numbers with their tokens, and nothing when they
+equal those of the previous step. Prompts, alone or beside decodes, have graphs of their own (`captured_chunks`), and so
+has the verification of drafts (`captured_verify`). Larger steps run launch by launch through the same kernels.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from bankfull.types import Work
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Row counts that steps are padded to. A step of few rows is bound by its weights, whatever their number."""
 GREEDY, DRAWN = "greedy", "drawn"
+VERIFIED_TOKENS = 2048
+"""Tokens of the largest captured step with drafts. Beyond it, the time of the launches matters little."""
 KEPT = 8
 """Steps whose tokens stay in host memory. The host reads a step's tokens before it launches the step after the next."""
 
@@ -45,6 +48,15 @@ class RecordedStep:
     tapped: dict[int, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """The padded shape of a captured step."""
+
+    rows: int
+    width: int
+    """Tokens per row: the last known one and the drafts."""
+
+
 class Captured:
     """A `Forward` for every batch; `capture` records the steps that can be replayed."""
 
@@ -56,11 +68,14 @@ class Captured:
         """Bytes of device memory that the graphs hold."""
         self.enabled = True
         """False runs the same launches on the same padded shapes one by one (for comparison)."""
-        self._steps: dict[tuple[int, int], RecordedStep] = {}
+        self.steps: dict[StepKind, RecordedStep] = {}
+        self.replayed: tuple[StepKind, Sequence[Work]] | None = None
+        """The kind and the work of the last step, if it was one of `steps`."""
         self._choices: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         """Graphs that choose a step's tokens. A greedy one contains the whole step: one launch from rows to tokens."""
         self._chunks: Chunks | None = None
-        self._pool: Any = None
+        self.pool: Any = None
+        """The memory that all graphs share."""
         self.tapped: dict[int, Tensor] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -70,7 +85,7 @@ class Captured:
 
     @property
     def count(self) -> int:
-        return len(self._steps) + len(self._choices) + (0 if self._chunks is None else len(self._chunks.recorded))
+        return len(self.steps) + len(self._choices) + (0 if self._chunks is None else len(self._chunks.recorded))
 
     @property
     def recorded(self) -> str:
@@ -82,19 +97,25 @@ class Captured:
         torch.cuda.synchronize()  # weights and state were made on another stream
         begun, free = perf_counter(), torch.cuda.mem_get_info()[0]
         self._take(rows, chooser)
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
         if self._chunks is not None:
-            self._chunks.capture(tokens, self._pool)  # before the others, which fit into their memory
-        for width in widths:
-            for size in reversed(sizes_for(rows.count)):  # the largest first: the others fit into its memory
-                self._steps[size, width] = self._record(size, width)
+            self._chunks.capture(tokens, self.pool)  # before the others, which fit into their memory
+        self._widths = sorted(widths)
+        for kind in self._kinds(widths):  # the largest first: the others fit into its memory
+            self.steps[kind] = self._record(kind.rows, kind.width)
         if 1 in widths and self._chooses:
             for size in reversed(sizes_for(rows.count)):
-                for kind in (GREEDY, DRAWN):
-                    self._choices[size, kind] = self._record_choice(size, kind)
+                for choice in (GREEDY, DRAWN):
+                    self._choices[size, choice] = self._record_choice(size, choice)
         self._turn.zero_()
         torch.cuda.synchronize()
         self.seconds, self.nbytes = perf_counter() - begun, max(0, free - torch.cuda.mem_get_info()[0])
+
+    def _kinds(self, widths: Sequence[int]) -> Iterator[StepKind]:
+        for width in sorted(widths, reverse=True):
+            for size in reversed(sizes_for(self._rows.count)):
+                if width == 1 or size * width <= VERIFIED_TOKENS:
+                    yield StepKind(size, width)
 
     def kinds(
         self, rows: Rows, widths: Sequence[int], chooser: Chooser | None, tokens: int = 0
@@ -110,23 +131,26 @@ class Captured:
                 self._best(batch, size)
                 self._draw(batch, hidden, size)
 
-        for width in widths:
-            yield from (partial(launched, size, width) for size in reversed(sizes_for(rows.count)))
+        yield from (partial(launched, kind.rows, kind.width) for kind in self._kinds(widths))
         if self._chunks is not None:
             yield from self._chunks.kinds(tokens)
 
     def _take(self, rows: Rows, chooser: Chooser | None) -> None:
         self._rows, self._chooser = rows, chooser
-        self._lines = torch.full((sizes_for(rows.count)[-1],), rows.count, dtype=torch.long, device=rows.device)
-        self._sent: list[int] | None = None
+        most = sizes_for(rows.count)[-1]
+        self._input = torch.zeros(2, -(-most // 2) * 2, dtype=torch.long, device=rows.device)
+        """Row numbers, and tokens of each row. Each line begins at a multiple of 16 bytes, as kernels are compiled."""
+        self.lines, self.counts = self._input[:, :most]
+        self.lines.fill_(rows.count)
+        self._sent: tuple[list[int], list[int]] | None = None
         recurrent = self.eager.layout.recurrent is not None
-        self._kept = torch.zeros(len(self._lines), dtype=torch.int32, device=rows.device) if recurrent else None
+        self._kept = torch.zeros(len(self.lines), dtype=torch.int32, device=rows.device) if recurrent else None
         """Slots of recurrent state that a row writes: none for padding rows, so they change no sequence's state."""
         self._chooses = chooser is not None and not recurrent
         # Scans of a recurrence read lengths and slots of the host, which differ from step to step.
         self._chunks = Chunks(self.eager, rows) if self.eager.layout.paged and not recurrent else None
         there = {"pin_memory": True} if rows.device.type == "cuda" else {"device": rows.device}
-        self._tokens_out = torch.zeros(KEPT, len(self._lines), dtype=torch.long, **there)
+        self._tokens_out = torch.zeros(KEPT, len(self.lines), dtype=torch.long, **there)
         """Chosen tokens in pinned host memory that kernels write: a copy after the step would delay the next one."""
         self._turn = torch.zeros(1, dtype=torch.long, device=rows.device)
         """Steps that chose tokens, counted on the device."""
@@ -167,7 +191,7 @@ class Captured:
             assert rows.trees is not None
             trees = StepTrees(rows.trees.depths, rows.trees.ancestors, batch.ancestors)
         gather_step(
-            self._lines[:size],
+            self.lines[:size],
             rows.tokens,
             rows.reached,
             rows.tables,
@@ -178,16 +202,17 @@ class Captured:
             list(batch.pages),
             rotation,
             trees,
+            self.counts[:size] if width > 1 else None,
         )
         if batch.read is not None:
-            torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
+            torch.index_select(rows.slot, 0, self.lines[:size], out=batch.read)
 
     def _record(self, size: int, width: int) -> RecordedStep:
         batch = self._blank(size, width)
         self._launch(batch, size, width)  # compiles the missing kernels, and makes what is made once
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
             hidden = self._launch(batch, size, width)
         return RecordedStep(graph, batch, hidden, self.eager.tapped)
 
@@ -199,18 +224,18 @@ class Captured:
     def _draw(self, batch: Batch, hidden: Tensor, size: int) -> None:
         assert self._chooser is not None
         scores = self.eager.model.head(hidden).float()
-        self._append(self._chooser(scores, self._lines[:size], self._rows.sampling, batch.positions + 1))
+        self._append(self._chooser(scores, self.lines[:size], self._rows.sampling, batch.positions + 1))
 
     def _append(self, chosen: Tensor) -> None:
         from bankfull.ops.triton.steps import append_tokens
 
         rows = self._rows
-        lines = self._lines[: len(chosen)]
+        lines = self.lines[: len(chosen)]
         append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached, self._tokens_out, self._turn)
 
     def _choice(self, size: int, kind: str) -> None:
         """A greedy choice includes the step; a drawn one reads the step's hidden states."""
-        recorded = self._steps[size, 1]
+        recorded = self.steps[StepKind(size, 1)]
         if kind == GREEDY:
             self._best(recorded.batch, size)
         else:
@@ -220,36 +245,62 @@ class Captured:
         self._choice(size, kind)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
             self._choice(size, kind)
         return graph
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
-        """The step's hidden states if its kind was recorded: prompts, or one known token and as many drafts in each
+        """The step's hidden states if its kind was recorded: prompts, or one known token and some drafts in each
         row."""
-        width = work[0].drafts + 1
-        if any(w.count != 1 or w.drafts != width - 1 for w in work):
+        self.replayed = None
+        kind = self._kind(work) if all(w.count == 1 for w in work) else None
+        recorded = None if kind is None else self.steps.get(kind)
+        if kind is None or recorded is None:
             if self._rows.trees is not None and any(w.drafts for w in work):
                 return None  # the attention over prompts has no trees
             found = None if self._chunks is None else self._chunks.replay(work, self.enabled)
             if found is not None and self._chunks is not None:
                 self.tapped = self._chunks.tapped
             return found
-        size = padded(len(work), self._rows.count) if self._steps else 0
-        recorded = self._steps.get((size, width))
-        if recorded is None:
-            return None
-        self._send([w.row for w in work])
+        counts = [w.drafts + 1 for w in work]
+        self._send([w.row for w in work], counts, kind.width)
         if self._kept is not None:
             self._send_slots(recorded.batch, [w.slots for w in work])
-        self._run(recorded, size, width)
-        total = len(work) * width
-        q_start = np.arange(0, total + 1, width)
-        start = self._rows.computed[[w.row for w in work]]
-        batch = replayed_batch(work, q_start, start + width, recorded.batch.tokens, recorded.batch.positions)
+        self._run(recorded, kind.rows, kind.width)
+        self.replayed = kind, work
+        q_start = np.concatenate(([0], np.cumsum(counts)))
+        lengths = self._rows.computed[[w.row for w in work]] + counts
+        real = self._real(counts, kind.width)
+        batch = replayed_batch(work, q_start, lengths, real(recorded.batch.tokens), real(recorded.batch.positions))
         batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
-        self.tapped = {layer: tap[:total] for layer, tap in recorded.tapped.items()}
-        return batch, recorded.hidden[:total]
+        self.tapped = {layer: real(tap) for layer, tap in recorded.tapped.items()}
+        return batch, real(recorded.hidden)
+
+    def _kind(self, work: Sequence[Work]) -> StepKind | None:
+        """The smallest recorded kind that holds the step. Recurrent states are not padded: a state follows each
+        token."""
+        if not self.steps:
+            return None
+        most = max(w.drafts for w in work) + 1
+        place = bisect_left(self._widths, most)
+        if place == len(self._widths):
+            return None
+        width = self._widths[place]
+        if self._kept is not None and any(w.drafts + 1 != width for w in work):
+            return None
+        return StepKind(padded(len(work), self._rows.count), width)
+
+    def _real(self, counts: Sequence[int], width: int) -> Callable[[Tensor], Tensor]:
+        """Leaves out the padding tokens of a step's tensors."""
+        total = sum(counts)
+        if len(counts) == 1 or total == len(counts) * width:
+            return lambda padded: padded[:total]
+        assert self._rows.ship is not None
+        count = np.array(counts, np.int64)
+        ends = np.cumsum(count)
+        places = np.arange(total) - np.repeat(ends - count, count) + np.repeat(np.arange(len(count)) * width, count)
+        index = self._rows.ship(places)
+        return lambda padded: padded[index]
 
     def choosing(self, rows: Rows) -> ChoosingStep | None:
         if not self._choices:
@@ -257,11 +308,11 @@ class Captured:
 
         def step(lines: Sequence[int]) -> Tensor:
             size = padded(len(lines), rows.count)
-            self._send(list(lines))
+            self._send(list(lines), [1] * len(lines), 1)
             facts = rows.sampling.facts
             kind = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
             if kind == DRAWN:
-                self._run(self._steps[size, 1], size, 1)
+                self._run(self.steps[StepKind(size, 1)], size, 1)
             if self.enabled:
                 self._choices[size, kind].replay()
             else:
@@ -273,15 +324,18 @@ class Captured:
 
         return step
 
-    def _send(self, lines: list[int]) -> None:
-        """Send the row numbers, unless they are those of the previous step."""
-        if lines == self._sent:
+    def _send(self, lines: list[int], counts: list[int], width: int) -> None:
+        """Send the row numbers and the tokens of each row, unless they are those of the previous step. Steps of one
+        token per row do not read the tokens."""
+        if self._sent is not None and lines == self._sent[0] and (width == 1 or counts == self._sent[1]):
             return
         assert self._rows.ship is not None
         size = padded(len(lines), self._rows.count)
-        padding = [self._rows.count] * (size - len(lines))
-        self._lines[:size].copy_(self._rows.ship(np.array(lines + padding, np.int64)))
-        self._sent = lines
+        sent = np.zeros((2, size), np.int64)
+        sent[0] = self._rows.count
+        sent[0, : len(lines)], sent[1, : len(counts)] = lines, counts
+        self._input[:, :size].copy_(self._rows.ship(sent))
+        self._sent = lines, counts
 
     def _send_slots(self, batch: Batch, slots: list[tuple[int, ...]]) -> None:
         """Send the slots that the rows write their recurrent state to: other ones in every step."""

@@ -17,15 +17,18 @@ from bankfull.config import cpu_step_tokens
 from bankfull.errors import ConfigError
 from bankfull.ops import native
 from bankfull.ops.registry import Kit
-from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward
+from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward, VerifyingStep
 from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
+from bankfull.state.storage import Storage
 
 log = logging.getLogger("bankfull")
 
 MOST_COMPILERS = 16
 """The most threads that compile kernels: each may take some hundred megabytes, and a model has about fifty kernels."""
 
+MoveTokens = Callable[..., None]
+"""The operation `move_tokens`, as the runner has bound it."""
 T = TypeVar("T")
 Value = TypeVar("Value", covariant=True)
 
@@ -63,6 +66,10 @@ class Device(Protocol):
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         """A captured step that also chooses tokens, if there is one: for rows whose job `Rows.is_simple` accepts."""
+        ...
+
+    def verifying(self, forward: Forward, rows: Rows, storage: Storage, move: MoveTokens) -> VerifyingStep | None:
+        """A captured verification of the forward's captured steps with drafts, if there is one."""
         ...
 
     def chooser(self, kit: Kit) -> Chooser | None:
@@ -123,6 +130,9 @@ class Cpu:
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         return choosing_on_tape(forward, rows)
+
+    def verifying(self, forward: Forward, rows: Rows, storage: Storage, move: MoveTokens) -> VerifyingStep | None:
+        return None
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
@@ -189,6 +199,16 @@ class Cuda:
         from bankfull.runtime.captured import Captured
 
         return forward.choosing(rows) if isinstance(forward, Captured) else None
+
+    def verifying(self, forward: Forward, rows: Rows, storage: Storage, move: MoveTokens) -> VerifyingStep | None:
+        from bankfull.runtime.captured import Captured
+        from bankfull.runtime.captured_verify import CapturedVerify
+
+        if not isinstance(forward, Captured):
+            return None
+        made = CapturedVerify(forward, rows, storage, move)
+        self.launch(made.capture).wait()
+        return made
 
     def chooser(self, kit: Kit) -> Chooser | None:
         if not kit.prefer:

@@ -138,6 +138,8 @@ class DeviceRunner:
         trusting = any(each is None or _trusts_host(each) for each in kits)
         self._exact = self.rows.host is not None or device.kind == "cpu" or trusting
         """Whether the host must know the number of accepted drafts before the next step, and waits for it."""
+        captured = strategy.exact and layout.recurrent is None and not self._exact
+        self._verifying = device.verifying(self.run_model, self.rows, self.storage, self._move) if captured else None
         if strategy.own is not None:
             layers, on_tape = len(model.mixers), kit is not None and device.kind == "cpu"
             strategy.attach(OwnedSteps(strategy.own, layout, self.storage, layers, self.rows, device, on_tape))
@@ -206,10 +208,15 @@ class DeviceRunner:
             work = step.plan.work
             if self.rows.with_extras:
                 self._prompt_extras(step.batch, step.hidden, work, landed)
-            chosen = [i for i, w in enumerate(work) if w.sample]
-            if chosen:
-                landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
-            self._commit(step.batch, step.hidden, work, chosen, landed.verdict, step.plan.proposes)
+            landed.verdict = self._verified(work, masks)
+            if landed.verdict is None:
+                chosen = [i for i, w in enumerate(work) if w.sample]
+                if chosen:
+                    landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
+                self._commit(step.batch, work, chosen, landed.verdict)
+            if landed.verdict is not None and not self.strategy.idle:
+                sampling = [w for w in work if w.sample]
+                self._propose(step.batch, step.hidden, sampling, landed.verdict, step.plan.proposes)
             landed.drafts = self._constrained_drafts(work)
             self._bring(landed)
             step.batch = step.hidden = None  # the step stays in flight: its activations need not
@@ -251,16 +258,8 @@ class DeviceRunner:
         wanted = hidden if len(index) == len(hidden) else hidden[self._there(index)]
         return self.strategy.verify(Scores(wanted, self._head), sampling)
 
-    def _commit(
-        self,
-        batch: Batch,
-        hidden: Tensor,
-        work: list[Work],
-        chosen: list[int],
-        verdict: Verdict | None,
-        proposes: int | None,
-    ) -> None:
-        """Advance the rows: tokens, lengths, and which recurrent slot holds the state. Then propose their drafts."""
+    def _commit(self, batch: Batch, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
+        """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
         rows = self.rows
         counts = np.array([w.count for w in work], np.int64)
         accepted = None
@@ -282,13 +281,26 @@ class DeviceRunner:
             assert batch.write is not None
             kept = batch.write[:, 0] if accepted is None else batch.write.gather(1, accepted[:, None])[:, 0]
             rows.slot.index_copy_(0, rows.index(lines), kept)
-        if verdict is None:
-            return
-        host_rows = [work[i].row for i in chosen]
-        rows.commit(host_rows, verdict.tokens, verdict.counts)
-        if self.strategy.idle:
-            return
-        widths = [work[i].drafts + 1 for i in chosen]
+        if verdict is not None:
+            rows.commit([work[i].row for i in chosen], verdict.tokens, verdict.counts)
+
+    def _verified(self, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict | None:
+        """The verdict of a captured verification, which also commits, if the step has one: for rows that all sample,
+        from simple jobs."""
+        if self._verifying is None or masks or self.observers:
+            return None
+        if not all(w.sample and w.row not in self._demanding for w in work):
+            return None
+        verdict = self._verifying(work)
+        if verdict is not None:
+            self.rows.computed[[w.row for w in work]] += np.array([1 + w.drafts for w in work], np.int64)
+        return verdict
+
+    def _propose(
+        self, batch: Batch, hidden: Tensor, work: Sequence[Work], verdict: Verdict, proposes: int | None
+    ) -> None:
+        """Drafts of the next step for the rows that have sampled, after their tokens were committed."""
+        rows, host_rows, widths = self.rows, [w.row for w in work], [w.drafts + 1 for w in work]
 
         def newest() -> Tensor:
             return newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)

@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.registry import Kit
-from bankfull.runtime.device import Cpu, Future, available_memory, choosing_on_tape, native_chooser, record_on_tape
-from bankfull.runtime.forward import ChoosingStep, Eager, Forward
+from bankfull.runtime.device import (
+    Cpu,
+    Future,
+    MoveTokens,
+    available_memory,
+    choosing_on_tape,
+    native_chooser,
+    record_on_tape,
+)
+from bankfull.runtime.forward import ChoosingStep, Eager, Forward, VerifyingStep
 from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
+from bankfull.state.storage import Storage
 
 T = TypeVar("T")
 
@@ -52,6 +61,9 @@ class Late:
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         return None if self.apart else choosing_on_tape(forward, rows)
+
+    def verifying(self, forward: Forward, rows: Rows, storage: Storage, move: MoveTokens) -> VerifyingStep | None:
+        return None
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)

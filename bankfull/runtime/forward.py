@@ -14,6 +14,7 @@ from bankfull.state.spec import Layout, StateSpec
 from bankfull.state.storage import LayerStates
 
 if TYPE_CHECKING:
+    from bankfull.decode.strategy import Verdict
     from bankfull.runtime.rows import Rows
     from bankfull.sample.table import Chooser
     from bankfull.types import Work
@@ -61,6 +62,14 @@ class ChoosingStep(Protocol):
     def __call__(self, rows: Sequence[int], /) -> list[int] | Tensor:
         """Run one token of each of these rows and append the next one; NO_TOKEN where no token can be chosen. A tensor
         is in host memory, valid after the work has been waited for."""
+        ...
+
+
+class VerifyingStep(Protocol):
+    def __call__(self, work: Sequence[Work], /) -> Verdict | None:
+        """Verify the drafts of the step that was just replayed for this work, by the rule of `decode.verify`, and
+        append its tokens to the rows. None if that is not captured. For work in which all rows sample, from jobs that
+        `Rows.is_simple` accepts. The verdict's tensors are valid until the next call."""
         ...
 
 

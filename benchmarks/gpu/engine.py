@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.decode.strategy import Strategy
 from bankfull.errors import RequestError
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.meter.closed_form import ClosedForm, closed_form
@@ -24,7 +25,7 @@ from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
 from bankfull.types import Request, StepPlan
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.weights import random_model
+from benchmarks.gpu.weights import RandomWeights, random_model
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -55,6 +56,8 @@ class Trace:
     """Planning time of the step with the same index."""
     tokens: list[tuple[float, int, bool]] = field(default_factory=list)
     """(time, request, whether it is the last) of each token."""
+    ids: list[int] = field(default_factory=list)
+    """Token ids, in the order of `tokens`."""
     seconds: float = 0.0
 
     @property
@@ -77,15 +80,24 @@ class Trace:
 class Session:
     """One engine and its runs."""
 
-    def __init__(self, setup: Setup, device: str = "auto", seed: int = 0) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        device: str = "auto",
+        seed: int = 0,
+        strategy: Strategy | None = None,
+        weights: type[RandomWeights] = RandomWeights,
+    ) -> None:
         self.setup, self._random = setup, random.Random(seed)
         opened = open_device(device)
         begun = perf_counter()
         dtype: torch.dtype = getattr(torch, setup.dtype)
-        files = random_model(setup.shape, SHAPES[setup.shape], dtype, opened.torch)
+        files = random_model(setup.shape, SHAPES[setup.shape], dtype, opened.torch, weights=weights)
         run = RunConfig(device=device, dtype=setup.dtype, quantize=setup.quantize)
         sched = SchedConfig(rows=setup.rows, step_tokens=setup.step_tokens)
-        self.made: Assembled = assemble(files, run, sched, StateConfig(), max_len=setup.max_len, device=opened)
+        self.made: Assembled = assemble(
+            files, run, sched, StateConfig(), max_len=setup.max_len, device=opened, strategy=strategy
+        )
         self.engine = self.made.engine
         self.phases: dict[str, float] = dict(self.made.phases)
         """Seconds of each part of the start-up."""
@@ -146,6 +158,7 @@ class Session:
                 for output in settled:
                     if output.error is not None:
                         raise RequestError(output.error)
+                    trace.ids += output.tokens
                     for i in range(len(output.tokens)):
                         last = output.finish is not None and i == len(output.tokens) - 1
                         trace.tokens.append((now, int(str(output.request)), last))

@@ -74,8 +74,10 @@ def timeline_of(ran: Sequence[Ran], steps: int) -> Timeline:
     return Timeline(steps, whole / steps, 1.0 - covered / whole, tuple(kernels))
 
 
-def trace_decode(session: Session, prompts: Sequence[Sequence[int]], outputs: int, steps: int) -> Timeline:
-    """The timeline of `steps` decode steps in the middle of a run."""
+def trace_decode(
+    session: Session, prompts: Sequence[Sequence[int]], outputs: int, steps: int, drafts: bool = False
+) -> Timeline:
+    """The timeline of `steps` decode steps in the middle of a run. `drafts`: they verify drafts."""
     if session.made.device.kind != "cuda":
         raise ConfigError("A time line is read from a CUDA device's own records; there is none here.")
     found: list[Ran] = []
@@ -84,7 +86,7 @@ def trace_decode(session: Session, prompts: Sequence[Sequence[int]], outputs: in
     """Number of decode steps when tracing began; empty before."""
 
     def before(trace: Trace) -> None:
-        seen = len(trace.decode_shapes()) if trace.shapes else 0
+        seen = len(trace.shapes if drafts else trace.decode_shapes()) if trace.shapes else 0
         if not begun and seen >= SETTLED:
             torch.cuda.synchronize()
             profiler.start()

@@ -61,10 +61,15 @@ class RandomWeights:
 
 
 def random_model(
-    name: str, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int = 0
+    name: str,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    weights: type[RandomWeights] = RandomWeights,
 ) -> ModelFiles:
     """Model files in memory; the model family determines which tensors exist."""
     saved = str(dtype).removeprefix("torch.")
     shapes = {at: tensor.shape for at, tensor in MeteredModel(config, dtype=saved).shapes.read.items()}
-    source = RandomWeights(shapes, dtype, device, seed)
+    source = weights(shapes, dtype, device, seed)
     return ModelFiles(Path(name), "hf", {**config, "dtype": saved}, source, {}, {})

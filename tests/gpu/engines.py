@@ -60,6 +60,8 @@ def random_prompts(count: int, length: int | None = None, seed: int = 0) -> list
 class Echo(Strategy):
     """Proposes that the last token comes again, and again: a guess that is made without leaving the device."""
 
+    exact = True
+
     def __init__(self, width: int = 3) -> None:
         self._width = width
 

@@ -61,12 +61,13 @@ def test_hidden_states_of_every_captured_size_equal_those_launched_one_by_one(sh
     bench = bench_of(shape, torch.bfloat16, rows=8)
     answers(bench, random_prompts(8, 20, seed=5), told=False)
     steps: Any = bench.runner.run_model
-    for (size, width), recorded in steps._steps.items():
+    for kind, recorded in steps.steps.items():
+        size, width = kind.rows, kind.width
         found = []
         for enabled in (True, False):
 
             def run(enabled: bool = enabled, size: int = size, width: int = width, recorded: Any = recorded) -> Any:
-                steps._lines[:size] = torch.arange(size, device=steps._lines.device)
+                steps.lines[:size] = torch.arange(size, device=steps.lines.device)
                 steps._sent = None
                 steps.enabled = enabled
                 steps._run(recorded, size, width)

@@ -57,7 +57,7 @@ def answers(model: Decoder, prompts: list[int], size: int) -> list[list[int]]:
     for row, token in enumerate(prompts):
         rows.tokens[row, 0], rows.known[row] = token, 1
         rows.tables[0][row] = 1 + pages * row + torch.arange(pages, device=DEVICE)
-    captured._send(list(range(len(prompts))))
+    captured._send(list(range(len(prompts))), [1] * len(prompts), 1)
     with torch.inference_mode():
         for _ in range(NEW):
             captured._best(captured._blank(size, 1), size)

@@ -182,17 +182,23 @@ def move_rows(
     PAGE: tl.constexpr,
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOVES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and segment. The moves of a row go in order: a later one may write where an earlier one has
-    read. All threads must have read before any writes."""
+    read. All threads must have read before any writes. Most moves are padding after a row's last one, so that one is
+    found first."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
+    every = tl.arange(0, MOVES)
+    sources = tl.load(source + row * moves + every, every < moves, 0)
+    targets = tl.load(target + row * moves + every, every < moves, 0)
+    used = tl.max(tl.where(sources != targets, every + 1, 0))
     first = tl.load(firsts + tl.program_id(1))
     size = tl.load(sizes + tl.program_id(1))
     within = tl.arange(0, BLOCK)
-    for move in range(moves):
+    for move in range(used):
         there = tl.load(source + row * moves + move)
         here = tl.load(target + row * moves + move)
         if there != here:
@@ -239,6 +245,7 @@ def run_move_tokens(
         page_tokens,
         most,
         min(most, 1024),
+        power_of_two(moves),
         num_warps=4,
         **overlapped(frames),
     )

@@ -58,6 +58,7 @@ def gather_kernel(
     tree_ancestors,
     tree_stride,
     ancestors,
+    counts,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
@@ -67,7 +68,8 @@ def gather_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per sequence. FIRST: also ids, positions, lengths and ancestors; HALF > 0: also RoPE angles as in
-    `rope_angles`; PAGE = 0: no page table. In a tree, a token's position is that of its path."""
+    `rope_angles`; PAGE = 0: no page table. In a tree, a token's position is that of its path. A sequence with fewer
+    tokens than WIDTH (`counts`) writes the keys and values of the others to page 0: it may have no pages for them."""
     if HALF > 0:
         at = tl.arange(0, HALF)[None, :]
         frequency = tl.load(frequencies + at, at < half, 0.0)
@@ -100,7 +102,10 @@ def gather_kernel(
         own = table + row * table_stride
         line = place // PAGE
         # Places beyond the table go to page 0, whose content is never read.
-        page = tl.load(own + line, mask=inside & (line < table_width), other=0)
+        real = inside & (line < table_width)
+        if counts is not None:
+            real = real & (within < tl.load(counts + sequence))
+        page = tl.load(own + line, mask=real, other=0)
         tl.store(slots + out, page * PAGE + place % PAGE, mask=inside)
         used = tl.minimum((begin + WIDTH + PAGE - 1) // PAGE, table_width)
         for first in range(0, used, BLOCK):
@@ -121,10 +126,12 @@ def gather_step(
     pages: list[Tensor],
     rope: RopeAngles | None = None,
     trees: StepTrees | None = None,
+    counts: Tensor | None = None,
 ) -> None:
     """Gather the next `width` tokens of each row: ids, positions and lengths `into` the caller's tensors, `slots` and
     `pages` for each group, the RoPE angles, and the ancestors if drafts may be trees. Only the used part of a page
-    table is copied."""
+    table is copied. `counts`: the tokens of each row if some have fewer than `width`; the others are padding, whose
+    results must not be read."""
     groups = list(zip(tables, page_tokens, slots, pages, strict=True)) or [(tokens, 0, rows, rows)]
     angles = rope or RopeAngles(tokens, 0.0, tokens, tokens)
     for number, (table, page, places, copies) in enumerate(groups):
@@ -148,6 +155,7 @@ def gather_step(
             trees and trees.ancestors,
             trees.depths.stride(0) if trees else 0,
             trees and trees.out,
+            counts,
             width,
             power_of_two(width),
             power_of_two(len(angles.frequencies)) if rope and not number else 0,
