@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bankfull.llm import LLM
     from bankfull.loading import Assembled
     from bankfull.train.recipe import TrainingRecipe
-    from bankfull.train.report import DrafterReport
+    from bankfull.train.report import Choice, DrafterReport
     from bankfull.train.run import MakeTrainer
     from bankfull.train.text import OwnAnswer
     from bankfull.train.trainer import Trainer
@@ -118,6 +118,41 @@ def medusa(
     _train(llm, model, output, options, recipe, prompts, make, heads + 2, deadline, json)
 
 
+def eagle(
+    model: Model,
+    *,
+    output: Output,
+    options: TrainOptions,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens on a path that the head is trained for.")] = 5,
+    inner: Annotated[
+        int, typer.Option(min=0, help="Width of the feed-forward layer.", show_default="8/3 of the hidden size")
+    ] = 0,
+    vocabulary: Annotated[
+        int, typer.Option(min=16, help="Token ids that the head can propose: the most frequent ones of the answers.")
+    ] = 8192,
+    json: Json = False,
+) -> None:
+    """Train an EAGLE-3 head: one decoder layer that continues hidden states of three of the model's layers.
+
+    The model first writes answers to prompts; they are the training text. Every 20th prompt is held out, and the
+    acceptance is measured on its answers. An interrupted run continues where it was, also after kill -9.
+    """
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    prompts = _prompts(options)
+    llm = _load(model, options)
+    recipe = _recipe("eagle", llm, options, prompts, {"depth": depth, "inner": inner, "vocabulary": vocabulary})
+
+    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
+        from bankfull.train.eagle import EagleTrainer
+        from bankfull.train.text import frequent_tokens
+
+        ids = frequent_tokens(answers, vocabulary, loaded.model.vocab)
+        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
+        return EagleTrainer(loaded, depth, inner, ids, about)
+
+    _train(llm, model, output, options, recipe, prompts, make, depth + 2, deadline, json)
+
+
 def _load(model: str, options: TrainOptions) -> LLM:
     import logging
 
@@ -212,10 +247,15 @@ def _show(report: DrafterReport, recipe: TrainingRecipe, folder: Path) -> None:
     best, outcome = report.best, report.outcome
     gain = "" if best.gain is None else f", {best.gain:.2f}x the tokens per second of one stream by the step cost model"
     print(f"best: {best.kind} of {best.nodes} drafts, {best.tokens:.2f} tokens per step{gain}")
-    tree = ",tree=chain" if best.kind == "chain" else ""
     files = ", ".join(f"{file.name} {scaled(file.stat().st_size, 'B')}" for file in outcome.files)
     print(f"files: {files}; together {scaled(total_bytes(outcome.files), 'B')}")
-    print(f"use: --speculative {recipe.kind}:{folder},nodes={best.nodes}{tree}")
+    print(f"use: --speculative {recipe.kind}:{folder},{_options_of(best, recipe.kind)}")
+
+
+def _options_of(best: Choice, kind: str) -> str:
+    if best.kind == "tree":
+        return f"nodes={best.nodes}"
+    return f"depth={best.nodes},tree=chain" if kind == "eagle" else f"nodes={best.nodes},tree=chain"
 
 
 def _acceptance_table(report: DrafterReport) -> Any:
@@ -246,6 +286,6 @@ def _choices_table(report: DrafterReport) -> Any:
     return shown
 
 
-COMMANDS = (medusa,)
+COMMANDS = (medusa, eagle)
 for command in COMMANDS:
     train.command(command.__name__)(flat(command))

@@ -29,6 +29,7 @@ LOSS_DECAY = 0.8
 
 class MedusaTrainer:
     name = "medusa"
+    taps: tuple[int, ...] = ()
 
     def __init__(
         self, loaded: Assembled, heads: int, layers: int, vocabulary: list[int], about: Mapping[str, Any]
@@ -93,7 +94,8 @@ class MedusaTrainer:
                 found.append(torch.where(place < 0, RANKS, rank))
         return torch.stack(found, 1)
 
-    def draft_cost(self) -> Cost:
+    def draft_cost(self, depth: int) -> Cost:
+        """All heads run at once, whatever the depth."""
         inner, outer = self._rows.shape[1], len(self._ids)
         block = quantize(self._blocks[0][0][0], "q8_0").nbytes if inner % 32 == 0 else 2 * inner * inner
         blocks = self.heads * len(self._blocks)

@@ -77,7 +77,7 @@ def run_training(
     kept = None if loaded.device.kind == "cuda" else folder / STATES
 
     def states(name: str, answers: Sequence[OwnAnswer]) -> HiddenStates:
-        return HiddenStates(loaded, answers, None if kept is None else kept / name, options.most_bytes)
+        return HiddenStates(loaded, answers, None if kept is None else kept / name, options.most_bytes, trainer.taps)
 
     measured = states("held_out", held_out[:MEASURED])
     schedule = Schedule(recipe.steps, recipe.batch, recipe.rate, recipe.seed, options.measure_every)

@@ -1,4 +1,4 @@
-"""Hidden states of sequences under the frozen model, as the model's head reads them.
+"""Hidden states of sequences under the frozen model: those that its head reads, and those that enter chosen layers.
 
 They are computed once and kept: on a CPU in files, which a later run finds again, on a GPU in its memory. Beyond a
 bound on the bytes, they are computed each time. Kept or not, they are rounded to bfloat16, so that neither the bound
@@ -37,18 +37,27 @@ class Examples:
 
     sequences: Sequence[OwnAnswer]
     states: Tensor
-    """(tokens, hidden) bfloat16, on the device."""
+    """(tokens, hidden * (1 + taps)) bfloat16, on the device: the input of the model's head, then that of each tap."""
 
 
 class HiddenStates:
     """The states of a list of sequences, by number."""
 
-    def __init__(self, loaded: Assembled, sequences: Sequence[OwnAnswer], folder: Path | None, most_bytes: int) -> None:
-        """`folder`: for files; None keeps the states in memory. `most_bytes`: what may be kept."""
-        self.sequences, self._loaded, self._folder = sequences, loaded, folder
+    def __init__(
+        self,
+        loaded: Assembled,
+        sequences: Sequence[OwnAnswer],
+        folder: Path | None,
+        most_bytes: int,
+        taps: Sequence[int] = (),
+    ) -> None:
+        """`folder`: for files; None keeps the states in memory. `most_bytes`: what may be kept. `taps`: layers whose
+        entering states are kept, too."""
+        self.sequences, self._loaded, self._folder, self._taps = sequences, loaded, folder, tuple(taps)
         self._layout = layout_of(loaded.model.states(), PAGE_TOKENS)
         self._shards: dict[int, Tensor | Path] = {}
-        sizes = np.cumsum([0, *(len(one) * loaded.model.hidden * 2 for one in sequences)])
+        of_token = loaded.model.hidden * (1 + len(self._taps)) * 2
+        sizes = np.cumsum([0, *(len(one) * of_token for one in sequences)])
         self._kept = int(np.searchsorted(sizes, most_bytes, "right")) - 1
         """The number of sequences whose states are kept, from the first one on."""
         self._starts = np.cumsum([0, *(len(one) for one in sequences)])
@@ -115,8 +124,9 @@ class HiddenStates:
             slots = torch.zeros_like(write), write
         tokens = torch.tensor([token for one in group for token in (*one.prompt, *one.answer)], device=device)
         batch = placed_batch(layout, counts, [0] * len(group), tokens, tables, slots)
-        hidden = Eager(model, layout, storage.layers)(batch)
-        return list(hidden.to(torch.bfloat16, copy=True).split(counts))
+        run = Eager(model, layout, storage.layers, taps=self._taps)
+        found = [run(batch), *(run.tapped[layer] for layer in self._taps)]
+        return list(torch.cat([part.to(torch.bfloat16, copy=True) for part in found], -1).split(counts))
 
 
 def _is_shard(path: Path, tokens: int) -> bool:

@@ -24,6 +24,9 @@ class Trainer(Protocol):
     name: str
     """The strategy that runs the result: medusa, ..."""
 
+    taps: tuple[int, ...]
+    """Layers of the model whose entering hidden states it reads beside the last ones."""
+
     def parameters(self) -> Mapping[str, Tensor]:
         """Trainable tensors on the device, in float32."""
         ...
@@ -37,8 +40,8 @@ class Trainer(Protocol):
         every position of the answers that has `depth` drafts before it ends."""
         ...
 
-    def draft_cost(self) -> Cost:
-        """The cost of proposing the drafts of one row, beside the step itself."""
+    def draft_cost(self, depth: int) -> Cost:
+        """The cost of proposing drafts of one row, `depth` on a path, beside the step itself."""
         ...
 
     def save(self, folder: Path, acceptance: Acceptance) -> list[Path]:
