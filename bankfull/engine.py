@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future as HostFuture
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from bankfull.decode.draft_counts import DraftCounts
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import BankfullError
 from bankfull.runtime.device import Future
@@ -35,7 +36,7 @@ RunnerKind = TypeVar("RunnerKind", bound=Runner[Any])
 
 
 @dataclass(slots=True)
-class Totals:
+class Totals(DraftCounts):
     """Running totals, for meters and for the summary of a run."""
 
     steps: int = 0
@@ -43,25 +44,10 @@ class Totals:
     """Tokens computed, drafts included."""
     sampled: int = 0
     """Tokens generated."""
-    drafted: list[int] = field(default_factory=list)
-    """Draft tokens verified, by their number in a row's drafts; in a chain that is their position."""
-    accepted: list[int] = field(default_factory=list)
-    """Draft tokens accepted, by the length of the accepted path."""
     busy: float = 0.0
     """Seconds inside `step`."""
     drafting: float = 0.0
     """Seconds in which the host looked for draft tokens."""
-
-    def verified(self, drafts: int, accepted: int) -> None:
-        """One row has verified this many drafts."""
-        if drafts > len(self.drafted):
-            more = [0] * (drafts - len(self.drafted))
-            self.drafted += more
-            self.accepted += more
-        for position in range(drafts):
-            self.drafted[position] += 1
-        for position in range(accepted):
-            self.accepted[position] += 1
 
 
 class Engine(Generic[RunnerKind]):
@@ -86,8 +72,10 @@ class Engine(Generic[RunnerKind]):
         self.totals = Totals()
         self.on_launch: list[Callable[[StepPlan], None]] = []
         """Called with every planned step just before it is launched."""
-        self.on_settle: list[Callable[[StepPlan], None]] = []
-        """Called with every step when its results have arrived, before they are processed."""
+        self.on_settle: list[Callable[[StepPlan, StepResult], None]] = []
+        """Called with every step and its results when they have arrived, before they are processed."""
+        self.no_drafts = "it is off" if drafting is None and strategy.idle else ""
+        """Why no draft tokens are verified, as a clause; empty if they may be."""
         self._clock = clock
         self._inflight: deque[tuple[StepPlan, Future[StepResult], float, dict[int, Key]]] = deque()
         """Launched steps that are not settled, with the time of their launch and the owners of their rows."""
@@ -204,7 +192,7 @@ class Engine(Generic[RunnerKind]):
         if self.adaptive is not None:
             self._measure(self.adaptive, plan, result, seconds)
         for observe in self.on_settle:
-            observe(plan)
+            observe(plan, result)
         outputs = self.scheduler.settle(plan, result)
         if self.drafting is not None:
             begun = self._clock()

@@ -221,6 +221,8 @@ def assemble(
     phases.end("state and captured steps")
     scheduler = Scheduler(sched, manager, ahead=strategy.ahead)
     engine = Engine(scheduler, runner, strategy, depth, drafting=drafting, adaptive=adaptive)
+    if engine.no_drafts and choice.name == "auto":
+        engine.no_drafts = no_automatic_drafts(device, layout) or engine.no_drafts
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
 
 
@@ -244,11 +246,20 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
     return None
 
 
+def no_automatic_drafts(device: Device, layout: Layout) -> str:
+    """Why `auto` verifies no drafts, as a clause; empty if it may."""
+    if device.kind != "cpu":
+        return "auto does not draft on a GPU"
+    if layout.recurrent is not None:
+        return "auto does not draft for models with recurrent state"
+    return "" if native.status() is None else "auto needs the native kernels"
+
+
 def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, depth: int) -> Drafting | None:
     """Draft tokens found by lookup, if the choice is one that finds them so. `auto` leaves out a GPU, where its gain is
     not measured yet, and models with recurrent state, which would need memory for a state after each draft."""
     if choice.name == "auto":
-        if device.kind != "cpu" or layout.recurrent is not None or native.status() is not None:
+        if no_automatic_drafts(device, layout):
             return None
         choice, least_gain = SpeculativeChoice.parse("suffix"), AUTO_GAIN
     elif choice.name == CHAIN:

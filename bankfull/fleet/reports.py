@@ -67,6 +67,8 @@ class Load(msgspec.Struct, array_like=True):
     drafted: list[int] = []
     accepted: list[int] = []
     """Draft tokens that were verified and accepted so far, by their position after a known token."""
+    sampled: int = 0
+    """Tokens generated so far."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):

@@ -23,7 +23,7 @@ from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future, commits, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
-from bankfull.runtime.observer import ObservedHead, RunObserver, observed
+from bankfull.runtime.observer import ObservedHead, RunObserver, drafting, observed
 from bankfull.runtime.owned import OwnedSteps, RunStep
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import NO_TOKEN, Sampled
@@ -178,7 +178,8 @@ class DeviceRunner:
                 step.batch, step.hidden = self._run(plan.work)
                 if strategy.follows and not skips:
                     found = step.batch, step.hidden, self.run_model.tapped
-                    strategy.follow(RunStep(plan.work, self.rows, self.layout, *found))
+                    with drafting(self.observers):
+                        strategy.follow(RunStep(plan.work, self.rows, self.layout, *found))
             return landed
 
         future = self._launch(run)
@@ -307,10 +308,11 @@ class DeviceRunner:
 
         width = self.strategy.width(0) if proposes is None else proposes
         view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest, hidden, width)
-        self.strategy.observe(view, verdict)
-        if not width:
-            return self.strategy.skip(host_rows)
-        draft = self.strategy.propose(view)
+        with drafting(self.observers):
+            self.strategy.observe(view, verdict)
+            if not width:
+                return self.strategy.skip(host_rows)
+            draft = self.strategy.propose(view)
         if draft is not None:
             rows.hint(host_rows, draft)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -16,6 +16,10 @@ T = TypeVar("T")
 class RunObserver(Protocol):
     def around_launch(self) -> AbstractContextManager[None]:
         """Entered and left by each launched work while it runs, in the device's order."""
+        ...
+
+    def around_drafting(self) -> AbstractContextManager[None]:
+        """Entered and left where the strategy drafts, within launched work."""
         ...
 
     def around_head(self) -> AbstractContextManager[None]:
@@ -31,6 +35,15 @@ def observed(work: Callable[[], T], observers: Sequence[RunObserver]) -> Callabl
             return work()
 
     return run
+
+
+@contextmanager
+def drafting(observers: Sequence[RunObserver]) -> Iterator[None]:
+    """Around the work of a strategy that drafts."""
+    with ExitStack() as stack:
+        for observer in observers:
+            stack.enter_context(observer.around_drafting())
+        yield
 
 
 class ObservedHead:

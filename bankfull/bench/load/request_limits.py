@@ -7,13 +7,13 @@ Interference by other requests therefore counts as distance from the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from bankfull.bench.load.client import Outcome
-from bankfull.bench.load.utilization import Ceiling
+from bankfull.bench.load.utilization import NO_DRAFTS, Ceiling, GeneratedTokens
 from bankfull.errors import BankfullError
 
 if TYPE_CHECKING:
@@ -33,17 +33,26 @@ class RequestLimits:
         past = min(outcome.cached_tokens or 0, max(0, outcome.input_tokens - 1))
         return self._seconds(StepShape.prefill(max(1, outcome.input_tokens - past), past=past))
 
-    def tpot(self, outcome: Outcome) -> float | None:
-        """Time of a token in the middle of the output; costs grow linearly with the context."""
+    def step(self, outcome: Outcome, tokens: GeneratedTokens = NO_DRAFTS) -> float | None:
+        """Time of a step in the middle of the output; costs grow linearly with the context. `tokens`: the server's, for
+        the draft tokens of an average step."""
         from bankfull.limits.meter.step import StepShape
 
         if outcome.output_tokens < 2:
             return None
-        return self._seconds(StepShape.decode(1, max(1, outcome.input_tokens) + outcome.output_tokens // 2))
+        drafts = round(tokens.drafts_per_step)
+        length = max(1, outcome.input_tokens) + outcome.output_tokens // 2 + drafts
+        return self._seconds(StepShape((1 + drafts,), (length,), 1 + drafts))
 
-    def mean(self, outcomes: Iterable[Outcome]) -> dict[str, float]:
+    def tpot(self, outcome: Outcome, tokens: GeneratedTokens = NO_DRAFTS) -> float | None:
+        """Time per token: a step gives one, and with draft tokens as many as the server's average."""
+        step = self.step(outcome, tokens)
+        return None if step is None else step / tokens.tokens_per_step
+
+    def mean(self, outcomes: Sequence[Outcome], tokens: GeneratedTokens = NO_DRAFTS) -> dict[str, float]:
         """Means by latency name over the completed requests."""
-        found = [(self.ttft(o), self.tpot(o), o.output_tokens) for o in outcomes if o.error is None]
+        good = [one for one in outcomes if one.error is None]
+        found = [(self.ttft(o), self.tpot(o, tokens), o.output_tokens) for o in good]
         if not found:
             return {}
         means = {
@@ -51,8 +60,9 @@ class RequestLimits:
             "e2e": fmean(first + (each or 0.0) * (tokens - 1) for first, each, tokens in found),
         }
         if known := [each for _, each, _ in found if each is not None]:
-            # ITL measures the gaps between the same tokens, so its limit is the same.
-            means |= {"tpot": fmean(known), "itl": fmean(known)}
+            # ITL measures the gaps between the steps that gave tokens.
+            gaps = [gap for one in good if (gap := self.step(one, tokens)) is not None]
+            means |= {"tpot": fmean(known), "itl": fmean(gaps)}
         return means
 
     def _seconds(self, step: object) -> float:

@@ -15,7 +15,7 @@ from bankfull.bench.load.measures import Measured
 from bankfull.bench.load.request_limits import RequestLimits, request_limits
 from bankfull.bench.load.server import ServerUnderTest
 from bankfull.bench.load.slo import Slo
-from bankfull.bench.load.utilization import parse_counters, utilization
+from bankfull.bench.load.utilization import NO_DRAFTS, parse_counters, utilization
 from bankfull.bench.load.workloads import (
     Conversation,
     ConversationTurn,
@@ -104,7 +104,8 @@ class LoadRunner:
         if not self._knows_limits:
             ceiling = None if after is None else after.ceiling
             self._limits, self._knows_limits = request_limits(self.server, ceiling, self._files), True
-        least = {} if self._limits is None else self._limits.mean(measured.good)
+        tokens = NO_DRAFTS if before is None or after is None else after.tokens - before.tokens
+        least = {} if self._limits is None else self._limits.mean(measured.good, tokens)
         return LoadReport(
             self._setting(load, len(conversations)),
             measured,

@@ -45,11 +45,42 @@ class CountedWork:
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratedTokens:
+    """Tokens that a server has generated, and its draft tokens."""
+
+    generated: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def __sub__(self, earlier: GeneratedTokens) -> GeneratedTokens:
+        return GeneratedTokens(
+            self.generated - earlier.generated, self.drafted - earlier.drafted, self.accepted - earlier.accepted
+        )
+
+    @property
+    def steps(self) -> float:
+        """Steps of sequences: each gives its accepted drafts and one sampled token."""
+        return self.generated - self.accepted
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.generated / self.steps if self.steps > 0 else 1.0
+
+    @property
+    def drafts_per_step(self) -> float:
+        return self.drafted / self.steps if self.steps > 0 else 0.0
+
+
+NO_DRAFTS = GeneratedTokens()
+
+
+@dataclass(frozen=True, slots=True)
 class ServerCounters:
     """Counters of a bankfull server by kind of step."""
 
     work: Mapping[str, CountedWork]
     ceiling: Ceiling | None
+    tokens: GeneratedTokens = NO_DRAFTS
 
 
 def parse_counters(metrics: str | None) -> ServerCounters | None:
@@ -66,7 +97,9 @@ def parse_counters(metrics: str | None) -> ServerCounters | None:
     names = ("engine_busy_seconds_total", "engine_bytes_moved_total", "engine_flops_total")
     work = {kind: CountedWork(*(values.get((name, kind), 0.0) for name in names)) for kind in KINDS}
     reads, computes = (values.get((f"ceiling_{what}_per_second", ""), 0.0) for what in ("bytes", "flops"))
-    return ServerCounters(work, Ceiling(reads, computes or math.inf) if reads else None)
+    counted = ("generation_tokens_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
+    tokens = GeneratedTokens(*(values.get((name, ""), 0.0) for name in counted))
+    return ServerCounters(work, Ceiling(reads, computes or math.inf) if reads else None, tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from bankfull.limits.explain.advice import Advice, Adviser, heaviest
 from bankfull.limits.explain.recorder import DECODE, HELD_BACK, PREEMPTED, PREFILL, RECOMPUTE, Story, StoryPart
+from bankfull.limits.explain.speculation_account import SpeculationAccount, speculation_of
 from bankfull.limits.meter.step_limit import StepLimit
 
 QUEUE = "queue"
@@ -64,6 +65,8 @@ class Explanation:
     """Sequences that waited when it arrived."""
     cached_saved_seconds: float | None = None
     """Shortest time that the cached part of the prompt would have taken."""
+    speculation: SpeculationAccount | None = None
+    """What draft tokens gave, or why there were none; None if nothing was decoded."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,6 +92,7 @@ def explain(story: Story, step_limit: StepLimit | None = None, adviser: Adviser 
         tuple(advice),
         story.waiting,
         saved,
+        speculation_of(story),
     )
 
 

@@ -20,7 +20,7 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device
 from bankfull.runtime.device_runner import DeviceRunner
-from bankfull.types import StepPlan
+from bankfull.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from bankfull.limits.explain.kernel_profile import Spent
@@ -61,13 +61,32 @@ def clock_of(device: Device) -> Callable[[], Any]:
     return DeviceClock if device.kind == "cuda" else HostClock
 
 
+class TimedSpans:
+    """Sum of time spans that the device may not have completed yet."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._open: deque[tuple[Any, Any]] = deque()
+
+    def add(self, begun: Any, ended: Any) -> None:
+        self._open.append((begun, ended))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the completed spans."""
+        while self._open and self._open[0][1].passed:
+            begun, ended = self._open.popleft()
+            self._sum += begun.until(ended)
+        return self._sum
+
+
 class LaunchTimes:
     """Observes a runner: seconds inside launched work by the device's clock, and inside the head by the host's."""
 
     def __init__(self, device: Device) -> None:
         self.head_seconds, self.head_calls = 0.0, 0
-        self._clock, self._sum = clock_of(device), 0.0
-        self._spans: deque[tuple[Any, Any]] = deque()
+        self._clock = clock_of(device)
+        self._launched, self._drafted = TimedSpans(), TimedSpans()
 
     @contextmanager
     def around_launch(self) -> Iterator[None]:
@@ -75,7 +94,13 @@ class LaunchTimes:
         try:
             yield
         finally:
-            self._spans.append((begun, self._clock()))
+            self._launched.add(begun, self._clock())
+
+    @contextmanager
+    def around_drafting(self) -> Iterator[None]:
+        begun = self._clock()
+        yield
+        self._drafted.add(begun, self._clock())
 
     @contextmanager
     def around_head(self) -> Iterator[None]:
@@ -87,10 +112,12 @@ class LaunchTimes:
     @property
     def seconds(self) -> float:
         """Seconds inside the completed launches so far."""
-        while self._spans and self._spans[0][1].passed:
-            begun, ended = self._spans.popleft()
-            self._sum += begun.until(ended)
-        return self._sum
+        return self._launched.seconds
+
+    @property
+    def drafting(self) -> float:
+        """The part of them in which the strategy drafted."""
+        return self._drafted.seconds
 
 
 class KernelTimes:
@@ -114,6 +141,11 @@ class KernelTimes:
         if self.taped is None:
             return self._launches.seconds
         return self.taped.tape.seconds + self._launches.head_seconds
+
+    @property
+    def drafting(self) -> float:
+        """Seconds so far in which a strategy drafted on the device."""
+        return self._launches.drafting
 
     @contextmanager
     def by_kernel(self) -> Iterator[None]:
@@ -174,7 +206,7 @@ class EngineWatch:
         if plan.work:
             self._shapes[plan.step] = StepShape.of(plan.work)
 
-    def _settle(self, plan: StepPlan) -> None:
+    def _settle(self, plan: StepPlan, result: StepResult) -> None:
         self._landed.add(plan.step)
 
     def take_shapes(self, *, landed: bool = False) -> list[StepShape]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bankfull.decode.draft_counts import DraftCounts
 from bankfull.engine import Engine
 from bankfull.limits.explain.instruments import KernelTimes
 from bankfull.limits.meter.step_limit import StepLimit
 from bankfull.runtime.device_runner import DeviceRunner
-from bankfull.types import Enter, StepPlan, Work
+from bankfull.types import Enter, StepPlan, StepResult, Work
 
 PREFILL, DECODE, RECOMPUTE = "prefill", "decode", "recompute"
 PREEMPTED, HELD_BACK = "preempted", "held back"
@@ -32,7 +33,16 @@ class StoryPart:
     seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
-    """Tokens of the request itself."""
+    """Tokens of the request itself that were computed and kept: rejected drafts do not count."""
+    turns: int = 0
+    """Its own sequences, summed over the steps."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Its draft tokens."""
+    drafting: float = 0.0
+    """Seconds in which drafts were found."""
+    plain_steps: int = 0
+    plain_seconds: float = 0.0
+    """Steps in which none of its sequences had drafts, and their seconds."""
     sequences: int = 0
     """Sequences in its steps, its own included, summed over the steps."""
     prompt_tokens: int = 0
@@ -59,7 +69,16 @@ class StoryPart:
         self.inside += min(step.inside, seconds)
         for label, taken in step.kernels.items():
             self.kernels[label] = self.kernels.get(label, 0.0) + taken
-        self.tokens += sum(w.count for w in own)
+        self.turns += len(own)
+        self.drafting += step.drafting
+        for w in own:
+            accepted = max(0, step.sampled.get(w.row, 1) - 1)
+            self.tokens += w.count + accepted
+            if w.drafts:
+                self.drafts.verified(w.drafts, accepted)
+        if not any(w.drafts for w in own):
+            self.plain_steps += 1
+            self.plain_seconds += seconds
         mine = {id(w) for w in own}
         strangers = [w for w in step.work if w.count > 1 and id(w) not in mine]
         self.prompt_tokens += sum(w.count for w in strangers)
@@ -95,6 +114,9 @@ class StepNote:
     inside: float
     features: np.ndarray | None
     kernels: Mapping[str, float]
+    sampled: Mapping[int, int]
+    """Row -> tokens that it got: accepted drafts, and the sampled one."""
+    drafting: float
 
 
 @dataclass(slots=True)
@@ -121,6 +143,8 @@ class Story:
     """Number of its sequences."""
     first: float | None = None
     """Time of its first token."""
+    no_drafts: str = ""
+    """Why it had no draft tokens, as a clause; empty if they were possible."""
 
     def part(self, name: str) -> StoryPart:
         return self.parts.setdefault(name, StoryPart(name))
@@ -141,18 +165,22 @@ class RequestRecorder:
         self._stories: dict[Hashable, Story] = {}
         self._times: KernelTimes | None = None
         self._instruments = ExitStack()
-        self._before = self._spent = 0.0
+        self._before = self._spent = self._drafted = 0.0
         self._seen: set[tuple[Hashable, int]] = set()
         self.run: Story | None = None
         """The sum of all steps while any request is followed."""
 
-    def follow(self, request: Hashable, arrived: float, samples: int = 1) -> None:
-        """Start recording a request that was just queued."""
+    def follow(self, request: Hashable, arrived: float, samples: int = 1, drafts: int | None = None) -> None:
+        """Start recording a request that was just queued. `drafts`: its own limit of draft tokens per step."""
         if not self._stories:
             self._attach(arrived)
         scheduler = self._engine.scheduler
         self._stories[request] = Story(
-            arrived, waiting=max(0, scheduler.waiting - samples), running=scheduler.running, children=samples
+            arrived,
+            waiting=max(0, scheduler.waiting - samples),
+            running=scheduler.running,
+            children=samples,
+            no_drafts=self._engine.no_drafts or ("the request turned it off" if drafts == 0 else ""),
         )
 
     def follows(self, request: Hashable) -> bool:
@@ -185,8 +213,8 @@ class RequestRecorder:
         self._instruments.callback(times.close)
         if self.step_limit is not None:
             self._instruments.enter_context(times.by_kernel())
-        self._before, self._spent = now, times.seconds
-        self.run = Story(now, now)
+        self._before, self._spent, self._drafted = now, times.seconds, self._drafting
+        self.run = Story(now, now, no_drafts=self._engine.no_drafts)
         self._seen.clear()
         self._engine.on_settle.append(self._note)
 
@@ -195,14 +223,23 @@ class RequestRecorder:
         self._instruments.close()
         self._times = None
 
-    def _note(self, plan: StepPlan) -> None:
+    @property
+    def _drafting(self) -> float:
+        """Seconds so far in which drafts were found, on the host and on the device."""
+        return self._engine.totals.drafting + (0.0 if self._times is None else self._times.drafting)
+
+    def _note(self, plan: StepPlan, result: StepResult) -> None:
         assert self._times is not None and self.run is not None
         now, spent = self._clock(), self._times.seconds
         known = self.step_limit
         found = known.features(plan.work) if known is not None and plan.work else None
         kernels = {label: seconds for label, (seconds, _) in self._times.take().items()}
-        step = StepNote(plan.work, self._before, now, spent - self._spent, found, kernels)
-        self._before, self._spent = now, spent
+        sampled = {w.row: len(tokens) for w, tokens in zip(plan.work, result.tokens, strict=True)}
+        drafted = self._drafting
+        step = StepNote(
+            plan.work, self._before, now, spent - self._spent, found, kernels, sampled, drafted - self._drafted
+        )
+        self._before, self._spent, self._drafted = now, spent, drafted
         for request, story in self._stories.items():
             self._note_one(request, story, plan, step)
         self._note_entering(plan)

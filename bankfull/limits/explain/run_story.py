@@ -22,7 +22,8 @@ def run_followed(
         for prompt in prompts:
             request = front.submit(prompt, params)
             ids.append(request)
-            recorder.follow(request, front.pending[request].arrived)
+            pending = front.pending[request]
+            recorder.follow(request, pending.arrived, drafts=pending.request.drafts)
         while len(stories) < len(ids):
             for delta in front.step():
                 if delta.error is not None:

@@ -53,13 +53,15 @@ def explanation_table(found: Explanation, title: str) -> Table:
 
 
 def facts(found: Explanation) -> str:
-    """Prefix cache hits and preemptions in one line; empty if there were none."""
+    """Prefix cache hits, preemptions and speculation in one line; empty if there is nothing to tell."""
     said = []
     if found.cached_tokens:
         worth = "" if found.cached_saved_seconds is None else f", which spared {duration(found.cached_saved_seconds)}"
         said.append(f"{found.cached_tokens} of {found.prompt_tokens} prompt tokens were cached{worth} at the limit")
     if found.preemptions:
         said.append(f"preempted {found.preemptions} times, {found.recomputed_tokens} tokens computed again")
+    if found.speculation is not None:
+        said.append(found.speculation.sentence)
     return "; ".join(said)
 
 

@@ -72,7 +72,8 @@ class Explainer:
 
     def follow(self, request: int, pending: Pending) -> None:
         assert self._known is not None, "prepare comes first"
-        self._known[0].follow(request, pending.arrived, len(pending.samples) - len(pending.request.finished))
+        own = pending.request
+        self._known[0].follow(request, pending.arrived, len(pending.samples) - len(own.finished), own.drafts)
 
     def finish(self, request: int, pending: Pending) -> dict[str, Any]:
         from bankfull.limits.explain.explain import explain

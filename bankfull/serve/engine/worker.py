@@ -128,6 +128,7 @@ class Gauge:
             *(routing_figures(engine.scheduler) if self._paced else (0.0, 0.0, 0)),
             list(engine.totals.drafted),
             list(engine.totals.accepted),
+            engine.totals.sampled,
         )
 
     def _note(self, plan: StepPlan) -> None:

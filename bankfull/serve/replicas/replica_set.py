@@ -43,6 +43,7 @@ COUNTERS = (
     "decode_busy",
     "decode_bytes",
     "decode_flops",
+    "sampled",
 )
 """Fields of `Load` that only grow while an engine runs."""
 DRAFTS = ("drafted", "accepted")

@@ -78,7 +78,7 @@ class ServiceMetrics:
             "time_to_first_token_seconds", "Time from the arrival of a request to its first token.", _FIRST_TOKEN
         )
         self.between_tokens = Histogram(
-            "inter_token_latency_seconds", "Time between two consecutive tokens.", _BETWEEN_TOKENS
+            "inter_token_latency_seconds", "Time between two consecutive steps with tokens.", _BETWEEN_TOKENS
         )
         self.latency = Histogram(
             "e2e_request_latency_seconds", "Time from the arrival of a request to its last token.", _LATENCY
@@ -98,6 +98,16 @@ class ServiceMetrics:
         self.request_samples = Histogram("request_params_n", "Samples per request (`n`).", _SAMPLES)
         self._vllm_families = self.families if vllm_names else []
         # -- further metrics
+        self.draft_width = ScalarMetric(
+            gauge,
+            "spec_decode_width",
+            "Draft tokens per sequence and step over the last minute; 0 while none are verified.",
+        )
+        self.acceptance_length = ScalarMetric(
+            gauge,
+            "spec_decode_mean_acceptance_length",
+            "Tokens per verification over the last minute: accepted drafts and the sampled token.",
+        )
         self.http_requests = ScalarMetric(
             counter, "http_requests_total", "HTTP responses by method, route and status.", ["method", "route", "status"]
         )
@@ -230,7 +240,9 @@ class ServiceMetrics:
         most_bytes, most_flops = ceilings.get("read_bytes_per_s", 0.0), ceilings.get("flops", 0.0)
         self.ceiling_bytes.set(most_bytes)
         self.ceiling_flops.set(most_flops)
-        before = _work_of(self._window_start(load))
+        start = self._window_start(load)
+        self._update_widths(start, load)
+        before = _work_of(start)
         for kind, work in _work_of(load).items():
             self.busy.set(work.seconds, kind)
             self.bytes_moved.set(work.bytes, kind)
@@ -242,6 +254,17 @@ class ServiceMetrics:
             self.achieved_flops.set(flops_per_s, kind)
             self.mbu.set(bytes_per_s / most_bytes if most_bytes > 0 else 0.0, kind)
             self.mfu.set(flops_per_s / most_flops if most_flops > 0 else 0.0, kind)
+
+    def _update_widths(self, start: Load, load: Load) -> None:
+        """Averages over the window. A sequence gets its accepted drafts and one sampled token in each step."""
+        drafted, accepted = (
+            sum(after) - sum(before)
+            for before, after in ((start.drafted, load.drafted), (start.accepted, load.accepted))
+        )
+        steps = load.sampled - start.sampled - accepted
+        self.draft_width.set(drafted / steps if steps > 0 else 0.0)
+        verifications = sum(load.drafted[:1]) - sum(start.drafted[:1])
+        self.acceptance_length.set(1 + accepted / verifications if verifications > 0 else 0.0)
 
     def _window_start(self, load: Load) -> Load:
         """The load at the start of the window; a restarted engine starts a new window."""

@@ -80,6 +80,26 @@ def test_the_least_times_are_those_of_the_steps_that_one_request_needs() -> None
     assert limits.mean([]) == {}
 
 
+def test_with_drafts_a_token_takes_its_share_of_a_step() -> None:
+    form = closed_form(MeteredModel(LLAMA))
+    limits = RequestLimits(form, Ceiling(1e9, 1e10))
+    one = outcome(0.0, (1.0, 2.0, 3.0, 4.0), prompt=50)
+    counters = """bankfull:generation_tokens_total{model_name="a"} %d
+bankfull:spec_decode_num_draft_tokens_total{model_name="a"} %d
+bankfull:spec_decode_num_accepted_tokens_total{model_name="a"} %d
+"""
+    before, after = parse_counters(TEXT + counters % (100, 5, 1)), parse_counters(TEXT + counters % (130, 65, 11))
+    assert before is not None and after is not None
+    tokens = after.tokens - before.tokens
+    # 30 tokens, 10 of them accepted drafts: 20 steps of a sequence, with 60 drafts.
+    assert tokens.steps == 20 and tokens.tokens_per_step == 1.5 and tokens.drafts_per_step == 3
+    step = form.cost(StepShape((4,), (55,), 4)).seconds(1e10, 1e9)
+    assert limits.step(one, tokens) == pytest.approx(step) and limits.tpot(one, tokens) == pytest.approx(step / 1.5)
+    mean = limits.mean([one], tokens)
+    assert mean["itl"] == pytest.approx(step) and mean["tpot"] == pytest.approx(step / 1.5)
+    assert mean["e2e"] == pytest.approx(limits.ttft(one) + 3 * step / 1.5)
+
+
 @pytest.fixture(scope="module")
 def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerUnderTest]:
     """`bankfull serve` with a tiny model, on a machine with cached ceilings."""

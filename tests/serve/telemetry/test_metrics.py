@@ -59,6 +59,8 @@ NOT_ON_THE_DASHBOARD = {
     "request_params_n",  # a property of the request, not of the service
     "num_tokens_waiting",  # waiting requests are shown
     "slo_requests_total",  # only with --slo
+    "spec_decode_width",  # the dashboard computes both from counters, over its own interval
+    "spec_decode_mean_acceptance_length",
     "engine_steps_total",
     "engine_bytes_moved_total",
     "engine_flops_total",  # shown as ratios
@@ -220,6 +222,32 @@ def test_utilisation_is_reported_by_kind_of_step() -> None:
     assert numbers(metrics.write(backend))[mbu % "decode"] == pytest.approx(0.9), (
         "a restarted engine starts a new window"
     )
+
+
+def test_widths_are_averages_of_the_last_minute() -> None:
+    now = 0.0
+    backend = FakeBackend()
+    metrics = ServiceMetrics(clock=lambda: now)
+
+    def after(
+        seconds: float, drafted: list[int], accepted: list[int], sampled: int, busy: float
+    ) -> tuple[float, float]:
+        nonlocal now
+        now += seconds
+        backend.load = Load(
+            1, 0, 0, 0, 9, 0, 0, 0, 9, busy, 0.0, 0.0, drafted=drafted, accepted=accepted, sampled=sampled
+        )
+        found = numbers(metrics.write(backend))
+        return tuple(  # type: ignore[return-value]
+            found[f'bankfull:spec_decode_{name}{{model_name="tiny"}}'] for name in ("width", "mean_acceptance_length")
+        )
+
+    assert after(0, [], [], 0, 0.0) == (0, 0)
+    # Ten steps of a sequence: four of them verified 3 drafts each and accepted 6 in all; so 16 tokens.
+    assert after(30, [4, 4, 4], [4, 2, 0], 16, 1.0) == (1.2, 2.5)
+    assert after(20, [4, 4, 4], [4, 2, 0], 26, 2.0) == (0.6, 2.5), "ten more steps without drafts"
+    assert after(61, [4, 4, 4], [4, 2, 0], 36, 3.0)[0] == 0, "the drafts are older than a minute"
+    assert after(1, [1], [0], 2, 0.5) == (0.5, 1), "the engine was started again"
 
 
 def test_without_ceilings_there_are_no_ratios() -> None:
