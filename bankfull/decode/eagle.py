@@ -37,6 +37,7 @@ DYNAMIC, CHAIN = "dynamic", "chain"
 
 class Eagle(Strategy):
     follows = True
+    exact = True
 
     def __init__(
         self,

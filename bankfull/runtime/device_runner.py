@@ -138,8 +138,8 @@ class DeviceRunner:
         trusting = any(each is None or _trusts_host(each) for each in kits)
         self._exact = self.rows.host is not None or device.kind == "cpu" or trusting
         """Whether the host must know the number of accepted drafts before the next step, and waits for it."""
-        captured = strategy.exact and layout.recurrent is None and not self._exact
-        self._verifying = device.verifying(self.run_model, self.rows, self.storage, self._move) if captured else None
+        verifies = strategy.exact and layout.recurrent is None and not self._exact
+        self._verifying = device.verifying(self.run_model, self.rows, self.storage, self._move) if verifies else None
         if strategy.own is not None:
             layers, on_tape = len(model.mixers), kit is not None and device.kind == "cpu"
             strategy.attach(OwnedSteps(strategy.own, layout, self.storage, layers, self.rows, device, on_tape))

@@ -3,8 +3,8 @@
 The head is trained on its own predictions (training-time test). In step 1 the entry of a token reads the true feature
 of the token before it; in step s it reads the feature that step s - 1 has predicted for that token. Its attention then
 sees what it sees while drafting: entries with true features up to the newest known token, and its own predictions after
-it. The result of each step learns the distribution that the model itself has for the next token, restricted to the reduced
-vocabulary and projected by rows of the model's own head.
+it. The result of each step learns the distribution that the model itself has for the next token, restricted to the
+reduced vocabulary and projected by rows of the model's own head.
 """
 
 from __future__ import annotations

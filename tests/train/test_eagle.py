@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from bankfull import LLM, SamplingParams
+from bankfull import LLM
 from bankfull.decode.candidate_tree import chain_tree
-from bankfull.familiar import configure
-from bankfull.loading import load
-from bankfull.models.eagle import build_eagle
 from bankfull.train.eagle import EagleTrainer
 from bankfull.train.run import MakeTrainer, TrainingOptions, TrainingOutcome, run_training
-from bankfull.train.states import HiddenStates
-from bankfull.train.text import OwnAnswer, frequent_tokens
-from bankfull.weights.eagle import WEIGHTS, read_eagle
-from tests.decode.test_eagle import CountedEagle
-from tests.train.looping import looping_folder
+from bankfull.train.text import frequent_tokens
 from tests.train.test_training import OPTIONS, PROMPTS
 from tests.train.test_training import RECIPE as MEDUSA_RECIPE
 
