@@ -36,6 +36,7 @@ DYNAMIC, CHAIN = "dynamic", "chain"
 
 
 class Eagle(Strategy):
+    exact = True
     follows = True
     exact = True
 

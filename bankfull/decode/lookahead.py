@@ -35,6 +35,7 @@ WINDOW, NGRAM, GUESSES = 4, 3, 4
 
 
 class Lookahead(Strategy):
+    exact = True
     trees = True
 
     def __init__(self, window: int = WINDOW, ngram: int = NGRAM, guesses: int = GUESSES) -> None:

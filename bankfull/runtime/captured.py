@@ -57,6 +57,14 @@ class StepKind:
     """Tokens per row: the last known one and the drafts."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    kind: StepKind
+    work: Sequence[Work]
+    real: Callable[[Tensor], Tensor]
+    """Leaves out the padding tokens of a tensor."""
+
+
 class Captured:
     """A `Forward` for every batch; `capture` records the steps that can be replayed."""
 
@@ -69,8 +77,8 @@ class Captured:
         self.enabled = True
         """False runs the same launches on the same padded shapes one by one (for comparison)."""
         self.steps: dict[StepKind, RecordedStep] = {}
-        self.replayed: tuple[StepKind, Sequence[Work]] | None = None
-        """The kind and the work of the last step, if it was one of `steps`."""
+        self.replayed: ReplayedStep | None = None
+        """The last step, if it was one of `steps`."""
         self._choices: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         """Graphs that choose a step's tokens. A greedy one contains the whole step: one launch from rows to tokens."""
         self._chunks: Chunks | None = None
@@ -267,10 +275,10 @@ class Captured:
         if self._kept is not None:
             self._send_slots(recorded.batch, [w.slots for w in work])
         self._run(recorded, kind.rows, kind.width)
-        self.replayed = kind, work
         q_start = np.concatenate(([0], np.cumsum(counts)))
         lengths = self._rows.computed[[w.row for w in work]] + counts
         real = self._real(counts, kind.width)
+        self.replayed = ReplayedStep(kind, work, real)
         batch = replayed_batch(work, q_start, lengths, real(recorded.batch.tokens), real(recorded.batch.positions))
         batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
         self.tapped = {layer: real(tap) for layer, tap in recorded.tapped.items()}

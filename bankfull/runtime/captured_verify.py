@@ -59,9 +59,9 @@ class CapturedVerify:
 
     def __call__(self, work: Sequence[Work]) -> Verdict | None:
         replayed = self._steps.replayed
-        if replayed is None or replayed[1] is not work:
+        if replayed is None or replayed.work is not work:
             return None
-        kind, lines = replayed[0], [w.row for w in work]
+        kind, lines = replayed.kind, [w.row for w in work]
         facts = self._rows.sampling.facts
         choice = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
         recorded = self._recorded.get((kind, choice))
@@ -74,7 +74,7 @@ class CapturedVerify:
         assert recorded.sampled is not None
         count = len(lines)
         path = recorded.path[:count] if self._rows.trees is not None else None
-        return Verdict(recorded.tokens[:count], recorded.counts[:count], Sampled(recorded.sampled), path)
+        return Verdict(recorded.tokens[:count], recorded.counts[:count], Sampled(replayed.real(recorded.sampled)), path)
 
     def _record(self, kind: StepKind, choice: str) -> None:
         recorded = self._recorded[kind, choice] = self._blank(kind)
