@@ -38,7 +38,7 @@ class MeasuredWidth:
 
 
 @dataclass(slots=True)
-class Accepted:
+class AcceptedDrafts:
     """The average number of accepted drafts per row of a step."""
 
     mean: float = 0.0
@@ -65,7 +65,7 @@ class AdaptiveWidth:
         self._widths = (0, *sorted(set(widths)))
         self._tried: dict[tuple[int, int], MeasuredWidth] = {}
         """By load and width."""
-        self._accepted = {width: Accepted() for width in self._widths}
+        self._accepted = {width: AcceptedDrafts() for width in self._widths}
         self._steps = 0
         self._seconds = self._lost = 0.0
         self._trial: tuple[int, int] | None = None

@@ -38,7 +38,6 @@ DYNAMIC, CHAIN = "dynamic", "chain"
 class Eagle(Strategy):
     exact = True
     follows = True
-    exact = True
 
     def __init__(
         self,

@@ -44,8 +44,6 @@ class Lookahead(Strategy):
         self._shape = check_window(window, ngram, guesses)
         self._parents = window_parents(window, ngram, guesses)
         self._last = last_level(window, ngram, guesses)
-        self._widths: Sequence[int] = ()
-        """Lines of the rows whose verdict is observed next."""
         self._fresh: set[int] = set()
         """Rows whose sequence has no window yet."""
         self._window: Tensor | None = None
@@ -69,7 +67,6 @@ class Lookahead(Strategy):
         self._fresh.update(rows)
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
-        self._widths = sampling.widths
         return verify(scores, sampling)
 
     def observe(self, view: View, verdict: Verdict) -> None:
@@ -77,7 +74,7 @@ class Lookahead(Strategy):
         windows, pool = self._state(view)
         fresh = np.array([row in self._fresh for row in view.host_rows])
         self._fresh.difference_update(view.host_rows)
-        widths = np.array(self._widths)
+        widths = np.array(view.lines)
         # A row that has verified a part of its drafts keeps its levels: the model has chosen no new one.
         whole = (widths == 1 + len(self._parents)) & ~fresh
         facts = view.ship(np.stack((np.cumsum(widths) - widths, whole, fresh)))

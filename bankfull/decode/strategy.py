@@ -163,11 +163,14 @@ class View:
         newest: Callable[[], Tensor],
         hidden: Tensor,
         width: int,
+        lines: Sequence[int],
     ) -> None:
         """`newest`: makes the indices of `at_newest`. `hidden`: the last hidden state of every token of the step."""
         self.host_rows, self.sampling, self.ship = host_rows, sampling, ship
         self.width = width
         """Drafts of each row that the next step verifies, at most. A strategy may propose more."""
+        self.lines = lines
+        """Lines of each row in the step: its last known token and the drafts that it has verified."""
         self.tokens = tokens
         """(all rows, longest) token ids of every permanent row. A proposer may write draft tokens after the known ones:
         the row's next step verifies what is there."""

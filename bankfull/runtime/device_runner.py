@@ -307,7 +307,7 @@ class DeviceRunner:
             return newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)
 
         width = self.strategy.width(0) if proposes is None else proposes
-        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest, hidden, width)
+        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest, hidden, width, widths)
         with drafting(self.observers):
             self.strategy.observe(view, verdict)
             if not width:

@@ -109,7 +109,7 @@ class Checked(Lookahead):
         first, fresh = 0, set(self._fresh)
         last = last_level(*self._shape).tolist()
         before = []
-        for i, (row, width) in enumerate(zip(view.host_rows, self._widths, strict=True)):
+        for i, (row, width) in enumerate(zip(view.host_rows, view.lines, strict=True)):
             count = 1 if verdict.counts is None else int(verdict.counts[i])
             chosen = verdict.sampled.tokens[first : first + width].tolist()
             before.append((row, width, count, chosen))

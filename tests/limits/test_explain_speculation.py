@@ -61,14 +61,16 @@ def test_the_limit_is_that_of_the_steps_with_their_drafts() -> None:
 
 
 def test_drafts_on_the_device_are_counted_and_timed(tmp_path: Path) -> None:
-    _, _, found = explained(fresh(speculative=f"draft:{speaking_folder()},depth=3"))
+    _, _, found = explained(fresh(speculative=f"draft:{speaking_folder()},depth=3,adaptive=false"))
     account = found.speculation
     assert account is not None and account.drafted > 0 and account.verifications >= account.turns - 1
     assert account.drafting_share is not None and account.drafting_share > 0.05, "three passes of a second model"
     assert account.gain is None, "there were no steps without drafts"
     config = json.loads((speaking_folder() / "config.json").read_text())
     write_heads(random_heads(1, heads=2, hidden=config["hidden_size"], vocab=config["vocab_size"]), tmp_path)
-    heads = LLM(str(speaking_folder()), dtype="float32", memory="8MiB", speculative=f"medusa:{tmp_path},nodes=6")
+    heads = LLM(
+        str(speaking_folder()), dtype="float32", memory="8MiB", speculative=f"medusa:{tmp_path},nodes=6,adaptive=false"
+    )
     recorder = RequestRecorder(heads.loaded.frontend.engine, None)
     story, _ = run_followed(heads, recorder, prompts(1), 10)
     account = explain(story).speculation

@@ -21,14 +21,6 @@ class Accepted:
     counts: Tensor
 
 
-@triton.jit
-def next_line(line, within, children, parents, drafts, sampled, PADDED: tl.constexpr):
-    """The first child of `line` whose draft is the token sampled after it; PADDED if there is none."""
-    wanted = tl.sum(tl.where(within == line, sampled, 0))
-    right = children & (parents == line) & (drafts == wanted) & (wanted >= 0)
-    return tl.min(tl.where(right, within, PADDED))
-
-
 @triton.jit(do_not_specialize=["parents_stride", "tokens_stride", "spare", "longest"])
 def accept_kernel(
     rows,
@@ -50,7 +42,8 @@ def accept_kernel(
     PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program of one warp per row. Children come after their parents, so the walk ends."""
+    """One program of one warp per row. The accepted lines of one depth after the other are the bits of a number; the
+    deepest line counts, the first of equals, and its path is read from its end."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     sequence = tl.program_id(0)
@@ -58,20 +51,28 @@ def accept_kernel(
     width = tl.load(widths + sequence)
     first = sequence * WIDTH
     within = tl.arange(0, PADDED)
-    inside = within < width
-    draft = tl.load(drafts + first + within, inside, -1)
-    after = tl.load(sampled + first + within, inside, -1)
+    children = (within > 0) & (within < width)
     parent = within - 1
     if parents is not None:
-        parent = tl.load(parents + row * parents_stride + within, inside, 0).to(tl.int32)
-    children = inside & (within > 0)
-    way = tl.zeros([PADDED], tl.int32)
+        parent = tl.load(parents + row * parents_stride + within, children, 0).to(tl.int32)
+    draft = tl.load(drafts + first + within, children, -1)
+    wanted = tl.load(sampled + first + parent, children, -1)
+    right = children & (draft == wanted) & (wanted >= 0)
+    bits = tl.full([PADDED], 1, tl.int64) << within
     count = row.to(tl.int32) * 0 + 1
-    found = next_line(0, within, children, parent, draft, after, PADDED)
-    while found < PADDED:
-        way = tl.where(within == count, found, way)
+    deepest = row * 0 + 1
+    deeper = tl.sum(tl.where(right & (((deepest >> parent) & 1) == 1), bits, 0))
+    while deeper != 0:
+        deepest = deeper
         count += 1
-        found = next_line(found, within, children, parent, draft, after, PADDED)
+        deeper = tl.sum(tl.where(right & (((deepest >> parent) & 1) == 1), bits, 0))
+    line = tl.min(tl.where(((deepest >> within) & 1) == 1, within, PADDED))
+    way = tl.zeros([PADDED], tl.int32)
+    place = count - 1
+    while place > 0:
+        way = tl.where(within == place, line, way)
+        line = tl.sum(tl.where(within == line, parent, 0))
+        place -= 1
     written = within < WIDTH
     token = tl.load(sampled + first + way, written, 0)
     tl.store(path + first + within, way.to(tl.int64), written)
