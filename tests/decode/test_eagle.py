@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from bankfull.config import SchedConfig, StateConfig
+from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.eagle import Eagle
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict
+from bankfull.errors import BankfullError, ConfigError, ModelError
 from bankfull.layers.build import Build
+from bankfull.loading import load
 from bankfull.models.eagle import build_eagle
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
@@ -28,12 +33,14 @@ from bankfull.runtime.forward import plan_mixers
 from bankfull.sample.params import SamplingParams
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
-from bankfull.weights.eagle import EagleFiles, usual_taps
+from bankfull.weights.drafter_files import CONFIG, TREE
+from bankfull.weights.eagle import WEIGHTS, EagleFiles, read_eagle, usual_taps, write_eagle
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.quantize import quantize
 from bankfull.weights.source import open_model
 from tests.kit import Bench, device_of
 from tests.test_drafts import GRAMMAR, PARAMS, Ladder
-from tests.tiny import DEVICE, VOCAB, folder_of, kit_of, model_of, reference_of
+from tests.tiny import DEVICE, VOCAB, folder_of, kit_of, model_of, reference_of, speaking_folder
 
 HIDDEN, HEADS, KV, SIZE, INNER = 32, 4, 2, 8, 48
 NEW = 24
@@ -290,3 +297,167 @@ def test_a_head_that_knows_the_next_token_is_always_right(memoryless: Path, dept
     # 61 tokens: the first comes from the prompt, and each step adds three drafts and one more. At depth 1 the step
     # after the prompt is planned before there are drafts.
     assert strategy.accepted / strategy.verified > 2.7, "a whole path of three drafts is accepted in each step"
+
+
+# -- files
+
+
+def published(fused: bool, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and configuration as published heads have them."""
+    files = random_eagle(6, fused=fused, own=True)
+    layer = "midlayer." if fused else "layers.0."
+    tensors = {
+        prefix + name.replace("layer.", layer, 1): tensor.dequantize(torch.float16)
+        for name, tensor in files.tensors.items()
+    }
+    config = {**files.config, "architectures": ["LlamaForCausalLMEagle3" if fused else "LlamaForCausalLMEagle"]}
+    if fused:
+        assert files.vocabulary is not None
+        tensors["d2t"] = files.vocabulary - torch.arange(len(files.vocabulary))
+        mapped = torch.zeros(VOCAB, dtype=torch.bool)
+        mapped[files.vocabulary] = True
+        tensors["t2d"] = mapped
+        config |= {"draft_vocab_size": len(files.vocabulary), "num_hidden_layers": 1}
+    else:
+        tensors[prefix + "embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN, dtype=torch.float16)
+    return tensors, config
+
+
+@pytest.mark.parametrize("prefix", ("", "model."))
+@pytest.mark.parametrize("fused", (False, True))
+def test_the_published_layouts_are_read(tmp_path: Path, fused: bool, prefix: str) -> None:
+    tensors, config = published(fused, prefix)
+    save_file(tensors, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    found, drawn = read_eagle(tmp_path), random_eagle(6, fused=fused, own=True)
+    assert found.fused == fused and found.taps is None and found.name == tmp_path.name
+    assert set(found.tensors) == set(drawn.tensors)
+    for name, tensor in drawn.tensors.items():
+        assert torch.equal(found.tensors[name].dequantize(torch.float16), tensor.dequantize(torch.float16))
+    if fused:
+        assert found.vocabulary is not None and drawn.vocabulary is not None
+        assert torch.equal(found.vocabulary, drawn.vocabulary), "d2t holds differences, not ids"
+    head = build_eagle(found, model_of("llama", torch.float32, "auto"))
+    assert head.taps == (usual_taps(3) if fused else ())
+
+
+@pytest.mark.parametrize("layers", (1, 2, 30))
+def test_published_heads_read_a_low_a_middle_and_a_high_layer(layers: int) -> None:
+    assert usual_taps(layers) == {1: (0, 0, 0), 2: (1, 1, 0), 30: (2, 15, 27)}[layers]
+
+
+def test_layers_are_named_by_their_results(tmp_path: Path) -> None:
+    tensors, config = published(True)
+    save_file(tensors, tmp_path / WEIGHTS)
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert read_eagle(tmp_path).taps == (1, 1, 2)
+
+
+@pytest.mark.parametrize("own", (False, True))
+@pytest.mark.parametrize("fused", (False, True))
+def test_heads_are_read_as_they_were_written(tmp_path: Path, fused: bool, own: bool) -> None:
+    files = replace(random_eagle(1, fused=fused, own=own), acceptance=[[0.5, 0.25], [0.25, 0.125]])
+    matrix = files.tensors["fc.weight"].dequantize()
+    files = replace(files, tensors={**files.tensors, "fc.weight": quantize(matrix, "q8_0")})
+    written = write_eagle(files, tmp_path, {"base_model_name_or_path": "tiny"})
+    assert {file.name for file in written} == {WEIGHTS, CONFIG, TREE} == {file.name for file in tmp_path.iterdir()}
+    found = read_eagle(tmp_path)
+    assert found.taps == files.taps and found.acceptance == files.acceptance
+    for name, tensor in files.tensors.items():
+        assert found.tensors[name].scheme == tensor.scheme
+        assert torch.equal(found.tensors[name].dequantize(), tensor.dequantize())
+    if fused:
+        assert found.vocabulary is not None and files.vocabulary is not None
+        assert torch.equal(found.vocabulary, files.vocabulary)
+
+
+def damage(name: str) -> Callable[[Path], None]:
+    def config(folder: Path, **changes: object) -> None:
+        known = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps({**known, **changes}))
+
+    def tensors(folder: Path, **changes: Tensor | None) -> None:
+        changed = {**load_file(folder / WEIGHTS), **changes}
+        save_file({key: tensor for key, tensor in changed.items() if tensor is not None}, folder / WEIGHTS)
+
+    def truncated(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+    return {
+        "truncated": truncated,
+        "pickled": lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        "absent": lambda folder: shutil.rmtree(folder),
+        "no weights": lambda folder: (folder / WEIGHTS).unlink(),
+        "no config": lambda folder: (folder / CONFIG).unlink(),
+        "no size": lambda folder: config(folder, hidden_size=None),
+        "no head": lambda folder: tensors(folder, d2t=None, **{"lm_head.weight": None}),
+        "other rows": lambda folder: tensors(folder, d2t=None),
+        "no fc": lambda folder: tensors(folder, **{"fc.weight": None}),
+        "no layer": lambda folder: tensors(folder, **{"midlayer.self_attn.q_proj.weight": None}),
+        "shape": lambda folder: tensors(folder, **{"midlayer.mlp.up_proj.weight": torch.zeros(3, 7)}),
+        "ids": lambda folder: tensors(folder, d2t=torch.full((VOCAB * 2 // 3,), VOCAB)),
+        "bytes": lambda folder: tensors(folder, **{"fc.weight": torch.zeros(4, 33, dtype=torch.uint8)}),
+        "integers": lambda folder: tensors(folder, **{"fc.weight": torch.zeros(4, 33, dtype=torch.int32)}),
+        "taps": lambda folder: config(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]}),
+        "deep taps": lambda folder: config(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}),
+        "other vocabulary": lambda folder: config(folder, vocab_size=VOCAB + 1),
+        "other size": lambda folder: config(folder, hidden_size=64),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("truncated", "is truncated or no safetensors file"),
+        ("pickled", "'pytorch_model.bin', a pickle that could run any code; convert it to model.safetensors"),
+        ("absent", "is not a directory of EAGLE heads"),
+        ("no weights", "holds no EAGLE heads: model.safetensors is missing; train some with `bankfull train eagle`"),
+        ("no config", "has no config.json"),
+        ("no size", "has no 'hidden_size'"),
+        ("no head", "lacks the tensor 'lm_head.weight'"),
+        ("other rows", "a head of 64 rows that its vocabulary does not have"),
+        ("no fc", "lacks the tensor 'fc.weight'"),
+        ("no layer", "lack the tensor 'midlayer.self_attn.q_proj.weight'"),
+        ("shape", "mlp.up_proj.weight has shape"),
+        ("ids", f"token ids outside of a vocabulary of {VOCAB}"),
+        ("bytes", "as bytes that are no q8_0 blocks"),
+        ("integers", "as torch.int32, which no weight can be"),
+        ("taps", "that are not 3 layer numbers"),
+        ("deep taps", "they read layer 10, and this model has 3 layers"),
+        ("other vocabulary", f"a vocabulary of {VOCAB + 1}, and this model has {VOCAB}"),
+        ("other size", "hidden states of 64, and this model has 32"),
+    ],
+)
+def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
+    folder = tmp_path / "heads"
+    folder.mkdir()
+    tensors, config = published(True)
+    save_file(tensors, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(config))
+    damage(name)(folder)
+    with pytest.raises(ModelError, match=re.escape(sentence)) as refusal:
+        strategy_of(read_eagle(folder)).prepare(model_of("llama", torch.float32, "auto"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_nothing_starts_with_heads_of_another_model(tmp_path: Path) -> None:
+    write_eagle(random_eagle(), tmp_path)
+    run = RunConfig(device="cpu", speculative=f"eagle:{tmp_path}")
+    with pytest.raises(BankfullError, match="belong to another model"):
+        load(str(speaking_folder()), run, SchedConfig(rows=2), StateConfig(memory="4MiB"))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tree": "bush"}, "tree='bush' is unknown"),
+        ({"depth": 0}, "depth=0 is not possible"),
+        ({"tree": "dynamic", "nodes": 64}, "nodes=64 is not possible"),
+        ({"tree": "dynamic", "depth": 9, "branch": 8}, "lower depth or branch"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        strategy_of(random_eagle(), **options)
