@@ -136,7 +136,8 @@ class RunConfig:
     """Makes requests without a seed of their own repeatable, in the order of their arrival."""
     speculative: str = "off"
     """Speculative decoding: `NAME[:MODEL][,key=value...]` (`SpeculativeChoice`). It changes the speed; the tokens are
-    the same where a row's arithmetic does not depend on the number of rows, as in float32 on a CPU."""
+    the same where a row's arithmetic does not depend on the number of rows, as in float32 on a CPU. The option `rule`
+    may choose the same distribution instead (rejection), or a lossy rule (typical)."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth not in (0, 1):
@@ -167,8 +168,8 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
     "suffix": {"width": 12, "least": 2, "adaptive": True},
     "jacobi": {"width": 4, "adaptive": True},
     "lookahead": {"window": 4, "ngram": 3, "guesses": 4, "adaptive": True},
-    "draft": {"depth": 4, "breadth": 1, "quantize": "", "adaptive": True},
-    "medusa": {"nodes": 8, "tree": "sparse", "adaptive": True},
+    "draft": {"depth": 4, "breadth": 1, "quantize": "", "rule": "same", "adaptive": True},
+    "medusa": {"nodes": 8, "tree": "sparse", "rule": "same", "adaptive": True},
     "eagle": {"depth": 4, "nodes": 12, "branch": 4, "tree": "dynamic", "adaptive": True},
     "chain": {},
 }
@@ -177,7 +178,10 @@ sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the w
 down to 0. `depth`, `breadth`: draft tokens along the best path, and at each of its places. `nodes`, `tree`: draft
 tokens of a tree, or of a chain. `branch`: candidates of a node, and nodes of a depth that are continued. `window`,
 `ngram`, `guesses`: columns of the lookahead window, tokens of an n-gram, n-grams of the pool in a step. `chain` looks
-up first, as `suffix` does, and else drafts as the way that it names."""
+up first, as `suffix` does, and else drafts as the way that it names. `rule`: which drafts are accepted (RULES_OF)."""
+RULES_OF = {"draft": ("same", "rejection", "typical"), "medusa": ("same", "typical")}
+"""Rules that accept drafts. `same`: the tokens of plain decoding. `rejection`: its distribution; drafts must be
+sampled, which those of heads are not. `typical`: lossy."""
 CHAIN = "chain"
 WITH_MODEL = ("draft", "medusa", "eagle")
 """Names that need a model, or a folder of heads."""
@@ -208,6 +212,10 @@ class SpeculativeChoice:
             then = SpeculativeChoice.parse(",".join((model or "off", *given)))
             if then.name not in WITH_MODEL:
                 raise ConfigError(f"{shown} must name what drafts where lookup finds nothing: chain:medusa:PATH.")
+            if then.options.get("rule") == "rejection":
+                raise ConfigError(
+                    f"{shown}: rule=rejection needs sampled drafts, and those of a lookup are not; drop it."
+                )
             return SpeculativeChoice(name, then.options, model, then)
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
@@ -224,6 +232,9 @@ class SpeculativeChoice:
             options[key] = _option(shown, name, key, value, options[key])
         if int(options.get("most", MOST_DRAFTS)) < int(options.get("least", 1)):
             raise ConfigError(f"{shown} is contradictory: most must not be less than least.")
+        if (rule := options.get("rule")) is not None and rule not in RULES_OF[name]:
+            why = "; heads do not sample their drafts" if rule == "rejection" else ""
+            raise ConfigError(f"{shown}: rule must be {' or '.join(RULES_OF[name])}, not {str(rule)[:40]!r}{why}.")
         return SpeculativeChoice(name, options, model)
 
 

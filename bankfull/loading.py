@@ -21,6 +21,7 @@ from bankfull.decode.eagle import Eagle
 from bankfull.decode.lookahead import Jacobi, Lookahead
 from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
+from bankfull.decode.rules import RULES, TYPICAL, AcceptanceRule
 from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
@@ -230,12 +231,15 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
     """The strategy that a choice names for the model `target`, if it is one that runs on the device."""
     if choice.then is not None:
         return own_strategy(choice.then, target, run, device)
+    rule = RULES[str(choice.options.get("rule", "same"))]()
+    if choice.options.get("rule") == TYPICAL:
+        log.warning("rule=typical is lossy: sampled requests get tokens of another distribution than without drafts.")
     if choice.name == "draft":
         own = replace(run, quantize=str(choice.options["quantize"]) or None, speculative="off")
         branching = [choice.number("breadth")] * choice.number("depth")
-        return load_draft(choice.model, target, own, branching, device=device)
+        return load_draft(choice.model, target, own, branching, device=device, rule=rule)
     if choice.name == "medusa":
-        return Medusa(read_heads(choice.model), choice.number("nodes"), str(choice.options["tree"]))
+        return Medusa(read_heads(choice.model), choice.number("nodes"), str(choice.options["tree"]), rule)
     if choice.name == "eagle":
         sizes = choice.number("depth"), str(choice.options["tree"]), choice.number("nodes"), choice.number("branch")
         return Eagle(partial(build_eagle, read_eagle(choice.model)), *sizes)
@@ -292,10 +296,11 @@ def load_draft(
     *,
     device: Device | None = None,
     tokenizer: Tokenizer | None = None,
+    rule: AcceptanceRule | None = None,
 ) -> DraftModel:
     """The strategy that drafts with the model `name` for the model `target`. `run`: the draft model's own options
-    (dtype, quantize, activations, kv_dtype, ...). `branching`: as for `DraftModel`. `tokenizer`: the target's, if it is
-    read already."""
+    (dtype, quantize, activations, kv_dtype, ...). `branching`, `rule`: as for `DraftModel`. `tokenizer`: the target's,
+    if it is read already."""
     check_branching(branching)
     files = open_model(locate(name))
     family_of(files.config)
@@ -316,7 +321,7 @@ def load_draft(
             f"{name!r} cannot draft: it has recurrent state, from which rejected drafts cannot be taken back; choose a "
             "draft model of attention layers only."
         )
-    return DraftModel(OwnModel(model, build.kit), branching)
+    return DraftModel(OwnModel(model, build.kit), branching, rule)
 
 
 def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:

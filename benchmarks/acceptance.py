@@ -58,7 +58,16 @@ def shares(target: Tensor, drafter: Tensor, draws: int, seed: int) -> dict[str, 
         "top token, race": float((draw(target.expand(expand), key, Purpose.TOKEN) == top[:, 0]).double().mean()),
         "top token, rejection": float((accept_chain(scores, top, None, key).counts == 2).double().mean()),
         "typical (lossy)": float((p[drafts[:, 0]] > thresholds(p)).double().mean()),
+        "typical, KL in nats": typical_divergence(p, q),
     }
+
+
+def typical_divergence(p: Tensor, q: Tensor) -> float:
+    """KL divergence of the token that typical acceptance gives from the target's distribution: a draft from q if it
+    passes, else a token from p."""
+    passes = p > thresholds(p)
+    given = torch.where(passes, q, 0.0) + q[~passes].sum() * p
+    return float(torch.special.xlogy(given, given / p).sum())
 
 
 def table(vocab: int, temperature: float, count: int, draws: int) -> str:

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from bankfull.decode.rules import AcceptanceRule, SameTokens
 from bankfull.decode.strategy import (
     ComputedStep,
     Draft,
@@ -28,11 +30,12 @@ from bankfull.decode.strategy import (
     Verdict,
     View,
 )
-from bankfull.decode.verify import verify
 from bankfull.errors import ConfigError
 from bankfull.ops.reference.attention import TREE_TOKENS
-from bankfull.sample.logits import sample_several
-from bankfull.sample.table import PLAIN
+from bankfull.sample.draw import NO_TOKEN, draw_several
+from bankfull.sample.logits import process, sample_several
+from bankfull.sample.random import NumberKey, Purpose
+from bankfull.sample.table import CHILD, GREEDY, PLAIN, SEED
 
 LATE = 256
 """Skipped tokens from which on a row is not caught up: that would delay the other rows."""
@@ -55,13 +58,16 @@ class ChosenRows:
 
 
 class DraftModel(Strategy):
-    exact = True
     follows = True
 
-    def __init__(self, own: OwnModel, branching: Sequence[int] = (1, 1, 1, 1)) -> None:
+    def __init__(
+        self, own: OwnModel, branching: Sequence[int] = (1, 1, 1, 1), rule: AcceptanceRule | None = None
+    ) -> None:
         """`branching`: the number of drafts at each depth. The best one of each depth is continued, so (1, 1, 1) is a
-        chain of three."""
+        chain of three. `rule`: `SameTokens` unless given."""
         self._own, self._branching = own, check_branching(branching)
+        self._rule = rule or SameTokens()
+        self.exact = isinstance(self._rule, SameTokens)
         self.trees = max(branching) > 1
         self._parents = tree_along_chain(branching) if self.trees else None
         self.ahead = len(branching)  # the newest token and every draft that is continued
@@ -89,8 +95,10 @@ class DraftModel(Strategy):
 
     def replace(self, rows: Sequence[int]) -> None:
         self._drafted.update(dict.fromkeys(rows, 0))
+        self._rule.forget(rows)
 
     def skip(self, rows: Sequence[int]) -> None:
+        self._rule.forget(rows)
         for row in rows:
             self._skipped[row] = self._skipped.get(row, -1) + 1
 
@@ -117,7 +125,10 @@ class DraftModel(Strategy):
         room = self._steps.room(view.host_rows, passes)
         batch = self._steps.batch(view.host_rows, -1, 1 + (room > 0))
         hidden = self._steps.run(batch)
-        tokens = view.tokens.new_zeros(len(view.host_rows), self.width(0))
+        tokens = view.tokens.new_full((len(view.host_rows), self.width(0)), NO_TOKEN)
+        facts = view.sampling.facts
+        drawing = self._rule.sampled_drafts and any(facts[row] is not PLAIN for row in view.host_rows)
+        drawn_from: Tensor | None = None
         self._note(view.host_rows, room)
         chosen, beside = ChosenRows(view, room > 0), len(self._branching)
         for depth, count in enumerate(self._branching[:passes]):
@@ -129,12 +140,23 @@ class DraftModel(Strategy):
                 newest = self._steps.run(self._steps.batch(chosen.rows, depth, chosen.ones))
             else:
                 newest = hidden[view.ship(batch.logit_index[chosen.lines])]
-            found = choose_drafts(self._own.model.head, newest, view, chosen, chosen.known + depth, count)
+            length = chosen.known + depth
+            if drawing:
+                found, shaped = self._draw(newest, view, chosen, length, count)
+                if drawn_from is None:
+                    drawn_from = shaped.new_zeros(len(tokens), len(self._branching), shaped.shape[1])
+                drawn_from[chosen.there, depth] = shaped
+            else:
+                found = choose_drafts(self._own.model.head, newest, view, chosen, length, count)
             tokens[chosen.there, depth] = found[:, 0]
             tokens[chosen.there, beside : beside + count - 1] = found[:, 1:]
             beside += count - 1
-            view.tokens[chosen.index, chosen.known + depth] = found[:, 0]  # read by the next pass, and by penalties
-        return Draft(tokens, self._parents)
+            view.tokens[chosen.index, length] = found[:, 0].clamp_min(0)  # read by the next pass, and by penalties
+        if drawn_from is None:
+            self._rule.forget(view.host_rows)
+        else:
+            self._rule.remember(view.host_rows, Draft(tokens, self._parents, drawn_from))
+        return Draft(tokens.clamp_min(0), self._parents)
 
     def _note(self, rows: Sequence[int], room: np.ndarray) -> None:
         for row in rows if self._drafted else ():
@@ -142,8 +164,22 @@ class DraftModel(Strategy):
         if (room < self.ahead).any():
             self._drafted.update((row, int(slots)) for row, slots in zip(rows, room, strict=True) if slots < self.ahead)
 
+    def _draw(
+        self, hidden: Tensor, view: View, chosen: ChosenRows, length: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """(rows, count) drafts drawn without replacement, with numbers of their own, and the scores of the distribution
+        that they were drawn from. A greedy row has one token to draw, and its next ones are the next best."""
+        logits, table = self._own.model.head(hidden), view.sampling
+        shaped = process(logits, chosen.index, table, view.tokens, length, None, chosen.rows)
+        key = NumberKey(table.wholes[chosen.index, SEED], table.wholes[chosen.index, CHILD], length)
+        found = draw_several(shaped, key, Purpose.DRAFT, count)
+        if count > 1 and any(table.facts[row].greedy for row in chosen.rows):
+            best = sample_several(logits, chosen.index, table, view.tokens, length, count, host_rows=chosen.rows)
+            found = torch.where(table.wholes[chosen.index, GREEDY, None] > 0, best, found)
+        return found, shaped.float()
+
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
-        return verify(scores, sampling)
+        return self._rule.verify(scores, sampling)
 
 
 def choose_drafts(

@@ -1,7 +1,8 @@
 """Medusa: extra heads on the model's last hidden state propose a static tree of draft tokens.
 
 One pass over the heads gives the candidates of every depth at once; no draft depends on another draft. A node's token
-is a candidate of the head of its depth, whatever its parent is. Verification is exact for greedy and sampled requests.
+is a candidate of the head of its depth, whatever its parent is. Verification is exact for greedy and sampled requests,
+unless typical acceptance is chosen.
 Medusa-2 checkpoints have the same heads, trained together with the model that they come with.
 """
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from bankfull.decode.candidate_tree import MOST_NODES, USUAL_ACCEPTANCE, best_tree, chain_tree
+from bankfull.decode.rules import AcceptanceRule, SameTokens
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
-from bankfull.decode.verify import verify
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder, Head
 from bankfull.layers.linear import Linear
@@ -83,12 +84,17 @@ class MedusaStack:
 
 
 class Medusa(Strategy):
-    exact = True
-
-    def __init__(self, heads: MedusaHeads, nodes: int | None = None, tree: str = SPARSE) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        nodes: int | None = None,
+        tree: str = SPARSE,
+        rule: AcceptanceRule | None = None,
+    ) -> None:
         """`nodes`: draft tokens, at most; without it, 8 for a tree and one per head for a chain. `tree`: sparse, or
-        chain, which models with recurrent state need."""
-        self.heads = heads
+        chain, which models with recurrent state need. `rule`: `SameTokens` unless given."""
+        self.heads, self._rule = heads, rule or SameTokens()
+        self.exact = isinstance(self._rule, SameTokens)
         if tree not in (SPARSE, CHAIN):
             raise ConfigError(f"tree={tree[:40]!r} is unknown; use {SPARSE!r} or {CHAIN!r}.")
         if nodes is not None and not 1 <= nodes <= MOST_NODES:
@@ -131,7 +137,7 @@ class Medusa(Strategy):
         return torch.from_numpy(self.tree.heads).to(device), torch.from_numpy(self.tree.ranks).to(device)
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
-        return verify(scores, sampling)
+        return self._rule.verify(scores, sampling)
 
 
 def _highest(project: Linear, x: Tensor, most: int) -> Tensor:

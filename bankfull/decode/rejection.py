@@ -53,8 +53,8 @@ def accept_tree(scores: Tensor, tokens: Tensor, parents: Tensor, drafts: Tensor 
     """`tokens` and `parents` [n, nodes]: a token below 0 is no node; a parent comes before its children, the root is
     NO_NODE, and the children of a node are in the order in which they were drawn. `scores` [n, nodes + 1, vocab]:
     softmax gives the target's distribution, first of the root and then after each node. `drafts`, of the same shape:
-    the probabilities that a node's children were drawn from without replacement; None for deterministic drafts.
-    `key.position` [n] is the position of the first token to choose."""
+    the probabilities that a node's children were drawn from without replacement; last nodes that have no children may
+    be left out. None for deterministic drafts. `key.position` [n] is the position of the first token to choose."""
     lines, width = tokens.shape
     row = torch.arange(lines, device=tokens.device)
     current = torch.full_like(row, NO_NODE)
@@ -75,7 +75,7 @@ def accept_tree(scores: Tensor, tokens: Tensor, parents: Tensor, drafts: Tensor 
         q = q if q is None else torch.where(fails, _normalised(q.scatter(1, x, 0.0), q), q)
         entered = passes.unsqueeze(-1)
         p = torch.where(entered, scores[:, node + 1].double().softmax(-1), p)
-        if q is not None and drafts is not None:
+        if q is not None and drafts is not None and node + 1 < drafts.shape[1]:
             q = torch.where(entered, drafts[:, node + 1].double(), q)
         path[row, depth] = torch.where(passes, node, path[row, depth])
         chosen[row, depth] = torch.where(passes, token, chosen[row, depth])

@@ -32,6 +32,10 @@ class Draft:
     parents: Tensor | np.ndarray | None = None
     """The index of each draft's parent among its row's drafts, -1 for the row's last known token; smaller than its own.
     A tensor (rows, width); an array (width) if all rows have the same tree; None: chains."""
+    scores: Tensor | None = None
+    """(rows, places, vocabulary) for sampled drafts, which the rejection rule needs: softmax gives the distribution
+    from which the children of the last known token, then of draft 0, draft 1, ... were drawn. Last drafts without
+    children are left out."""
 
 
 class LogitsHead(Protocol):

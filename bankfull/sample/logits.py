@@ -38,7 +38,16 @@ from bankfull.sample.random import NumberKey, Purpose, words_of
 from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, TEMPERATURE, RowFacts, SamplingTable
 from bankfull.sample.truncate import truncate
 
-__all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample", "sample_ranked", "sample_several"]
+__all__ = [
+    "NO_TOKEN",
+    "Sampled",
+    "SamplingTable",
+    "process",
+    "sample",
+    "sample_ranked",
+    "sample_several",
+    "with_logprobs",
+]
 CANDIDATES = 64
 """Tokens of the highest scores from which `sample_several` takes all but its first."""
 
@@ -63,13 +72,15 @@ def process(
     length: Tensor,
     mask: Tensor | None = None,
     host_rows: Sequence[int] | None = None,
+    *,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """Scores [n, V] whose softmax is the distribution that a token is drawn from: -inf where no token may be drawn, and
     for a greedy row 0 at its one token. A row may occur more than once, at different lengths (draft tokens, which then
     are part of `tokens`). Only the first `length` tokens of a row are read, and `tokens` may be a view of the columns
-    in use."""
+    in use. `owners`: as for `sample`."""
     facts = table.facts_for(host_rows, len(logits))
-    scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts)
+    scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts, owners)
     shaped = truncate(scores, rows, table, facts)
     if host_rows is not None and not any(fact.greedy for fact in facts):
         return shaped
@@ -185,6 +196,14 @@ def _choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, 
 
 def _widened(logits: Tensor) -> Tensor:
     return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+def with_logprobs(
+    picked: Tensor, logits: Tensor, rows: Tensor, table: SamplingTable, host_rows: Sequence[int]
+) -> Sampled:
+    """Tokens that another rule has chosen [n], with the logprobs that their rows want. NO_TOKEN has any."""
+    found = _with_logprobs(picked.clamp_min(0), logits, rows, table, table.facts_for(host_rows, len(logits)))
+    return Sampled(picked, found.logprobs, found.top_ids, found.top_logprobs)
 
 
 def _with_logprobs(

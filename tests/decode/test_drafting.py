@@ -137,6 +137,9 @@ def test_options_are_read_from_one_text() -> None:
         ("suffix,width=0", "width must be a whole number from 1 to 63, not '0'."),
         ("suffix,width=x", "width must be a whole number from 1 to 63, not 'x'."),
         ("ngram,adaptive=1", "adaptive must be true or false, not '1'."),
+        ("draft:x,rule=best", "rule must be same or rejection or typical, not 'best'."),
+        ("medusa:x,rule=rejection", "rule must be same or typical, not 'rejection'; heads do not sample their drafts."),
+        ("suffix,rule=typical", "has no option 'rule'"),
         ("ngram,least=5,most=2", "most must not be less than least"),
     ],
 )
