@@ -171,6 +171,8 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
     "draft": {"depth": 4, "breadth": 1, "quantize": "", "rule": "same", "adaptive": True},
     "medusa": {"nodes": 8, "tree": "sparse", "rule": "same", "adaptive": True},
     "eagle": {"depth": 4, "nodes": 12, "branch": 4, "tree": "dynamic", "adaptive": True},
+    "streaming": {"nodes": 8, "tree": "sparse", "adaptive": True},
+    "tree-streaming": {"nodes": 8, "adaptive": True},
     "chain": {},
 }
 """Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
@@ -183,8 +185,14 @@ RULES_OF = {"draft": ("same", "rejection", "typical"), "medusa": ("same", "typic
 """Rules that accept drafts. `same`: the tokens of plain decoding. `rejection`: its distribution; drafts must be
 sampled, which those of heads are not. `typical`: lossy."""
 CHAIN = "chain"
-WITH_MODEL = ("draft", "medusa", "eagle")
-"""Names that need a model, or a folder of heads."""
+WITH_MODEL = {
+    "draft": "a model",
+    "medusa": "heads",
+    "eagle": "heads",
+    "streaming": "streams",
+    "tree-streaming": "streams",
+}
+"""Names that need a model or a directory of a trained drafter, with what they need."""
 MOST_DRAFTS = 63
 """Draft tokens of one sequence that a step can verify."""
 
@@ -220,8 +228,8 @@ class SpeculativeChoice:
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
         if bool(model) != (name in WITH_MODEL):
-            what = "a model" if name == "draft" else "heads"
-            reason = f"takes no model; leave out {model[:40]!r}" if model else f"needs {what}: {name}:PATH"
+            needed = f"needs {WITH_MODEL.get(name)}: {name}:PATH"
+            reason = f"takes no model; leave out {model[:40]!r}" if model else needed
             raise ConfigError(f"{shown} {reason}.")
         options = dict(SPECULATIVE[name])
         for part in given:

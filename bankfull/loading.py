@@ -23,6 +23,7 @@ from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.rules import RULES, TYPICAL, AcceptanceRule
 from bankfull.decode.strategy import OwnModel, Strategy
+from bankfull.decode.streaming import Streaming, TreeStreaming
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
 from bankfull.frontend import Frontend
@@ -49,6 +50,7 @@ from bankfull.weights.locate import locate
 from bankfull.weights.medusa import read_heads
 from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_quantization
 from bankfull.weights.source import ModelFiles, open_model
+from bankfull.weights.streams import read_streams
 
 log = logging.getLogger("bankfull")
 
@@ -247,6 +249,10 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
         return Lookahead(*(choice.number(key) for key in ("window", "ngram", "guesses")))
     if choice.name == "jacobi":
         return Jacobi(choice.number("width"))
+    if choice.name == "streaming":
+        return Streaming(read_streams(choice.model), choice.number("nodes"), str(choice.options["tree"]))
+    if choice.name == "tree-streaming":
+        return TreeStreaming(read_streams(choice.model), choice.number("nodes"))
     return None
 
 

@@ -19,11 +19,13 @@ from bankfull.decode.lookahead import Jacobi, Lookahead
 from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import OwnModel, Strategy
+from bankfull.decode.streaming import Streaming, TreeStreaming
 from bankfull.errors import ConfigError
 from bankfull.runtime import naive
 from bankfull.sched.pace import Pace
 from tests.decode.test_eagle import random_eagle, strategy_of
 from tests.decode.test_medusa import random_heads
+from tests.decode.test_streaming import random_streams
 from tests.kit import Bench, Guess, GuessLookup, GuessTree, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
@@ -52,6 +54,8 @@ STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
     ),
     "lookahead": lambda truths, seed: Lookahead(1 + seed % 7, 2 + seed % 4, 1 + seed % 5),
     "jacobi": lambda truths, seed: Jacobi(1 + seed % 5),
+    "streaming": lambda truths, seed: Streaming(random_streams(seed), nodes=4 + seed % 29),
+    "tree-streaming": lambda truths, seed: TreeStreaming(random_streams(seed, count=3), nodes=4 + seed % 26),
 }
 """Factories, called for each case with the sequences that greedy decoding gives and a seed."""
 SETTINGS: dict[str, Sequence[object]] = {
@@ -218,6 +222,8 @@ def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None
             "eagle-tree",
             "lookahead",
             "jacobi",
+            "streaming",
+            "tree-streaming",
         ):
             check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, torch.float32, "auto")
 

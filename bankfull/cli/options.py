@@ -116,10 +116,11 @@ class EngineOptions:
             help="Speculative decoding: off; ngram or suffix (draft tokens are looked up in the sequence itself; "
             "options width, least, adaptive); draft:MODEL (a smaller model with the same vocabulary; depth, breadth, "
             "quantize, rule); medusa:DIR (trained heads; nodes, tree, rule); eagle:DIR (a trained layer; depth, nodes, "
-            "branch, tree); lookahead (the model's own n-grams; window, ngram, guesses); jacobi (width); "
-            "chain:NAME:MODEL (suffix first, else NAME); auto (suffix on a CPU, where its expected gain exceeds 5%). "
-            "rule=same keeps the tokens of plain decoding, rule=rejection (draft) its distribution; rule=typical is "
-            "lossy.",
+            "branch, tree); streaming:DIR (trained streams in the top layers; nodes, tree); tree-streaming:DIR (the "
+            "same with trees by confidence; nodes); lookahead (the model's own n-grams; window, ngram, guesses); "
+            "jacobi (width); chain:NAME:MODEL (suffix first, else NAME); auto (suffix on a CPU, where its expected "
+            "gain exceeds 5%). rule=same keeps the tokens of plain decoding, rule=rejection (draft) its distribution; "
+            "rule=typical is lossy.",
         ),
     ] = "off"
 

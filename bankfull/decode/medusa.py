@@ -19,14 +19,11 @@ from bankfull.decode.candidate_tree import MOST_NODES, USUAL_ACCEPTANCE, best_tr
 from bankfull.decode.rules import AcceptanceRule, SameTokens
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
 from bankfull.errors import ConfigError
+from bankfull.layers.adapted import own_matrix
 from bankfull.layers.decoder import Decoder, Head
 from bankfull.layers.linear import Linear
-from bankfull.ops.reference.linear import GROUP
-from bankfull.ops.registry import INT8, INT8_FEW
 from bankfull.state.spec import Recurrent
 from bankfull.weights.medusa import Block, MedusaHeads
-from bankfull.weights.qtensor import QTensor
-from bankfull.weights.quantize import quantize
 
 SPARSE, CHAIN = "sparse", "chain"
 NODES = 8
@@ -47,7 +44,7 @@ class MedusaStack:
         ]
         self.vocabulary: Tensor | None = None
         if heads.projections is not None:
-            own = [self._own(projection) for projection in heads.projections[:count]]
+            own = [own_matrix(self.build, projection) for projection in heads.projections[:count]]
             self._projections = [Linear(self.build, self.hidden, heads.vocab, weight=weight) for weight in own]
             return
         assert heads.vocabulary is not None
@@ -71,16 +68,10 @@ class MedusaStack:
         return ids.view(rows, self.count, most)
 
     def _linear(self, blocks: Sequence[Block]) -> Linear:
-        weight = self._own(torch.cat([weight for weight, _ in blocks]))
+        weight = own_matrix(self.build, torch.cat([weight for weight, _ in blocks]))
         made = Linear(self.build, self.hidden, self.hidden * len(blocks), weight=weight)
         made.bias = torch.cat([bias for _, bias in blocks]).to(self.build.device, self.build.dtype)
         return made
-
-    def _own(self, weight: Tensor) -> QTensor:
-        """A matrix of the heads, as precise as the model's: 8 bits where the model's activations are rounded."""
-        if self.build.kit.activations in (INT8, INT8_FEW) and weight.shape[1] % GROUP == 0:
-            return quantize(weight, "q8_0").to(self.build.device)
-        return QTensor.dense(weight.to(self.build.device, self.build.matrices))
 
 
 class Medusa(Strategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, stack
 from bankfull.layers.mixer import Angles
-from bankfull.layers.norm import RMSNorm
+from bankfull.layers.norm import Reader, RMSNorm
 from bankfull.ops import (
     HeadNorms,
     PagedMeta,
@@ -43,6 +43,13 @@ class Heads:
 
 
 Norm = Callable[[Tensor], Tensor]
+Product = Callable[[Any], Tensor]
+
+
+class FusedProduct(Reader, Protocol):
+    """Queries, keys and values from one matrix."""
+
+    def __call__(self, x: Any, /) -> Tensor: ...
 
 
 class Attention:
@@ -61,7 +68,10 @@ class Attention:
         state: StateSpec | None = None,
     ) -> None:
         self.heads, self.rope = heads, rope
-        self.q, self.k, self.v, self.out = q, k, v, out
+        self.q: Product = q
+        self.k: Product = k
+        self.v: Product = v
+        self.out: Product = out
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rounded = build.pages is torch.int8
         own = Paged(_pages(heads, build.pages), heads.window)
@@ -69,7 +79,7 @@ class Attention:
         self._rotate = build.bind(rotate)
         self._write = build.bind(write_pages_int8 if self.rounded else write_pages, pages=build.pages)
         self._attend = build.bind(paged_attention, heads=heads, pages=build.pages)
-        self.qkv = stack(build, (q, k, v))
+        self.qkv: FusedProduct | None = stack(build, (q, k, v))
         self.norms_of_heads = _norms(q_norm, k_norm)
         plain = not self.rounded and (self.norms_of_heads is None) == (q_norm is None)
         self._all = build.bind_if_offered(attend, heads=heads, pages=build.pages) if plain else None

@@ -46,7 +46,8 @@ class Batch:
     ancestors: Tensor | None = None
     """(t) which new tokens of its sequence each token sees, as in `PagedMeta`; None if no sequence has a tree."""
     features: Tensor | None = None
-    """(t, d) for a model that reads features beside tokens (an EAGLE head): that of the token before each one."""
+    """(t, d) for a model that reads features beside tokens: an EAGLE head, that of the token before each one; streams,
+    the states with which they enter the top layers."""
     partition: SequencePartition | None = None
     """Which kernel takes which sequence, for a step that is captured for any number of new tokens per sequence."""
     angles: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -42,7 +42,8 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The tensors of an earlier layer's state (cross-layer attention): its layer, and its number in that layer."""
+    """The tensors of an earlier layer's state (cross-layer attention): its layer, and its number in that layer. In the
+    second of two joined models, negative layers are those of the first one: -1 is its last layer."""
 
     layer: int
     state: int = 0

@@ -46,14 +46,14 @@ def _replace(fresh: Path, path: Path) -> Path:
 
 
 def find_weights(folder: Path, weights: str, what: str, command: str) -> Path:
-    """The file `weights` of a directory with config.json. `what`: the kind of heads, for messages; `command` trains
-    them."""
+    """The file `weights` of a directory with config.json. `what`: the kind of drafter, for messages; `command` trains
+    it."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a directory of {what}: give one with {CONFIG} and {weights}.")
     if not (folder / weights).is_file():
         raise ModelError(_without_weights(folder, weights, what, command))
     if not (folder / CONFIG).exists():
-        raise ModelError(f"{folder} has no {CONFIG}, which gives the number of heads; download the heads again.")
+        raise ModelError(f"{folder} has no {CONFIG}, which gives the sizes of the {what}; download them again.")
     return folder / weights
 
 
@@ -84,22 +84,22 @@ def named_tensor(file: Path, tensors: Mapping[str, Tensor], name: str) -> Tensor
     return tensors[name]
 
 
-def checked_ids(file: Path, ids: Tensor, vocab: int) -> Tensor:
+def checked_ids(file: Path, ids: Tensor, vocab: int, what: str = "heads") -> Tensor:
     """Token ids of the drafts, as int64; refuses anything that is not a list of ids of the vocabulary."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or not len(ids):
-        raise ModelError(f"{file} holds a 'vocabulary' that is not a list of token ids; train the heads again.")
+        raise ModelError(f"{file} holds a 'vocabulary' that is not a list of token ids; train the {what} again.")
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-        raise ModelError(f"{file} names token ids outside of a vocabulary of {vocab}; train the heads again.")
+        raise ModelError(f"{file} names token ids outside of a vocabulary of {vocab}; train the {what} again.")
     return ids.long()
 
 
-def refuse_other_model(name: str, sizes: Sequence[tuple[str, int, int]], command: str) -> None:
-    """`sizes`: what is compared, the heads' size, and the model's."""
+def refuse_other_model(name: str, sizes: Sequence[tuple[str, int, int]], command: str, drafter: str = "heads") -> None:
+    """`sizes`: what is compared, the drafter's size, and the model's."""
     for what, own, other in sizes:
         if own != other:
             raise ModelError(
-                f"The heads in {name} belong to another model: they have {what} of {own}, and this model has {other}; "
-                f"give the heads of this model, or train some with `{command}`."
+                f"The {drafter} in {name} belong to another model: they have {what} of {own}, and this model has "
+                f"{other}; give the {drafter} of this model, or train some with `{command}`."
             )
 
 
@@ -112,7 +112,7 @@ def number_of(folder: Path, config: Mapping[str, Any], name: str, most: int) -> 
     return value
 
 
-def read_acceptance(folder: Path, heads: int, most: int | None = None) -> list[list[float]] | None:
+def read_acceptance(folder: Path, heads: int, most: int | None = None, what: str = "heads") -> list[list[float]] | None:
     """By draft position and rank: the measured acceptance of `heads` positions, or of up to `most`; None without a
     measurement."""
     if not (folder / TREE).exists():
@@ -120,8 +120,8 @@ def read_acceptance(folder: Path, heads: int, most: int | None = None) -> list[l
     table = read_json(folder / TREE).get("acceptance")
     if not isinstance(table, list) or len(table) < heads or not all(_frequencies(of_head) for of_head in table):
         raise ModelError(
-            f"{folder / TREE} must list the acceptance of {heads} heads as frequencies from 0 to 1; delete it, or "
-            "train the heads again."
+            f"{folder / TREE} must list the acceptance of {heads} {what} as frequencies from 0 to 1; delete it, or "
+            f"train the {what} again."
         )
     return [[float(chance) for chance in of_head] for of_head in table[: most or heads]]
 
