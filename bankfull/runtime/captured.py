@@ -174,7 +174,11 @@ class Captured:
             np.arange(0, total + 1, width),
             np.full(size, width),
             total,
-            [(table.shape[1], page_tokens) for table, page_tokens in zip(rows.tables, rows.page_tokens, strict=True)],
+            [
+                # Padding tokens may lie beyond the longest sequence.
+                (table.shape[1] if width == 1 else table.shape[1] + -(-width // page_tokens), page_tokens)
+                for table, page_tokens in zip(rows.tables, rows.page_tokens, strict=True)
+            ],
             lambda name, shape: torch.zeros(shape, dtype=torch.long, device=device),
             kept=None if self._kept is None else np.full(size, width),
             logit_index=np.arange(total),

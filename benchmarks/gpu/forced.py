@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
 from bankfull.decode.verify import verify
 from bankfull.layers.decoder import Decoder
+from bankfull.ops.reference.attention import TREE_TOKENS
 from bankfull.weights.qtensor import QTensor
 from benchmarks.gpu.engine import Session, Setup
 from benchmarks.gpu.shapes import SHAPES
@@ -39,6 +41,8 @@ RANKS = tuple(tuple(chance * share for share in (0.85, 0.08, 0.04, 0.03)) for ch
 EMBEDDED = 100.0
 """Standard deviation of the embeddings: far above the sum of all layers' outputs, which is about 10."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TAIL = 2 * TREE_TOKENS
+"""Tokens before the limit of an answer within which steps verify fewer drafts."""
 TRACED = 8
 """Steps of a timeline."""
 DRAWS = 4096
@@ -92,8 +96,10 @@ class KnownAnswer(Strategy):
     def _wrong(self) -> np.ndarray:
         random, tree = np.random.default_rng(0), self.tree
         off = np.tile(np.arange(1, len(tree) + 1), (DRAWS, 1))
+        reached = np.cumprod((1.0, *ACCEPTANCE))
         for draw in range(DRAWS):
-            depth = next((d for d, chance in enumerate(ACCEPTANCE) if random.random() >= chance), len(ACCEPTANCE))
+            # Multiples of the golden ratio are spread evenly: a few steps already have the wanted mean.
+            depth = int((reached > (0.5 + draw * 0.6180339887498949) % 1).sum()) - 1
             node = random.choice(np.flatnonzero(tree.heads == depth - 1)) if depth else -1
             while node >= 0:
                 off[draw, node], node = 0, tree.parents[node]
@@ -129,10 +135,15 @@ class Rate:
 
 
 def measure(session: Session, batch: int, prompt: int, outputs: int, reps: int) -> Rate:
+    """The last tokens of an answer are left out: steps near its limit verify fewer drafts."""
     found: list[tuple[float, float, float]] = []
     for rep in range(reps + 1):
-        trace = session.run(session.prompts(batch, prompt), outputs)
-        begin, end = trace.all_started, trace.first_ended
+        trace = session.run(session.prompts(batch, prompt), outputs + TAIL)
+        counts, begin, end = Counter[int](), trace.all_started, trace.seconds
+        for now, request, _ in trace.tokens:
+            counts[request] += 1
+            if counts[request] == outputs:
+                end = min(end, now)
         tokens = sum(begin < now <= end for now, _, _ in trace.tokens)
         steps = len({now for now, _, _ in trace.tokens if begin < now <= end})
         if rep:  # the first is a warm-up
@@ -170,7 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     batches = [int(number) for number in asked.batch.split(",")]
     setup = Setup(
-        asked.shape, dtype=asked.dtype, rows=max(batches), step_tokens=2048, max_len=asked.prompt + asked.outputs + 64
+        asked.shape,
+        dtype=asked.dtype,
+        rows=max(batches),
+        step_tokens=2048,
+        max_len=asked.prompt + asked.outputs + TAIL + 8,
     )
     tied = bool(SHAPES[asked.shape]["tie_word_embeddings"])
     strategies: list[Strategy] = [Plain(), *(KnownAnswer(tied, int(number)) for number in asked.drafts.split(","))]

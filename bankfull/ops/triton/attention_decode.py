@@ -37,7 +37,7 @@ from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two
 
 MOST_TOKENS = 16
 """Sequences with more new tokens use the prefill kernel, unless they may have a tree."""
-WIDTHS = (1, 4, MOST_TOKENS, TREE_TOKENS)
+WIDTHS = (1, 4, MOST_TOKENS, 32, TREE_TOKENS)
 """New tokens per sequence that kernels are compiled for: padding rows of queries cost less than another kernel."""
 
 

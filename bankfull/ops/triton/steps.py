@@ -35,7 +35,7 @@ class StepTrees:
     out: Tensor
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half", "tree_stride"])
+@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "pages_width", "half", "tree_stride"])
 def gather_kernel(
     rows,
     tokens,
@@ -49,6 +49,7 @@ def gather_kernel(
     table_width,
     slots,
     pages,
+    pages_width,
     frequencies,
     half,
     scale,
@@ -69,7 +70,8 @@ def gather_kernel(
 ):
     """One program per sequence. FIRST: also ids, positions, lengths and ancestors; HALF > 0: also RoPE angles as in
     `rope_angles`; PAGE = 0: no page table. In a tree, a token's position is that of its path. A sequence with fewer
-    tokens than WIDTH (`counts`) writes the keys and values of the others to page 0: it may have no pages for them."""
+    tokens than WIDTH (`counts`) may have no pages for the others, and its table may hold pages of other sequences
+    there: they are read and written in page 0."""
     if HALF > 0:
         at = tl.arange(0, HALF)[None, :]
         frequency = tl.load(frequencies + at, at < half, 0.0)
@@ -100,18 +102,18 @@ def gather_kernel(
         tl.store(sin + places, (y * scale).to(sin.dtype.element_ty), meant)
     if PAGE > 0:
         own = table + row * table_stride
-        line = place // PAGE
-        # Places beyond the table go to page 0, whose content is never read.
-        real = inside & (line < table_width)
+        # The last page that the sequence has. Later places go to page 0, which belongs to no sequence.
+        last = table_width - 1
         if counts is not None:
-            real = real & (within < tl.load(counts + sequence))
-        page = tl.load(own + line, mask=real, other=0)
+            last = tl.minimum(last, (begin + tl.load(counts + sequence) - 1) // PAGE)
+        line = place // PAGE
+        page = tl.load(own + line, mask=inside & (line <= last), other=0)
         tl.store(slots + out, page * PAGE + place % PAGE, mask=inside)
-        used = tl.minimum((begin + WIDTH + PAGE - 1) // PAGE, table_width)
+        used = tl.minimum((begin + WIDTH + PAGE - 1) // PAGE, pages_width)
         for first in range(0, used, BLOCK):
             entry = first + tl.arange(0, BLOCK)
-            found = tl.load(own + entry, mask=entry < used, other=0)
-            tl.store(pages + sequence.to(tl.int64) * table_width + entry, found, mask=entry < used)
+            found = tl.load(own + entry, mask=(entry < used) & (entry <= last), other=0)
+            tl.store(pages + sequence.to(tl.int64) * pages_width + entry, found, mask=entry < used)
 
 
 def gather_step(
@@ -146,6 +148,7 @@ def gather_step(
             table.shape[1],
             places,
             copies,
+            copies.shape[-1],
             angles.frequencies,
             len(angles.frequencies),
             float(angles.scale),
