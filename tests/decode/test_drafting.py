@@ -25,7 +25,7 @@ PROMPT = list(range(40, 60)) * 3
 
 
 def tiny(speculative: str, **options: Any) -> LLM:
-    return LLM(str(speaking_folder()), dtype="float32", speculative=speculative, **options)
+    return LLM(str(speaking_folder()), device="cpu", dtype="float32", speculative=speculative, **options)
 
 
 @needs_kernels

@@ -217,7 +217,9 @@ def test_a_grammar_holds_along_every_path(make: object, depth: int) -> None:
 @pytest.mark.parametrize("choice", ("lookahead,adaptive=false", "lookahead,window=2,ngram=5,guesses=2,adaptive=false"))
 def test_looped_text_is_accepted(choice: str) -> None:
     """The model's next token depends on the last one only, so that a pool soon knows every n-gram of the loop."""
-    plain, drafted = (LLM(str(looping_folder()), memory="16MiB", speculative=one) for one in ("off", choice))
+    plain, drafted = (
+        LLM(str(looping_folder()), device="cpu", memory="16MiB", speculative=one) for one in ("off", choice)
+    )
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     texts = [llm.generate(["The river", "A"], params) for llm in (plain, drafted)]
     assert [o.outputs[0].token_ids for o in texts[0]] == [o.outputs[0].token_ids for o in texts[1]]
@@ -228,7 +230,7 @@ def test_looped_text_is_accepted(choice: str) -> None:
 def test_jacobi_accepts_tokens_that_do_not_depend_on_the_newest_ones() -> None:
     """A guess is right as soon as it no longer changes. A text in which each token follows from the one before it is
     the worst case: it moves one place per step."""
-    llm = LLM(str(looping_folder()), memory="16MiB", speculative="jacobi,width=6,adaptive=false")
+    llm = LLM(str(looping_folder()), device="cpu", memory="16MiB", speculative="jacobi,width=6,adaptive=false")
     totals = llm.loaded.engine.totals
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     llm.generate(["The river"], params)

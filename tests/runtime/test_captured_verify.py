@@ -114,10 +114,10 @@ def answers(strategy: Strategy, device: LaunchedOneByOne) -> dict[Any, list[int]
         StateConfig(page_tokens=4),
         strategy,
         frames=40,
-        max_len=20,
+        max_len=10,
         kit=kit,
     )
-    for number, (prompt, count) in enumerate((([5, 6, 7], 7), ([9, 9, 9, 9], 14), ([11], 5))):
+    for number, (prompt, count) in enumerate((([5, 6, 7], 4), ([9, 9], 8))):
         bench.add(number, prompt, count)
     bench.run()
     return bench.tokens

@@ -10,4 +10,4 @@ from tests.train.looping import looping_folder
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    return LLM(str(looping_folder()), rows=8, memory="16MiB")
+    return LLM(str(looping_folder()), device="cpu", rows=8, memory="16MiB")
