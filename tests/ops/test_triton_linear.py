@@ -13,13 +13,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("plan", [linear.ROWS, linear.LIBRARY, *linear.TILES], ids=lambda plan: plan.name)
-@pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 5, 48), (4, 130, 300), (3, 64, 256), (37, 70, 129)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"), [(1, 5, 48), (4, 130, 300), (3, 64, 256), (13, 9, 70), (37, 70, 129)]
+)
 def test_each_plan_computes_the_product(plan: linear.Plan, rows: int, outputs: int, columns: int) -> None:
     numbers = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, columns + 2, generator=numbers)[:, 1:-1]
     weight, bias = torch.randn(outputs, columns, generator=numbers), torch.randn(outputs, generator=numbers)
     given = [tensor.to(DEVICE) for tensor in (x, weight, bias)]
-    if plan is linear.ROWS and rows > linear.FEW_ROWS:
+    if plan is linear.ROWS and rows > linear.SMALL_WEIGHT_ROWS:
         with pytest.raises(ValueError, match="rows cannot multiply 37 rows"):
             linear.run_plan(plan, *given)
         return
@@ -147,16 +149,19 @@ def test_the_persistent_kernel_computes_the_body(normed: bool, monkeypatch: pyte
 def test_a_plan_of_the_table_is_used_only_if_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "lookup", lambda *asked: "rows")
     linear.plan_for.cache_clear()
-    assert linear.plan_for(4, 8, 64, torch.float32, torch.device("cpu")) is linear.ROWS
-    assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is linear.LIBRARY
+    facts = torch.float32, torch.device("cpu")
+    assert linear.plan_for(4, 2048, 2048, *facts) is linear.ROWS
+    assert linear.plan_for(5, 2048, 2048, *facts) is linear.LIBRARY
+    assert linear.plan_for(16, 1024, 2048, *facts) is linear.ROWS, "a small layer waits for its launches"
+    assert linear.plan_for(17, 1024, 2048, *facts) is linear.LIBRARY
     monkeypatch.setattr(linear, "lookup", lambda *asked: "tiles-64x32x256")
     for memory, plan in ((96 << 10, linear.TILES[6]), (95 << 10, linear.LIBRARY)):
         monkeypatch.setattr(linear, "shared_memory", lambda device, memory=memory: memory)
         linear.plan_for.cache_clear()
-        assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is plan
+        assert linear.plan_for(17, 8, 64, *facts) is plan
     monkeypatch.setattr(linear, "lookup", lambda *asked: "of another version")
     linear.plan_for.cache_clear()
-    assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is linear.LIBRARY
+    assert linear.plan_for(17, 8, 64, *facts) is linear.LIBRARY
     linear.plan_for.cache_clear()
 
 
