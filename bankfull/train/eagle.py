@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, silu
 
 from bankfull.layers.attention import Attention
+from bankfull.layers.norm import RMSNorm
 from bankfull.loading import Assembled
 from bankfull.ops.cost import Cost
 from bankfull.runtime.batch import placed_batch
@@ -84,7 +85,7 @@ class EagleTrainer:
         self._frequencies = (THETA ** (-torch.arange(half, dtype=torch.float64) / half)).float().to(device)
 
     def _initial(self) -> dict[str, Tensor]:
-        """Matrices at random; `fc` begins as the mean of the taps, and branches begin small."""
+        """Matrices at random; `fc` begins as the mean of the taps."""
         generator, size = torch.Generator().manual_seed(0), self._size
         query, kv = self._count * self._of_head, self._kv * self._of_head
 
@@ -103,7 +104,11 @@ class EagleTrainer:
             "layer.mlp.down_proj.weight": drawn(size, self._inner, 0.5),
         }
         norms = ("layer.hidden_norm", "layer.input_layernorm", "layer.post_attention_layernorm", "norm")
-        return made | {f"{name}.weight": torch.ones(size) for name in norms}
+        made |= {f"{name}.weight": torch.ones(size) for name in norms}
+        own = self._model.norm
+        if isinstance(own, RMSNorm):  # the rows of the model's head are made for the scale of its last norm
+            made["norm.weight"] = (own.weight.detach().float() + own.offset).cpu()
+        return made
 
     def parameters(self) -> dict[str, Tensor]:
         return self._parameters
