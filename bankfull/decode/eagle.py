@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bankfull.decode.candidate_tree import MOST_NODES
 from bankfull.decode.draft import ChosenRows, choose_drafts
+from bankfull.decode.growing_tree import GrowingTree
 from bankfull.decode.strategy import ComputedStep, Draft, OwnModel, OwnSteps, Sampling, Scores, Strategy, Verdict, View
 from bankfull.decode.verify import verify
 from bankfull.errors import ConfigError
@@ -135,20 +136,20 @@ class Eagle(Strategy):
 
     def _chain(self, view: View, feature: Tensor, room: np.ndarray) -> Tensor:
         """(rows, depth) the chain of the rows with as many KV slots."""
-        tokens = view.tokens.new_zeros(len(view.host_rows), self._depth)
-        features = torch.zeros_like(feature) if (room < self._depth).any() else feature
-        for depth in range(min(self._depth, view.width)):
-            chosen = ChosenRows(view, room > depth)
-            if not chosen.rows:
-                break
-            batch = self._steps.batch(chosen.rows, depth, chosen.ones)
-            every = len(chosen.rows) == len(view.host_rows)
-            batch.features = feature if every else feature[chosen.there]
-            found_features = self._steps.run(batch)
-            found = choose_drafts(self._logits, found_features, view, chosen, chosen.known + depth, 1)[:, 0]
-            tokens[chosen.there, depth] = found
-            view.tokens[chosen.index, chosen.known + depth] = found  # read by the next pass, and by penalties
-            feature = found_features if every else features.index_copy(0, chosen.there, found_features)
+        depth, whole = min(self._depth, view.width), len(view.host_rows)
+        tokens = view.tokens.new_zeros(whole, self._depth)
+        for most in sorted({*np.minimum(room, depth).tolist()} - {0}):  # rows with as many slots, together
+            chosen = ChosenRows(view, np.minimum(room, depth) == most)
+            states = feature if len(chosen.rows) == whole else feature[chosen.there]
+            places = self._steps.ahead(chosen.rows, most)
+            found = places.tokens[:, :1]
+            for place in range(most):
+                batch = places.batch(place, 1, found)
+                batch.features = states
+                states = self._steps.run(batch)
+                found = choose_drafts(self._logits, states, view, chosen, chosen.known + place, 1)
+                tokens[chosen.there, place] = found[:, 0]
+                view.tokens[chosen.index, chosen.known + place] = found[:, 0]  # penalties read it
         return tokens
 
     def _tree(self, view: View, newest: Tensor, room: np.ndarray) -> Draft:
@@ -170,64 +171,33 @@ class Eagle(Strategy):
     def _grown(self, view: View, chosen: ChosenRows, feature: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, nodes) tokens and parents."""
         rows, k = len(chosen.rows), self._branch
-        batch = self._steps.batch(chosen.rows, 0, chosen.ones)
+        places = self._steps.ahead(chosen.rows, self.ahead)
+        batch = places.batch(0, 1, places.tokens[:, :1])
         batch.features = feature
-        features = self._steps.run(batch)  # of the nodes that the next candidates come after
-        confidence, ids = self._ranked(features, view, chosen, chosen.known, 1)
-        ids, chances = ids.view(rows, k), confidence.view(rows, k)
-        above = torch.full_like(ids, -1)
-        """Parents: numbers of candidates."""
-        line = torch.arange(rows, device=ids.device)[:, None]
-        every = [(ids, chances, above)]
-        count = 0
-        """Candidates before those of this depth."""
-        run = ids.new_zeros(rows, 0)
-        """Candidates that have run, in the order of their KV slots."""
-        inputs = feature.new_zeros(rows, 0, feature.shape[1])
-        depths: list[int] = []
-        masks, bit = ids.new_zeros(rows, 0), torch.ones_like(ids[:1])
-        slot_of = ids.new_zeros(rows, k + k * k * (self._depth - 1))
-        """Of each candidate that has run: its place among those."""
-        parent_features = features.view(rows, 1, -1)
+        states = self._steps.run(batch)
+        tree = GrowingTree(*self._ranked(states, view, chosen, chosen.known, 1))
+        states, inputs = states[:, None], list[Tensor]()
+        line = torch.arange(rows, device=feature.device)[:, None]
         for depth in range(1, self._depth):
-            best = chances.topk(k, -1).indices if depth > 1 else torch.arange(k, device=ids.device).expand(rows, k)
-            new, up = ids.gather(1, best), above.gather(1, best)
-            slots = torch.arange(run.shape[1], run.shape[1] + k, device=ids.device).expand(rows, k)
-            slot_of = slot_of.scatter(1, count + best, slots)
-            own = bit << slots
-            if depth == 1:
-                before, mask = parent_features.expand(rows, k, -1), own
-            else:
-                parent_slot = slot_of.gather(1, up)
-                before, mask = parent_features[line, parent_slot], own | masks.gather(1, parent_slot)
-            run = torch.cat((run, count + best), 1)
-            inputs, masks = torch.cat((inputs, before), 1), torch.cat((masks, mask), 1)
-            depths += [depth] * k
-            view.tokens[chosen.index[:, None], chosen.known[:, None] + slots] = new
-            total = run.shape[1]
-            batch = self._steps.batch(chosen.rows, 1, np.full(rows, total))
-            after = chosen.known[:, None] + view.ship(np.array(depths) - 1)
-            batch.positions, batch.ancestors = after.reshape(-1), masks.reshape(-1)
-            batch.features = inputs.reshape(rows * total, -1)
-            parent_features = self._steps.run(batch).view(rows, total, -1)
-            newest = parent_features[:, total - k :].reshape(rows * k, -1)
-            confidence, found = self._ranked(newest, view, chosen, chosen.known + depth, k)
-            count += ids.shape[1]
-            chances = (chances.gather(1, best)[:, :, None] + confidence.view(rows, k, k)).view(rows, k * k)
-            above = (count - ids.shape[1] + best)[:, :, None].expand(rows, k, k).reshape(rows, k * k)
-            ids = found.view(rows, k * k)
-            every.append((ids, chances, above))
-        ids, chances, above = (torch.cat(part, 1) for part in zip(*every, strict=True))
-        return _kept(ids, chances, above, self._nodes)
+            up = tree.expand()
+            inputs.append(states.expand(rows, k, -1) if up is None else states[line, up])
+            batch = places.batch(1, depth * k, tree.tokens)
+            batch.positions = (chosen.known[:, None] - 1 + tree.depths).flatten()
+            batch.ancestors = tree.masks.flatten()
+            batch.features = torch.cat(inputs, 1).flatten(0, 1)
+            states = self._steps.run(batch).view(rows, depth * k, -1)
+            tree.add(*self._ranked(states[:, -k:].flatten(0, 1), view, chosen, chosen.known + depth, k))
+        return tree.best(self._nodes)
 
     def _ranked(
         self, features: Tensor, view: View, chosen: ChosenRows, length: Tensor, lines: int
     ) -> tuple[Tensor, Tensor]:
-        """(rows * lines, branch) log-probabilities and tokens of the candidates for position `length`, after `lines`
+        """(rows * lines, branch) tokens and log-probabilities of the candidates for position `length`, after `lines`
         nodes of each row. Sampled rows draw with the numbers of verification."""
         k, facts = self._branch, view.sampling.facts
         if all(facts[row] is PLAIN for row in chosen.rows):
-            return self._logits.highest(features, k)
+            confidence, ids = self._logits.highest(features, k)
+            return ids, confidence
         ids, confidence = sample_ranked(
             self._logits(features),
             chosen.index.repeat_interleave(lines),
@@ -237,19 +207,7 @@ class Eagle(Strategy):
             k,
             host_rows=[row for row in chosen.rows for _ in range(lines)],
         )
-        return confidence.float(), ids.clamp_min(0)
+        return ids.clamp_min(0), confidence.float()
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
         return verify(scores, sampling)
-
-
-def _kept(ids: Tensor, chances: Tensor, above: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """(rows, nodes) tokens and parents of the most confident candidates. A child is at most as confident as its parent
-    and comes after it, so a stable order keeps every parent before its children."""
-    certain = chances.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    order = certain.sort(dim=-1, descending=True, stable=True).indices
-    number = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    places = torch.empty_like(order).scatter_(1, order, number)
-    kept = order[:, :nodes]
-    up = above.gather(1, kept)
-    return ids.gather(1, kept), torch.where(up < 0, up, places.gather(1, up.clamp_min(0)))

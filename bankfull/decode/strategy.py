@@ -246,6 +246,19 @@ class OwnModel:
     """Whether it reads `Batch.features`. A CPU's tape has no input for them, so such a model runs uncaptured."""
 
 
+class PlacesAhead(Protocol):
+    """KV slots of some rows from their newest known token on, gathered at once for several passes."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """(rows, places) the tokens there; the first place is that of the newest known token."""
+        ...
+
+    def batch(self, first: int, count: int, tokens: Tensor) -> Batch:
+        """`tokens` (rows, count) at the places from `first` on."""
+        ...
+
+
 class OwnSteps(Protocol):
     """Runs a strategy's own model over the engine's rows. Its keys and values are in the same pages as those of the
     target model, so the prefix cache, forks, preemption and accepted trees need nothing more."""
@@ -263,6 +276,10 @@ class OwnSteps(Protocol):
     def room(self, host_rows: Sequence[int], most: int) -> np.ndarray:
         """(rows) the number of KV slots that the row has from its newest known token on, at most `most`. Known to the
         host, without waiting. Slots that a row does not have must not be written."""
+        ...
+
+    def ahead(self, host_rows: Sequence[int], count: int) -> PlacesAhead:
+        """`count` places of each row; all of these rows have room for them. Only in `propose`."""
         ...
 
     def batch(self, host_rows: Sequence[int], first: int, counts: Sequence[int] | np.ndarray) -> Batch:

@@ -52,6 +52,41 @@ def placed_from_newest(
     return gather(rows, layout, row, count, np.zeros_like(row), q_start, kv_len, q_start[1:] - 1, first)
 
 
+class GatheredPlaces:
+    """The places of some rows from their newest token on (`PlacesAhead`): one gather for the batches of all passes."""
+
+    def __init__(self, rows: Rows, layout: Layout, host_rows: Sequence[int], count: int) -> None:
+        self._count, self._rows = count, len(host_rows)
+        self._whole = placed_from_newest(rows, layout, host_rows, 0, np.full(len(host_rows), count))
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._whole.tokens.view(self._rows, self._count)
+
+    def batch(self, first: int, count: int, tokens: Tensor) -> Batch:
+        whole, total, left = self._whole, self._rows * count, self._count - first - count
+        q_start = np.arange(0, total + 1, count)
+
+        def part(numbers: Tensor) -> Tensor:
+            return numbers.view(self._rows, self._count)[:, first : first + count].flatten().contiguous()
+
+        device = whole.tokens.device
+        return Batch(
+            q_start,
+            whole.kv_len - left,
+            q_start[1:] - 1,
+            tokens.flatten().contiguous(),
+            part(whole.positions),
+            whole.pages,
+            tuple(part(slots) for slots in whole.kv_slots),
+            whole.page_tokens,
+            starts=None
+            if whole.starts is None
+            else torch.arange(0, total + 1, count, dtype=torch.int32, device=device),
+            lengths=None if whole.lengths is None else whole.lengths - left,
+        )
+
+
 def replayed_batch(
     work: Sequence[Work], q_start: np.ndarray, kv_len: np.ndarray, tokens: Tensor, positions: Tensor
 ) -> Batch:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bankfull.decode.strategy import OwnModel
 from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
-from bankfull.runtime.batch import build_batch, placed_from_newest, tokens_before
+from bankfull.runtime.batch import GatheredPlaces, build_batch, placed_from_newest, tokens_before
 from bankfull.runtime.device import Device
 from bankfull.runtime.forward import Eager, Forward
 from bankfull.runtime.rows import Rows
@@ -49,6 +49,9 @@ class OwnedSteps:
         assert rows.covered is not None
         end = np.minimum(rows.covered[:, index].min(0), rows.tokens.shape[1] - 1)
         return np.clip(end - rows.computed[index], 0, most)
+
+    def ahead(self, host_rows: Sequence[int], count: int) -> GatheredPlaces:
+        return GatheredPlaces(self._rows, self._layout, host_rows, count)
 
     def batch(self, host_rows: Sequence[int], first: int, counts: Sequence[int] | np.ndarray) -> Batch:
         return placed_from_newest(self._rows, self._layout, host_rows, first, counts)
