@@ -174,6 +174,12 @@ def placed_batch(
     return batch
 
 
+def bare_batch(tokens: Tensor, positions: Tensor) -> Batch:
+    """Tokens without sequences and state: the input of a model's embedding."""
+    none = np.zeros(0, np.int64)
+    return Batch(np.zeros(1, np.int64), none, none, tokens, positions)
+
+
 def wanted_lines(work: Sequence[Work], q_start: np.ndarray) -> np.ndarray:
     """Tokens whose logits are wanted: the last one of each sequence that samples, and its drafts."""
     wanted = np.array([w.drafts + 1 if w.sample else 0 for w in work], np.int64)

@@ -23,8 +23,7 @@ from bankfull.layers.attention import Attention
 from bankfull.layers.norm import RMSNorm
 from bankfull.loading import Assembled
 from bankfull.ops.cost import Cost
-from bankfull.runtime.batch import placed_batch
-from bankfull.state.spec import layout_of
+from bankfull.runtime.batch import bare_batch
 from bankfull.train.states import Examples
 from bankfull.train.trainer import RANKS, Acceptance
 from bankfull.weights.eagle import BLOCKS, EagleFiles, usual_taps, write_eagle
@@ -62,7 +61,6 @@ class EagleTrainer:
         model, self._device = loaded.model, loaded.device
         device, size = self._device.torch, model.hidden
         self.depth, self._model, self._about, self._size = depth, model, about, size
-        self._nothing = layout_of([], 16)
         self.taps = usual_taps(len(model.blocks))
         mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, Attention)]
         heads = mixers[-1].heads if mixers else None
@@ -232,10 +230,11 @@ class EagleTrainer:
         for line, (count, first) in enumerate(zip(counts, np.cumsum([0, *counts[:-1]]), strict=True)):
             there[line, :count] = first + np.arange(count)
         tokens = np.concatenate([(*one.prompt, *one.answer) for one in examples.sequences])
-        sent = self._ship(np.concatenate((tokens, there.reshape(-1))))
-        flat, index = sent[:total], sent[total:].view(there.shape)
+        places = np.concatenate([np.arange(count) for count in counts])
+        sent = self._ship(np.concatenate((tokens, places, there.reshape(-1))))
+        flat, index = sent[:total], sent[2 * total :].view(there.shape)
         with torch.no_grad():
-            embedded = self._model.embed(placed_batch(self._nothing, counts, [0] * len(counts), flat, []))
+            embedded = self._model.embed(bare_batch(flat, sent[total : 2 * total]))
             parts = [pad(part, (0, 0, 0, 1))[index] for part in (embedded, examples.states)]
         dtype = torch.bfloat16 if self._autocast else torch.float32
         starts = [len(one.prompt) for one in examples.sequences]
