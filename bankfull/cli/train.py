@@ -153,6 +153,68 @@ def eagle(
     _train(llm, model, output, options, recipe, prompts, make, depth + 2, deadline, json)
 
 
+def draft(
+    model: Model,
+    *,
+    output: Output,
+    options: TrainOptions,
+    layers: Annotated[
+        int, typer.Option(min=0, max=64, help="Layers.", show_default="chosen for this machine, with the width")
+    ] = 0,
+    width: Annotated[
+        int, typer.Option(min=0, max=65536, help="Hidden size, a multiple of 64.", show_default="chosen")
+    ] = 0,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens whose acceptance is measured.")] = 5,
+    json: Json = False,
+) -> None:
+    """Train a draft model: a small Llama with the same vocabulary that learns the model's own distribution.
+
+    Its size has the highest gain to expect on this machine, unless it is given. The model first writes answers to
+    prompts; they are the training text. Every 20th prompt is held out, and the acceptance is measured on its answers.
+    An interrupted run continues where it was, also after kill -9. The result is a checkpoint of its own.
+    """
+    if width % 64:
+        raise ConfigError(f"--width {width} is not a multiple of 64; give {width // 64 * 64 + 64}.")
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    prompts = _prompts(options)
+    llm = _load(model, options)
+    from bankfull.train.draft_size import size_of
+
+    layers, width = _draft_size(llm, output, layers, width)
+    recipe = _recipe("draft", llm, options, prompts, {"layers": layers, "width": width, "depth": depth})
+
+    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
+        from bankfull.train.draft import DraftTrainer
+
+        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
+        size = size_of(loaded.model, layers, width)
+        return DraftTrainer(loaded, llm.tokenizer, size, depth, options.seed, about)
+
+    _train(llm, model, output, options, recipe, prompts, make, depth + 1, deadline, json)
+
+
+def _draft_size(llm: LLM, folder: Path, layers: int, width: int) -> tuple[int, int]:
+    """Layers and width: those that are given, those of the run that continues, or the best ones for this machine."""
+    from bankfull.cli.terminal import say
+    from bankfull.limits.meter.step_limit import step_limit_of
+    from bankfull.train.draft_size import best_size, usual_size
+    from bankfull.train.recipe import shape_of_run
+
+    known = shape_of_run(folder, "draft")
+    if not (layers and width) and known:
+        return layers or known["layers"], width or known["width"]
+    if not (layers and width):
+        limit = step_limit_of(llm, measure=True)
+        if limit is None:
+            size, why = usual_size(llm.loaded.model), "the usual size, because this machine cannot be measured"
+        else:
+            best = best_size(llm.loaded.model, limit)
+            size, why = best.size, f"{best.gain:.2f}x to expect with depth={best.depth}, before anything is measured"
+        layers, width = layers or size.layers, width or size.width
+        say(f"bankfull: a draft model of {layers} layers and hidden size {width}: {why}.")
+    return layers, width
+
+
 def _load(model: str, options: TrainOptions) -> LLM:
     import logging
 
@@ -228,7 +290,7 @@ def _train(
             print(json_text.dumps({"model": model, **stage, "steps": 0}))
         say(f"bankfull: {outcome.answers} of {len(prompts)} answers are written; the same command continues.")
         return
-    report = report_of(outcome, step_limit_of(llm, measure=True))
+    report = report_of(outcome, step_limit_of(llm, measure=True), trees=recipe.kind != "draft")
     if json:
         print(json_text.dumps({"model": model, **stage, **report.as_json()}))
     else:
@@ -255,6 +317,8 @@ def _show(report: DrafterReport, recipe: TrainingRecipe, folder: Path) -> None:
 def _options_of(best: Choice, kind: str) -> str:
     if best.kind == "tree":
         return f"nodes={best.nodes}"
+    if kind == "draft":
+        return f"depth={best.nodes}"
     return f"depth={best.nodes},tree=chain" if kind == "eagle" else f"nodes={best.nodes},tree=chain"
 
 
@@ -286,6 +350,6 @@ def _choices_table(report: DrafterReport) -> Any:
     return shown
 
 
-COMMANDS = (medusa, eagle)
+COMMANDS = (medusa, eagle, draft)
 for command in COMMANDS:
     train.command(command.__name__)(flat(command))

@@ -38,6 +38,13 @@ class TrainingRecipe:
     """Sizes of the drafter."""
 
 
+def shape_of_run(folder: Path, kind: str) -> dict[str, int] | None:
+    """The drafter's sizes in the recipe of an earlier run, if there is one of this kind."""
+    path = folder / RECIPE
+    known = read_json(path) if path.is_file() else {}
+    return dict(known["shape"]) if known.get("kind") == kind else None
+
+
 def digest_of(prompts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16]
 

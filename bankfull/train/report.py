@@ -69,16 +69,18 @@ class DrafterReport:
         }
 
 
-def report_of(outcome: TrainingOutcome, limit: StepLimit | None) -> DrafterReport:
-    """`limit` gives the shortest times of steps on this machine."""
+def report_of(outcome: TrainingOutcome, limit: StepLimit | None, *, trees: bool = True) -> DrafterReport:
+    """`limit` gives the shortest times of steps on this machine. `trees`: whether the drafter continues any of its
+    drafts, and not only the best one of each depth."""
     acceptance = outcome.acceptance
     assert acceptance is not None
     depth = acceptance.ranks.shape[1]
-    whole = best_tree(acceptance.by_rank, MOST_NODES)
-    trees = [("chain", chain_tree(n)) for n in range(1, depth + 1)]
-    sizes = sorted({*(n for n in SIZES if n < len(whole)), len(whole)})
-    trees += [("tree", whole.first(n)) for n in sizes]
-    return DrafterReport(outcome, [_choice(outcome, kind, tree, limit) for kind, tree in trees])
+    compared = [("chain", chain_tree(n)) for n in range(1, depth + 1)]
+    if trees:
+        whole = best_tree(acceptance.by_rank, MOST_NODES)
+        sizes = sorted({*(n for n in SIZES if n < len(whole)), len(whole)})
+        compared += [("tree", whole.first(n)) for n in sizes]
+    return DrafterReport(outcome, [_choice(outcome, kind, tree, limit) for kind, tree in compared])
 
 
 def _choice(outcome: TrainingOutcome, kind: str, tree: CandidateTree, limit: StepLimit | None) -> Choice:

@@ -40,6 +40,26 @@ def test_heads_are_trained_and_reported(cli: Cli, tmp_path: Path) -> None:
     assert report["files"][WEIGHTS] == (out / WEIGHTS).stat().st_size
 
 
+def test_a_draft_model_is_trained_and_reported(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    asked = ("train", "draft", looping_folder(), "-o", out, "--count", 10, "--answer-tokens", 16, "--rate", 0.01)
+    done = cli(*asked, "--steps", 40, "--measure-every", 20, "--depth", 3)
+    assert done.code == 0, done.err
+    assert "a draft model of " in done.err and "before anything is measured" in done.err
+    assert "draft position" in done.out and "best: chain of " in done.out and "tree" not in done.out
+    assert f"use: --speculative draft:{out},depth=" in done.out and "model.safetensors" in done.out
+
+    again = cli(*asked, "--steps", 40, "--depth", 3, "--json")
+    assert again.code == 0 and again.json["finished"], "the size of the first run is kept"
+    assert again.json["acceptance_by_position"][0] > again.json["acceptance_before"][0]
+
+    run = ("run", "The river", "-m", looping_folder(), "--temperature", 0, "--max-tokens", 12, "--no-limit")
+    plain = cli(*run, "--speculative", "off")
+    drafted = cli(*run, "--speculative", f"draft:{out},depth=3")
+    assert drafted.code == 0 and drafted.out == plain.out != ""
+    assert "--width 100 is not a multiple of 64; give 128" in cli(*asked, "--width", 100).sentence
+
+
 def test_a_slice_that_ends_early_says_how_to_go_on(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     first = ("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 100_000)
