@@ -215,6 +215,46 @@ def _draft_size(llm: LLM, folder: Path, layers: int, width: int) -> tuple[int, i
     return layers, width
 
 
+def streaming(
+    model: Model,
+    *,
+    output: Output,
+    options: TrainOptions,
+    streams: Annotated[int, typer.Option(min=1, max=16, help="Streams: draft tokens on a path, at most.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Top layers of the model that the streams run in.")] = 4,
+    rank: Annotated[
+        int, typer.Option(min=1, max=1024, help="Rank of the adapters; the entry map has four times it.")
+    ] = 64,
+    vocabulary: Annotated[
+        int, typer.Option(min=16, help="Token ids that streams can propose: the most frequent ones of the answers.")
+    ] = 8192,
+    json: Json = False,
+) -> None:
+    """Train streams for Speculative Streaming: adapters of the model's own top layers.
+
+    The model stays as it is: only the streams run with the adapters. Text, measurements and slices are those of
+    `bankfull train medusa`. The result serves `streaming` and `tree-streaming`.
+    """
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    prompts = _prompts(options)
+    llm = _load(model, options)
+    from bankfull.decode.streams import top_attention
+
+    top_attention(llm.loaded.model, layers)  # refuses models without layers that streams can run in
+    shape = {"streams": streams, "layers": layers, "rank": rank, "vocabulary": vocabulary}
+    recipe = _recipe("streaming", llm, options, prompts, shape)
+
+    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
+        from bankfull.train.streaming import StreamTrainer
+        from bankfull.train.text import frequent_tokens
+
+        ids = frequent_tokens(answers, vocabulary, loaded.model.vocab)
+        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
+        return StreamTrainer(loaded, streams, layers, rank, ids, about)
+
+    _train(llm, model, output, options, recipe, prompts, make, streams + 2, deadline, json)
+
+
 def _load(model: str, options: TrainOptions) -> LLM:
     import logging
 
@@ -350,6 +390,6 @@ def _choices_table(report: DrafterReport) -> Any:
     return shown
 
 
-COMMANDS = (medusa, eagle, draft)
+COMMANDS = (medusa, eagle, streaming, draft)
 for command in COMMANDS:
     train.command(command.__name__)(flat(command))

@@ -113,6 +113,16 @@ class Attention:
             self.v(x).unflatten(-1, (h.kv, h.size)),
         )
 
+    def _turned(self, q: Tensor, k: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k) if angles is None else (self._rotate(q, *angles), self._rotate(k, *angles))
+
+    def projected(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of normed rows (tokens, heads, size), as attention reads them."""
+        q, k, v = self._project(x)
+        return *self._turned(q, k, angles), v
+
     def run(self, x: Any, states: LayerStates, meta: PagedMeta, angles: Angles | None) -> Tensor:
         h = self.heads
         (state,) = states
@@ -122,10 +132,7 @@ class Attention:
                 q, k, v, state["k"], state["v"], meta, angles, self.norms_of_heads, h.scale, h.window, h.cap
             )
             return self.out(mixed.flatten(1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if angles is not None:
-            q, k = self._rotate(q, *angles), self._rotate(k, *angles)
+        q, k = self._turned(q, k, angles)
         scales = (state["k_scale"], state["v_scale"]) if self.rounded else ()
         self._write(k, state["k"], *scales[:1], meta.slots)
         self._write(v, state["v"], *scales[1:], meta.slots)

@@ -23,7 +23,6 @@ class Trainer(Protocol):
 
     name: str
     """The strategy that runs the result: medusa, ..."""
-
     taps: tuple[int, ...]
     """Layers of the model whose entering hidden states it reads beside the last ones."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bankfull.weights.medusa import CONFIG, TREE, WEIGHTS, read_heads
+from bankfull.weights.streams import STREAMS, read_streams
 from tests.train.looping import looping_folder
 
 from .conftest import Cli
@@ -60,6 +61,22 @@ def test_a_draft_model_is_trained_and_reported(cli: Cli, tmp_path: Path) -> None
     assert "--width 100 is not a multiple of 64; give 128" in cli(*asked, "--width", 100).sentence
 
 
+def test_streams_are_trained_and_draft(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "streams"
+    short = ("--count", 10, "--answer-tokens", 16, "--vocabulary", 64, "--streams", 2, "--layers", 1, "--rank", 8)
+    done = cli("train", "streaming", looping_folder(), "-o", out, *short, "--rate", 0.02, "--steps", 40)
+    assert done.code == 0, done.err
+    assert "draft position" in done.out and f"use: --speculative streaming:{out},nodes=" in done.out
+    assert all(name in done.out for name in (STREAMS, TREE, CONFIG)) and read_streams(out).count == 2
+
+    asked = ("run", "The river", "-m", looping_folder(), "--temperature", 0, "--max-tokens", 12, "--no-limit")
+    plain = cli(*asked, "--speculative", "off")
+    for choice in ("streaming", "tree-streaming"):
+        for how in ("", ",nodes=3"):
+            drafted = cli(*asked, "--speculative", f"{choice}:{out}{how}")
+            assert drafted.code == 0 and drafted.out == plain.out != ""
+
+
 def test_a_slice_that_ends_early_says_how_to_go_on(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     first = ("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 100_000)
@@ -72,11 +89,12 @@ def test_a_slice_that_ends_early_says_how_to_go_on(cli: Cli, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "Choose a drafter to train: medusa"),
+        ((), "Choose a drafter to train: medusa, eagle, streaming"),
         (("medusa", "nowhere/at/all", "-o", "x"), "nowhere/at/all"),
         (("medusa", "MODEL"), "--output"),
         (("medusa", "MODEL", "-o", "x", "--prompts", "gone.txt"), "gone.txt cannot be read"),
         (("medusa", "MODEL", "-o", "x", "--heads", "99"), "--heads"),
+        (("streaming", "MODEL", "-o", "x", "--layers", "2"), "Streams in 2 top layers are not possible"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -95,6 +113,9 @@ def test_bad_input_is_refused_before_anything_starts(
         ("medusa:nowhere", "nowhere is not a directory of Medusa heads"),
         ("suffix:heads", "takes no model"),
         ("medusa:heads,width=3", "has no option 'width'; its options are nodes, tree"),
+        ("streaming", "needs streams: streaming:PATH"),
+        ("tree-streaming:nowhere", "nowhere is not a directory of streams"),
+        ("tree-streaming:streams,tree=chain", "has no option 'tree'; its options are nodes"),
         ("medusa:heads,nodes=64", "nodes must be a whole number from 1 to 63"),
     ],
 )
