@@ -21,8 +21,7 @@ from bankfull.decode.streams import CANDIDATES, after, enter
 from bankfull.layers.adapted import Adapter, Product
 from bankfull.loading import Assembled
 from bankfull.ops.cost import Cost
-from bankfull.runtime.batch import placed_batch
-from bankfull.state.spec import layout_of
+from bankfull.runtime.batch import bare_batch
 from bankfull.train.states import Examples
 from bankfull.train.stream_layers import Grid, TopLayers
 from bankfull.train.trainer import RANKS, Acceptance
@@ -146,9 +145,8 @@ class StreamTrainer:
         main = examples.states[:, -self._rows.shape[1] :].to(self._dtype)
         main = main.new_zeros(grid.sequences * grid.length, main.shape[1]).index_copy_(0, index, main)
         with torch.no_grad():
-            batch = placed_batch(layout_of([], 1), [grid.length] * grid.sequences, [0] * grid.sequences, tokens, ())
-            newest = self._lines(grid)
-            embedded = self._embed(batch)[newest].to(self._dtype)
+            newest, positions = self._lines(grid), grid.newest.flatten()
+            embedded = self._embed(bare_batch(tokens[newest], positions)).to(self._dtype)
         entry = self._adapter("entry")
         entering = enter(main[newest - 1], embedded, entry, self._parameters["embeddings"].to(self._dtype))
         last = self._top.run_main(main, grid)
