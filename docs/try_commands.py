@@ -58,9 +58,8 @@ SHORTER = (
     (r"(bankfull bench (?:latency|throughput))", r"\1 --reps 1"),
     (r"(bankfull plan smollm2)", r"\1 --no-calibrate"),
     (r"(bankfull quality \w+)", r"\1 --text text.txt"),
-    (r"(bankfull train (?:medusa|draft) smollm2) (.*) --minutes 10", r"\1 \2 --count 4 --answer-tokens 12 --steps 2"),
     (
-        r"(bankfull train (?:medusa|streaming) smollm2) (.*) --minutes 10",
+        r"(bankfull train (?:medusa|eagle|streaming|draft) smollm2) (.*) --minutes 10",
         r"\1 \2 --count 4 --answer-tokens 12 --steps 2",
     ),
 )
