@@ -24,7 +24,7 @@ from bankfull.text.detokenize import Detokenizer
 from bankfull.text.stop import StopTable, StopText
 from bankfull.text.template import ChatTemplate, encode_chat
 from bankfull.text.tokenizer import Tokenizer
-from bankfull.types import Finish, Output, Request
+from bankfull.types import Finish, Output, Request, StepDrafts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -315,7 +315,16 @@ class Frontend:
             done.finish_reason,
             done.stop_reason,
             done.error,
+            self._drafts(pending, output, extra),
         )
+
+    def _drafts(self, pending: Pending, output: Output, extra: Extra | None) -> StepDrafts | None:
+        if not pending.params.include_drafts:
+            return None
+        drafts = StepDrafts() if extra is None or extra.drafts is None else extra.drafts
+        kept = len(output.tokens)
+        # A sequence may end within the accepted drafts: then nothing stands in the place of a rejected one.
+        return drafts if drafts.accepted < kept else StepDrafts(kept, [], drafts.verified)
 
     def _text(self, sample: Sample, pending: Pending, output: Output) -> str:
         """The text that this output adds and that later tokens cannot change. All text so far depends only on all

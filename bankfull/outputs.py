@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from bankfull.types import StepDrafts
+
 
 class Logprob(NamedTuple):
     """A log-probability of the model's own distribution, before penalties, temperature and truncation."""
@@ -79,6 +81,8 @@ class Delta:
     stop_reason: int | str | None = None
     """The stop string, or the token of stop_token_ids, that ended the sample."""
     error: str | None = None
+    drafts: StepDrafts | None = None
+    """The step's draft tokens, if the request has `include_drafts`."""
 
 
 @dataclass(slots=True)

@@ -166,6 +166,18 @@ class StepResult:
 
 
 @dataclass(slots=True)
+class StepDrafts:
+    """The drafts of one sequence in one step: its tokens are the accepted drafts, and then the sampled token, which
+    stands in the place of the first rejected draft."""
+
+    accepted: int = 0
+    rejected: list[int] = field(default_factory=list)
+    """Token ids along the rejected path; of a tree, the best one."""
+    verified: int = 0
+    """Draft tokens that the step verified."""
+
+
+@dataclass(slots=True)
 class Output:
     """The outcome of one settled step for one sequence."""
 

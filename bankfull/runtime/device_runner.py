@@ -26,11 +26,12 @@ from bankfull.runtime.forward import Eager, Forward, Model, Replaying
 from bankfull.runtime.observer import ObservedHead, RunObserver, drafting, observed
 from bankfull.runtime.owned import OwnedSteps, RunStep
 from bankfull.runtime.rows import Rows
+from bankfull.runtime.shown_drafts import ShownDrafts, read_drafts, shown_drafts
 from bankfull.sample.logits import NO_TOKEN, Sampled
 from bankfull.sample.logprobs import logprobs_of
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
-from bankfull.types import NULL, StepPlan, StepResult, Work
+from bankfull.types import NULL, StepDrafts, StepPlan, StepResult, Work
 
 SCORE_BLOCK = 64
 """Prompt positions whose logits are in memory at once while a prompt is scored."""
@@ -59,6 +60,7 @@ class Extra:
     """By the position of the prompt token that was predicted."""
     pooled: tuple[int, Tensor] | None = None
     """Position and hidden state (last), or first position and the sum of hidden states from it on (mean)."""
+    drafts: StepDrafts | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class Landed:
     pooled: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     drafts: tuple[list[int], Tensor, Tensor | None] | None = None
     """Rows under a grammar, with tokens and parents of their next drafts."""
+    shown: ShownDrafts | None = None
 
 
 class DeviceRunner:
@@ -209,6 +212,8 @@ class DeviceRunner:
             work = step.plan.work
             if self.rows.with_extras:
                 self._prompt_extras(step.batch, step.hidden, work, landed)
+            if self.rows.showing:
+                landed.shown = shown_drafts(step.batch, work, self.rows)
             landed.verdict = self._verified(work, masks)
             if landed.verdict is None:
                 chosen = [i for i, w in enumerate(work) if w.sample]
@@ -363,13 +368,17 @@ class DeviceRunner:
                         for part in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
                     ),
                 ),
-                None if verdict.path is None or sampled.logprobs is None else fetch(verdict.path),
+                None
+                if verdict.path is None or (sampled.logprobs is None and landed.shown is None)
+                else fetch(verdict.path),
             )
         for i, (at, *columns) in landed.scored.items():
             own, ids, values = (fetch(column) for column in columns)
             landed.scored[i] = (at, own, ids, values)
         for i, (at, vector) in landed.pooled.items():
             landed.pooled[i] = (at, fetch(vector))
+        if landed.shown is not None:
+            landed.shown = landed.shown.on_host(fetch)
         if landed.drafts is not None:
             lines, tokens, parents = landed.drafts
             landed.drafts = (lines, fetch(tokens), None if parents is None else fetch(parents))
@@ -420,6 +429,11 @@ class DeviceRunner:
             _read_tokens(plan.work, landed.verdict, result)
             if landed.verdict.counts is not None and not self._exact:
                 self._forget_rejected(plan, landed.verdict.counts.tolist())
+            if landed.shown is not None and landed.verdict.counts is not None:
+                path = None if landed.verdict.path is None else landed.verdict.path.tolist()
+                for i, one in read_drafts(landed.shown, plan.work, landed.verdict.counts.tolist(), path).items():
+                    extra = result.extras[i] = result.extras[i] or Extra()
+                    extra.drafts = one
         for i, (first, own, ids, values) in landed.scored.items():
             extra = result.extras[i] = result.extras[i] or Extra()
             lines = zip(own.tolist(), ids.tolist(), values.tolist(), strict=True)

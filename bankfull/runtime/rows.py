@@ -97,6 +97,8 @@ class Rows:
         self.page_tokens = tuple(group.page_tokens for group in layout.paged)
         self.with_extras: set[int] = set()
         """Rows that want more than tokens: prompt logprobs, hidden states."""
+        self.showing: set[int] = set()
+        """Rows whose drafts are brought to the host."""
         self.sampling = SamplingTable(lines, vocab, device)
         self.jobs: list[Job | None] = [None] * count
         self.prompt_len = np.zeros(count, np.int64)
@@ -105,6 +107,7 @@ class Rows:
         for row in plan.leave:
             self.jobs[row] = None
             self.with_extras.discard(row)
+            self.showing.discard(row)
         if plan.leave:
             self.sampling.clear(plan.leave)
         if plan.enter:  # two sequences may enter one row in a step: the later one counts
@@ -136,6 +139,9 @@ class Rows:
             self.with_extras.discard(row)
             if job.pool is not None or job.params.prompt_logprobs is not None:
                 self.with_extras.add(row)
+            self.showing.discard(row)
+            if job.params.include_drafts:
+                self.showing.add(row)
             if job.pool is None:
                 sampled.append(enter)
             if self.host is not None:

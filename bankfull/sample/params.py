@@ -114,7 +114,7 @@ class SamplingParams:
 
     `speculative` False verifies no draft tokens for this request; a number limits those of a step. The tokens are the
     same. `reference` is a text that the answer may repeat (a file to edit, a document to quote): draft tokens are
-    looked up in it.
+    looked up in it. `include_drafts`: deltas have the accepted and rejected drafts of their step.
     """
 
     n: int = 1
@@ -145,6 +145,7 @@ class SamplingParams:
     structured: StructuredOutput | None = None
     speculative: bool | int = True
     reference: str | None = None
+    include_drafts: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -194,7 +195,7 @@ class SamplingParams:
             _integer("speculative", self.speculative, 0, MAX_TOKENS)
         if not isinstance(self.reference, str | None):
             raise RequestError(f"reference must be a text, not {_shown(self.reference)}.")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "include_drafts"):
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_shown(value)}.")
 

@@ -16,6 +16,7 @@ from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.settings import Settings
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
+from bankfull.types import StepDrafts
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -80,6 +81,8 @@ class Scripted:
     load: Load | None = None
     scores: Sequence[float] = (-0.25,)
     """The log-probability of every token, for one sample after the other."""
+    drafts: Sequence[StepDrafts] = ()
+    """Of each piece, for calls that want to see them."""
     asked: list[Asked] = field(default_factory=list)
     running: int = 0
 
@@ -111,7 +114,8 @@ class Scripted:
                         score = self.scores[index % len(self.scores)]
                         lines = [_line(token, score) for token in ids] if params.logprobs is not None else None
                         finish, stop = (self.finish, self.stop) if ends else (None, None)
-                        items.append(Delta(1, index, text, ids, lines, finish, stop))
+                        drafts = self.drafts[number] if params.include_drafts else None
+                        items.append(Delta(1, index, text, ids, lines, finish, stop, drafts=drafts))
                     yield items
             if self.error is not None:
                 raise self.error

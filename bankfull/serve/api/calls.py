@@ -138,6 +138,8 @@ class Structured(msgspec.Struct, forbid_unknown_fields=True):
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_drafts: bool = False
+    """Whether the chunks of a chat have the draft tokens of their step: accepted ones, and rejected ones."""
 
 
 class Served(Protocol):

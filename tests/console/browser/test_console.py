@@ -64,6 +64,33 @@ def test_a_response_explains_its_speed_on_request(page: Any) -> None:
     assert re.search(r"\d+% of .*\.$", page.locator(".why").inner_text())
 
 
+def test_draft_tokens_are_shown_on_request(page: Any) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        asked.append(json.loads(route.request.post_data))
+        steps = [
+            {"tokens": ["The", " river", " flows"], "accepted": 2, "rejected": [" runs", " far"], "verified": 4},
+            {"tokens": ["."], "accepted": 0, "rejected": [], "verified": 0},
+        ]
+        chunks = [{"choices": [{"delta": {"content": "".join(s["tokens"])}, "drafts": s}]} for s in steps]
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    page.check("#drafts")
+    submit(page, "What does a river do?")
+    view = page.locator(".turn.assistant .drafts")
+    view.wait_for()
+    until(page, "document.querySelectorAll('.drafts .tokens > *').length === 5")
+    assert view.locator(".accepted").all_inner_texts() == ["The", " river"]
+    assert view.locator(".rejected").all_inner_texts() == [" runs far"]
+    assert "flows" in view.locator(".rejected").get_attribute("title")
+    assert view.locator("summary").inner_text() == "Draft tokens: 2 steps, 2 of 4 drafts accepted"
+    assert page.locator(".turn.assistant .text").last.inner_text() == "The river flows."
+    assert asked[0]["stream_options"] == {"include_usage": True, "include_drafts": True}
+
+
 def test_the_log_follows_new_text_only_if_it_was_scrolled_to_the_end(page: Any) -> None:
     below = "(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#log'))"
     choose(page, max_tokens=300, temperature=0)

@@ -22,6 +22,7 @@ from bankfull.serve.api.openai.chat_completions import ChatStream
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.parsers import PlainParser
+from bankfull.types import StepDrafts
 from tests.quick import examples
 from tests.serve.scripted import FACTS, TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
@@ -132,6 +133,25 @@ def test_usage_can_come_with_every_chunk() -> None:
     with client_of(Scripted(["a", "b"])) as client:
         chunks = [json.loads(event) for event in raw_events(client, stream_options=options)[:-1]]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-2:] == [2, 2]
+
+
+def test_a_stream_has_the_drafts_of_each_step_on_request() -> None:
+    drafts = [StepDrafts(1, scripted_tokenizer().encode("xy"), 3), StepDrafts()]
+    with client_of(Scripted(["ab", "c"], drafts=drafts)) as client:
+        options = {"include_drafts": True}
+        chunks = [json.loads(event) for event in raw_events(client, stream_options=options)[:-1]]
+        without = [json.loads(event) for event in raw_events(client)[:-1]]
+        with pytest.raises(openai.BadRequestError, match="include_drafts is for chat completions"):
+            client.completions.create(model="tiny", prompt="p", stream=True, stream_options=options)  # type: ignore[call-overload]
+    shown = [chunk["choices"][0].get("drafts") for chunk in chunks]
+    assert shown == [
+        None,
+        {"tokens": ["a", "b"], "accepted": 1, "rejected": ["x", "y"], "verified": 3},
+        {"tokens": ["c"], "accepted": 0, "rejected": [], "verified": 0},
+        None,
+    ]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "ab", "c", None]
+    assert not any("drafts" in chunk["choices"][0] for chunk in without)
 
 
 def test_samples_arrive_under_their_index() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +26,7 @@ from bankfull.serve.api.calls import (
 from bankfull.serve.api.chat import Answer, AnswerStream, Ask, Chat, NamedTool, ToolChoice, WholeSample, collect
 from bankfull.serve.api.errors import Problem, Refusal, openai_error
 from bankfull.serve.api.events import Event, Reasoning, Text, ToolStart, Turn, Usage
+from bankfull.serve.api.openai.chunk_drafts import ChunkDrafts, chunk_drafts
 from bankfull.serve.api.openai.common import (
     FINGERPRINT,
     PromptLogprob,
@@ -187,6 +189,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: Logprobs | None
     finish_reason: str | None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    drafts: ChunkDrafts | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -244,6 +247,8 @@ class ChatCompletions:
         _refuse_contradictions(call)
         defaults = self._chat.texts.defaults if self._settings.use_generation_config else {}
         params = sampling_params(call, defaults, logprobs=_top_logprobs(call), max_tokens=call.max_completion_tokens)
+        if call.stream_options is not None and call.stream_options.include_drafts:
+            params = replace(params, include_drafts=True)
         options = dict(call.chat_template_kwargs or {})
         if call.reasoning_effort is not None:
             options |= self._switches.effort(call.reasoning_effort, "reasoning_effort")
@@ -462,6 +467,9 @@ class ChatStream(AnswerStream):
         if delta.logprobs:
             logprobs = _encode(logprobs_of(delta.token_ids, delta.logprobs, self._tokenizer, self._top))
             events = events or [Text("")]  # tokens whose text is held back still have log-probabilities
+        if delta.drafts is not None and delta.token_ids:
+            logprobs += b',"drafts":' + _encode(chunk_drafts(delta, delta.drafts, self._tokenizer))
+            events = events or [Text("")]
         for item in events:
             chunks.append(self._chunk(delta.index, _spelled(item), logprobs))
             logprobs = b"null"

@@ -293,6 +293,12 @@ def _refuse_contradictions(call: CompletionCall) -> None:
         raise Refusal("suffix is not supported: leave it out.", param="suffix", code="unsupported_parameter")
     if call.stream_options is not None and not call.stream:
         raise Refusal("stream_options is for streams only: set stream, or leave it out.", param="stream_options")
+    if call.stream_options is not None and call.stream_options.include_drafts:
+        raise Refusal(
+            "include_drafts is for chat completions: leave it out.",
+            param="stream_options",
+            code="unsupported_parameter",
+        )
     if call.stream:
         if call.best_of is not None and call.best_of > (call.n or 1):
             raise Refusal("best_of cannot be streamed: the best is known at the end.", param="best_of")

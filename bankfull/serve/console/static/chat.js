@@ -130,12 +130,45 @@ class Growing {
   }
 }
 
+/** The tokens of a response as they were drafted: accepted drafts are underlined, rejected ones struck through before
+    the token that replaced them. */
+class DraftView {
+  constructor(log) {
+    this.log = log;
+    this.drafted = this.accepted = this.steps = 0;
+    this.tokens = make("div", { class: "tokens" });
+    this.summary = make("summary", {}, "Draft tokens");
+    this.element = make("details", { class: "drafts", open: true, hidden: true }, this.summary, this.tokens);
+  }
+
+  add({ tokens, accepted, rejected, verified }) {
+    const said = tokens.slice(0, accepted), replaced = rejected.join("");
+    const next = tokens.slice(accepted).join("");
+    const pieces = said.map((token) => make("ins", { class: "accepted", title: "accepted draft" }, token));
+    if (replaced) {
+      pieces.push(make("del", { class: "rejected", title: `rejected draft, replaced by “${next}”` }, replaced));
+    }
+    pieces.push(make("span", {}, next));
+    this.steps += 1;
+    this.accepted += accepted;
+    this.drafted += verified;
+    lengthen(this.log, () => {
+      this.element.hidden = false;
+      this.tokens.append(...pieces);
+      const share = this.drafted ? `${count(this.accepted)} of ${count(this.drafted)} drafts accepted` : "no drafts";
+      this.summary.textContent = `Draft tokens: ${count(this.steps)} steps, ${share}`;
+    });
+  }
+}
+
 async function answer() {
   const id = `console-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
   const log = find("#log"), thought = new Growing(log), text = new Growing(log), figures = make("footer");
+  const drafts = new DraftView(log);
   const title = make("summary", {}, "Reasoning");
   const thinking = make("details", { class: "thinking", hidden: true }, title, thought.element);
-  const place = make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text.element, figures);
+  const place = make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text.element,
+    drafts.element, figures);
   log.append(place);
   log.scrollTop = log.scrollHeight;
   const stopping = (writing = new AbortController());
@@ -148,6 +181,7 @@ async function answer() {
       seen.tokens = event.usage?.completion_tokens ?? seen.tokens;
       seen.why = event.explain?.summary ?? seen.why;
       const { reasoning, content } = event.choices[0]?.delta ?? {};
+      if (event.choices[0]?.drafts) drafts.add(event.choices[0].drafts);
       if (reasoning || content) seen.first ??= performance.now();
       if (reasoning) {
         thinking.hidden = false;
@@ -186,7 +220,8 @@ function ask(id, signal) {
   const body = {
     model: find("#model").value || undefined,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-    ...parameters(), stream: true, stream_options: { include_usage: true },
+    ...parameters(), stream: true,
+    stream_options: { include_usage: true, ...(find("#drafts").checked ? { include_drafts: true } : {}) },
   };
   return post("/v1/chat/completions", body, { signal, headers: { "x-request-id": id } });
 }
