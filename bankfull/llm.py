@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from bankfull.best_of import Choose, rank, ranked_params
 from bankfull.errors import RequestError
 from bankfull.familiar import configure
 from bankfull.frontend import Frontend, Pending, Prompt
@@ -67,20 +69,35 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int | None = None,
+        choose: Choose | None = None,
         priority: Sequence[int] | None = None,
         use_tqdm: bool = False,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. If a prompt cannot be served, this raises before any of them runs."""
+        """One output per prompt, in order. If a prompt cannot be served, this raises before any of them runs.
+
+        `n`: samples of each prompt, instead of that of the parameters. `choose`: ranks the samples of each prompt, the
+        best one first. "logprob" ranks by the mean log-probability of a sample's tokens. A function is called with each
+        sample and its request, and returns the sample's score; the highest one is the best. All samples are returned,
+        and `index` keeps the number of each."""
         many = as_prompts(prompts)
-        params = self._params_for(len(many), sampling_params)
+        asked = self._params_for(len(many), sampling_params)
+        params = asked if n is None else [replace(one, n=n) for one in asked]
+        if choose is not None:
+            params = [ranked_params(one, choose) for one in params]
         if priority is not None and len(priority) != len(many):
             raise RequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one for each.")
         ids = self._submit_all(many, params, priority or [0] * len(many))
         if not use_tqdm:
-            return self._finish(ids, progress)
-        with _progress_bar(len(ids), progress) as bar:
-            return self._finish(ids, bar)
+            found = self._finish(ids, progress)
+        else:
+            with _progress_bar(len(ids), progress) as bar:
+                found = self._finish(ids, bar)
+        if choose is not None:
+            for result, one in zip(found, asked, strict=True):
+                rank(result, choose, shows_logprobs=one.logprobs is not None)
+        return found
 
     def chat(
         self,
@@ -90,13 +107,15 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        n: int | None = None,
+        choose: Choose | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Like generate(), for one conversation or several, formatted with the model's chat template."""
         several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         how = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts = [self._front.encode_chat(m, **how) for m in several]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, n=n, choose=choose, progress=progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **how: Any) -> Iterator[Delta]:
         """The answer in pieces, as they are generated. Closing the iterator aborts the request."""

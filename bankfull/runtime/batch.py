@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.decode.strategy import Ship, Verdict
 from bankfull.layers.batch import Batch
 from bankfull.runtime.rows import Rows, each_of
 from bankfull.state.spec import Layout
@@ -291,3 +292,14 @@ def _gather_on_host(
         rows.page_tokens,
         ancestors=ancestors,
     )
+
+
+def newest_lines(index: Tensor, widths: Sequence[int], verdict: Verdict, ship: Ship) -> Tensor:
+    """(rows) the token of the step after which each row's newest token was sampled. `index`: the token of each line."""
+    first = ship(np.cumsum([0, *widths[:-1]]))
+    if verdict.counts is None:
+        return index[first]
+    last = verdict.counts - 1
+    if verdict.path is not None:
+        last = verdict.path.gather(1, last[:, None])[:, 0]
+    return index[first + last]

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Ship, Strategy, Verdict, View
+from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Strategy, Verdict, View
 from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
 from bankfull.ops import move_tokens
 from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
-from bankfull.runtime.batch import build_batch
+from bankfull.runtime.batch import build_batch, newest_lines
 from bankfull.runtime.device import Device, Future, commits, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
 from bankfull.runtime.observer import ObservedHead, RunObserver, drafting, observed
@@ -446,17 +446,6 @@ class DeviceRunner:
             parents = [chain] * len(constrained) if above is None else above.tolist()
             result.drafts = dict(zip(constrained, zip(drafted.tolist(), parents, strict=True), strict=True))
         return result
-
-
-def newest_lines(index: Tensor, widths: Sequence[int], verdict: Verdict, ship: Ship) -> Tensor:
-    """(rows) the token of the step after which each row's newest token was sampled. `index`: the token of each line."""
-    first = ship(np.cumsum([0, *widths[:-1]]))
-    if verdict.counts is None:
-        return index[first]
-    last = verdict.counts - 1
-    if verdict.path is not None:
-        last = verdict.path.gather(1, last[:, None])[:, 0]
-    return index[first + last]
 
 
 def checked_taps(strategy: Strategy, layers: int) -> tuple[int, ...]:

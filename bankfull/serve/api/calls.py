@@ -49,6 +49,7 @@ POINTERS = {
     "max_new_tokens": "max_tokens",
     "use_beam_search": "n with a temperature above 0",
     "chat_template": "the model's own template with chat_template_kwargs",
+    "best_of": "n, and choose among the samples, or /v1/completions, which has best_of",
 }
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)

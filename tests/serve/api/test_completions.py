@@ -111,6 +111,10 @@ def test_the_best_of_several_are_kept() -> None:
         assert answer.usage is not None and answer.usage.completion_tokens == 4
         with pytest.raises(openai.BadRequestError, match="best_of"):
             client.completions.create(model="tiny", prompt="p", best_of=4, stream=True)
+        with pytest.raises(openai.BadRequestError, match="best_of is not supported: use n, and choose"):
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "p"}], extra_body={"best_of": 2}
+            )
         with pytest.raises(openai.BadRequestError, match="below n"):
             client.completions.create(model="tiny", prompt="p", best_of=1, n=2)
 
