@@ -193,6 +193,8 @@ WITH_MODEL = {
     "tree-streaming": "streams",
 }
 """Names that need a model or a directory of a trained drafter, with what they need."""
+BUNDLED = ("medusa", "eagle")
+"""Names among them for which the package has heads for the default model, if none are given."""
 MOST_DRAFTS = 63
 """Draft tokens of one sequence that a step can verify."""
 
@@ -227,7 +229,7 @@ class SpeculativeChoice:
             return SpeculativeChoice(name, then.options, model, then)
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
-        if bool(model) != (name in WITH_MODEL):
+        if bool(model) != (name in WITH_MODEL) and (model or name not in BUNDLED):
             needed = f"needs {WITH_MODEL.get(name)}: {name}:PATH"
             reason = f"takes no model; leave out {model[:40]!r}" if model else needed
             raise ConfigError(f"{shown} {reason}.")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bankfull.config import CHAIN, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
+from bankfull.config import BUNDLED, CHAIN, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
 from bankfull.decode.adaptive import AdaptiveWidth, halved
 from bankfull.decode.draft import DraftModel, check_branching
 from bankfull.decode.drafting import Drafting
@@ -45,6 +45,7 @@ from bankfull.state.spec import Layout, Recurrent, joined_states, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
+from bankfull.weights.bundled import bundled
 from bankfull.weights.eagle import read_eagle
 from bankfull.weights.locate import locate
 from bankfull.weights.medusa import read_heads
@@ -233,6 +234,8 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
     """The strategy that a choice names for the model `target`, if it is one that runs on the device."""
     if choice.then is not None:
         return own_strategy(choice.then, target, run, device)
+    if choice.name in BUNDLED and not choice.model:
+        choice = replace(choice, model=str(bundled(choice.name, target.config, target.path.name)))
     rule = RULES[str(choice.options.get("rule", "same"))]()
     if choice.options.get("rule") == TYPICAL:
         log.warning("rule=typical is lossy: sampled requests get tokens of another distribution than without drafts.")

@@ -74,3 +74,21 @@ def test_weights_stay_quantized_in_memory(llm: LLM) -> None:
     layer = llm.loaded.model.blocks[0].mixer
     assert layer.q.weight.scheme.name == "q4_1"  # type: ignore[attr-defined]
     assert layer.q.weight.parts["blocks"].dtype == torch.uint8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("heads", ("medusa", "eagle", "chain:eagle"))
+def test_heads_that_come_with_the_package_draft_for_it(llm: LLM, heads: str) -> None:
+    """The tokens stay the same, and far more first drafts are right than of untrained heads (below 3%)."""
+    asked = [[{"role": "user", "content": text}] for text in ("Name three rivers.", "What is a leap year?")]
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    drafted = LLM(
+        "smollm2",
+        dtype="float32",
+        max_model_len=512,
+        memory="256MiB",
+        speculative=f"{heads},adaptive=false",
+    )
+    expected, found = (each.chat(asked, params) for each in (llm, drafted))
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    totals = drafted.loaded.engine.totals
+    assert totals.accepted[0] / totals.drafted[0] > 0.15

@@ -19,7 +19,10 @@ from statistics import median_low
 LOSS_SHARE = 0.02
 """Share of the time that trials may lose."""
 TRIAL_STEPS = 3
-"""Steps of a trial, and measurements that a width needs to be compared."""
+"""Measured steps of a trial, and measurements that a width needs to be compared."""
+UNMEASURED = 2
+"""First steps of a trial, which are not measured: the step in flight has another width, and a new shape of a step is
+recorded or finds cold caches."""
 REMEMBERED = 15
 """Steps of one width and load whose median time counts."""
 MEMORY = 64
@@ -35,6 +38,8 @@ class MeasuredWidth:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     last: int = 0
     """The number of the last step."""
+    run: int = 0
+    """Steps of this width since another one was used."""
 
 
 @dataclass(slots=True)
@@ -88,7 +93,7 @@ class AdaptiveWidth:
         unknown = other not in known
         if other != best and (unknown or self._steps - self._tried[load, other].last >= REVISITED):
             loss = self._time(load, best) if unknown else self._loss(load, other, best)
-            if self._lost + TRIAL_STEPS * loss <= LOSS_SHARE * self._seconds:
+            if self._lost + (UNMEASURED + TRIAL_STEPS) * loss <= LOSS_SHARE * self._seconds:
                 return self._try(other)
         return best
 
@@ -103,9 +108,11 @@ class AdaptiveWidth:
         self._steps += 1
         self._seconds += seconds
         tried = self._tried.setdefault((load, width), MeasuredWidth())
-        tried.seconds.append(seconds)
+        tried.run = tried.run + 1 if tried.last == self._steps - 1 else 1
         tried.last = self._steps
         self._accepted[width].add(accepted)
+        if tried.run > UNMEASURED:
+            tried.seconds.append(seconds)
         known = self._known(load)
         if known and width != (best := self.best(load)):
             self._lost += max(0.0, seconds - (1 + accepted) / self._rate(load, best))
@@ -115,7 +122,7 @@ class AdaptiveWidth:
         return max(0.0, self._time(load, width) - (1 + self._accepted[width].mean) / self._rate(load, best))
 
     def _try(self, width: int) -> int:
-        self._trial = (width, TRIAL_STEPS - 1)
+        self._trial = (width, UNMEASURED + TRIAL_STEPS - 1)
         return width
 
     def _known(self, load: int) -> list[int]:

@@ -129,7 +129,7 @@ def test_options_are_read_from_one_text() -> None:
         ("guess", "is unknown; use off, auto, ngram, suffix, jacobi, lookahead, draft, medusa, eagle, chain."),
         ("suffix:smollm2", "takes no model; leave out 'smollm2'."),
         ("draft", "needs a model: draft:PATH."),
-        ("medusa,nodes=4", "needs heads: medusa:PATH."),
+        ("medusa,nodes=4", "has trained heads for SmolLM2-135M-Instruct only, and 'speaking"),
         ("suffix,most=4", "has no option 'most'; its options are width, least, adaptive."),
         ("chain", "must name what drafts where lookup finds nothing: chain:medusa:PATH."),
         ("chain:suffix", "must name what drafts where lookup finds nothing: chain:medusa:PATH."),
