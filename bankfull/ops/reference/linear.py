@@ -145,18 +145,11 @@ def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> 
 
 
 FEW_ROWS = 4
-SMALL_WEIGHT, SMALL_WEIGHT_ROWS = 1 << 21, 16
-"""Elements of a weight that takes less time than the launches around it, and the rows that count as few for it."""
-
-
-def few_rows_of(outer: int, inner: int) -> int:
-    """Rows of a dense linear that a kernel for few rows computes; a row's result does not depend on their number."""
-    return SMALL_WEIGHT_ROWS if outer * inner <= SMALL_WEIGHT else FEW_ROWS
 
 
 def normed_rows(weight: QTensor) -> int:
     """Largest row count for which layers fuse the norm into the linear: each program of the kernel repeats the norm."""
-    return few_rows_of(*weight.shape) if weight.is_dense else 1
+    return FEW_ROWS if weight.is_dense else 1
 
 
 @dataclass(frozen=True, slots=True)
