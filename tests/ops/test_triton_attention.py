@@ -335,6 +335,7 @@ def test_the_split_plan_depends_on_pairs_and_queries() -> None:
     )
     assert list(found.values()) == [few, queries, many, many, some, some, late]
     assert attention_splits.split_plan(8, 4, 132, False) == late
+    assert attention_splits.split_plan(16, 64, 132, False) == attention_splits.LATE_WIDE, "a tree's queries"
 
 
 def test_the_number_of_splits_depends_only_on_what_a_captured_step_fixes() -> None:

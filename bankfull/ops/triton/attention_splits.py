@@ -44,6 +44,9 @@ SOME = SplitPlan(16384, 3, 8, 2, least=16)
 splitting gains more than merging costs."""
 LATE = SplitPlan(8192, 3, 4, 2)
 """MANY for programs that cannot start before their inputs are ready."""
+LATE_WIDE, WIDE = SplitPlan(8192, 3, 4, 2, least=2), 64
+"""LATE for tiles of that many queries, as trees have: merging such a tile costs more than reading another tile of
+keys."""
 MERGED = 4096
 """Elements of partial results loaded together."""
 
@@ -56,7 +59,9 @@ class Scratch:
     """
 
     def __init__(self, device: torch.device, lines: int, values: int) -> None:
-        programs = 2 * max(plan.programs for plan in (FEW, FEW_QUERIES, MANY, SOME, LATE)) * multiprocessors(device)
+        programs = (
+            2 * max(plan.programs for plan in (FEW, FEW_QUERIES, MANY, SOME, LATE, LATE_WIDE)) * multiprocessors(device)
+        )
         self.acc = torch.empty(programs * lines * values, dtype=torch.float32, device=device)
         self.peak = torch.empty(programs * lines, dtype=torch.float32, device=device)
         self.total = torch.empty_like(self.peak)
@@ -94,7 +99,7 @@ def tile_keys(padded: int, product_bytes: int, page_bytes: int, tile_bytes: int)
 def split_plan(pairs: int, live: int, multiprocessors: int, fused: bool) -> SplitPlan:
     """The plan for `pairs` of sequence and KV head, with `live` queries per KV head."""
     if not fused or pairs > 2 * multiprocessors:
-        return LATE
+        return LATE if fused or live < WIDE else LATE_WIDE
     if pairs > multiprocessors:
         return SOME
     return MANY if pairs > FEW_PAIRS else FEW_QUERIES if live <= 2 else FEW
