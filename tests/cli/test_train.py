@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bankfull.weights.eagle import WEIGHTS as EAGLE_WEIGHTS
+from bankfull.weights.eagle import read_eagle
 from bankfull.weights.medusa import CONFIG, TREE, WEIGHTS, read_heads
 from bankfull.weights.streams import STREAMS, read_streams
 from tests.train.looping import looping_folder
@@ -75,6 +77,26 @@ def test_streams_are_trained_and_draft(cli: Cli, tmp_path: Path) -> None:
         for how in ("", ",nodes=3"):
             drafted = cli(*asked, "--speculative", f"{choice}:{out}{how}")
             assert drafted.code == 0 and drafted.out == plain.out != ""
+
+
+def test_an_eagle_head_is_trained_and_drafts(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    short = ("--count", 10, "--answer-tokens", 16, "--vocabulary", 64, "--depth", 2, "--inner", 32, "--rate", 0.01)
+    first = ("train", "eagle", looping_folder(), "-o", out, *short, "--steps", 30, "--measure-every", 15)
+    done = cli(*first, "--minutes", 0.01, "--json")
+    assert done.code == 0 and not done.json["finished"] and "the same command continues" in done.err
+    done = cli(*first)
+    assert done.code == 0, done.err
+    assert f"use: --speculative eagle:{out}," in done.out and "expected gain" in done.out
+    assert all(name in done.out for name in (EAGLE_WEIGHTS, TREE, CONFIG))
+    assert read_eagle(out).acceptance is not None
+    asked = ("run", "The river", "-m", looping_folder(), "--temperature", 0, "--max-tokens", 12, "--no-limit")
+    plain = cli(*asked, "--speculative", "off")
+    for how in ("", ",nodes=3,branch=2", ",tree=chain,depth=2"):
+        drafted = cli(*asked, "--speculative", f"eagle:{out}{how}")
+        assert drafted.code == 0 and drafted.out == plain.out != ""
+    wrong = cli(*asked, "--speculative", f"eagle:{out},tree=sparse")
+    assert "tree must be dynamic or chain" in wrong.sentence
 
 
 def test_a_slice_that_ends_early_says_how_to_go_on(cli: Cli, tmp_path: Path) -> None:
