@@ -72,6 +72,10 @@ class Eagle(Strategy):
         self._head: EagleHead | None = None
         self._fresh: set[int] = set()
         """Rows whose last token's feature is not known: they have entered or were skipped since the last step."""
+        self._followed: set[int] = set()
+        """Rows whose newest step was followed."""
+        self._skipped: dict[int, int] = {}
+        """By row: tokens without an entry, since their steps were not followed."""
 
     @property
     def own(self) -> OwnModel | None:
@@ -108,11 +112,27 @@ class Eagle(Strategy):
 
     def begin(self, rows: Sequence[int]) -> None:
         self._fresh.update(rows)
+        self._followed.difference_update(rows)
+        for row in rows if self._skipped else ():
+            self._skipped.pop(row, None)
 
     def skip(self, rows: Sequence[int]) -> None:
-        """The features of a skipped token are gone. Its KV slot stays without an entry, so drafts of these rows are
-        worse until their sequences end."""
+        """The features of a skipped token are gone. Its entry is made later, without a feature (`_catch_up`)."""
         self._fresh.update(rows)
+        for row in rows:
+            if row in self._followed:
+                self._followed.discard(row)
+            else:
+                self._skipped[row] = self._skipped.get(row, 0) + 1
+
+    def _catch_up(self, rows: Sequence[int]) -> None:
+        """Make the entries of skipped tokens, before the one that the last step has run. Keys and values of a single
+        layer do not depend on other entries, so they may come late."""
+        for row in rows:
+            if count := self._skipped.pop(row, 0):
+                batch = self._steps.batch([row], -1 - count, [count])
+                batch.features = self._last.new_zeros(count, self._last.shape[1])
+                self._steps.run(batch)
 
     def follow(self, step: ComputedStep) -> None:
         assert self._head is not None
@@ -122,6 +142,10 @@ class Eagle(Strategy):
         fresh = [w.row in self._fresh for w in work]
         rows, first, last, new = step.ship(np.stack(([w.row for w in work], batch.q_start[:-1], known, fresh)))
         self._fresh.difference_update(w.row for w in work)
+        self._followed.update(w.row for w in work)
+        for w in work if self._skipped else ():
+            if w.count > 1 or w.drafts:  # only the device knows how many of them are accepted, and where the rest lies
+                self._skipped.pop(w.row, None)
         earlier = self._last[rows].masked_fill_((new > 0)[:, None], 0)
         before = self._features[step.before.clamp_min(0)]
         batch.features = before.index_copy_(0, first, earlier)
@@ -129,6 +153,9 @@ class Eagle(Strategy):
         self._last.index_copy_(0, rows, self._features[last])
 
     def propose(self, view: View) -> Draft | None:
+        self._followed.difference_update(view.host_rows)
+        if self._skipped:
+            self._catch_up(view.host_rows)
         newest = view.at_newest(self._features)
         self._last.index_copy_(0, view.rows, newest)
         room = self._steps.room(view.host_rows, self.ahead)

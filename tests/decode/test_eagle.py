@@ -283,20 +283,37 @@ def memoryless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Toggling:
+    """Drafts for some steps, then none for some steps, whatever is measured (`AdaptiveWidth`)."""
+
+    def __init__(self, widest: int, period: int) -> None:
+        self.widest, self._period, self._step = widest, period, 0
+
+    def next(self, load: int) -> int:
+        self._step += 1
+        return self.widest if self._step // self._period % 2 == 0 else 0
+
+    def observe(self, *measured: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("pause", (0, 1, 5), ids=("always", "alternating", "pauses"))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", (0, 1))
-def test_a_head_that_knows_the_next_token_is_always_right(memoryless: Path, depth: int, way: str) -> None:
+def test_a_head_that_knows_the_next_token_is_always_right(memoryless: Path, depth: int, way: str, pause: int) -> None:
+    """Also after steps that it was left out of: no KV slot is left without an entry, which would read as NaN."""
     files = open_model(memoryless)
     kit = kit_for(DEVICE.type, "auto")
     model = build_model(files.config, Build(files.source, kit, torch.float32, DEVICE))
     strategy = CountedEagle(partial(build_eagle, oracle()), **WAYS[way])
     bench = Bench(model, device_of(depth), depth, SchedConfig(rows=4, step_tokens=64), strategy=strategy, kit=kit)
+    if pause:
+        bench.engine.adaptive = Toggling(strategy.width(0), pause)  # type: ignore[assignment]
     for i in range(3):
         bench.add(i, [7 * i + 1, 3 * i + 5], 61)
     bench.run()
-    # 61 tokens: the first comes from the prompt, and each step adds three drafts and one more. At depth 1 the step
-    # after the prompt is planned before there are drafts.
     assert strategy.accepted / strategy.verified > 2.7, "a whole path of three drafts is accepted in each step"
+    assert strategy.accepted > (120 if not pause else 30)
 
 
 # -- files
