@@ -17,7 +17,8 @@ from bankfull.decode.candidate_tree import CandidateTree
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """Candidates for the tokens after the newest one. Logprobs are finite or -inf, at most 0."""
+    """Candidates for the tokens after the newest one. Logprobs are finite or -inf, at most 0. For a `FixedTree`, which
+    reads their order only, logits may stand in their place."""
 
     tokens: Tensor
     """(rows, depth, most) token ids."""

@@ -33,6 +33,9 @@ class StreamDrafter(Strategy):
 
     follows = True
     trees = True
+    exact = True
+    chances = True
+    """Whether `tree_of` reads logprobs, and not only the order of candidates."""
 
     def __init__(self, streams: StreamWeights, depth: int) -> None:
         """`depth`: streams to run."""
@@ -87,7 +90,7 @@ class StreamDrafter(Strategy):
             # Fewer KV slots, fewer streams: the others' candidates have no probability.
             hidden = hidden.new_zeros(len(room) * count, hidden.shape[1]).index_copy_(0, lines, hidden)
             present = torch.arange(count, device=hidden.device) < view.ship(room)[:, None]
-        return stack.continuations(hidden.view(len(room), count, -1), present)
+        return stack.continuations(hidden.view(len(room), count, -1), present, self.chances)
 
     def tree_of(self, found: Continuations) -> tuple[Tensor, Tensor | np.ndarray | None]:
         """(rows, nodes) tokens, and parents as in `Draft`."""
@@ -100,6 +103,8 @@ class StreamDrafter(Strategy):
 class Streaming(StreamDrafter):
     """A tree of one shape, chosen from measured acceptance. After each node come the candidates that follow its token
     best by the early exit; the others are pruned."""
+
+    chances = False
 
     def __init__(self, streams: StreamWeights, nodes: int | None = None, tree: str = SPARSE) -> None:
         """`nodes`: draft tokens, at most; without it, 8 for a tree and one per stream for a chain. `tree`: sparse or

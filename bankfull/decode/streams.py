@@ -140,23 +140,29 @@ class StreamStack:
         entering = enter(states, self._embed(batch)[first], self._entry, self._embeddings).flatten(0, 1)
         batch.features = entering if lines is None else entering[lines]
 
-    def continuations(self, hidden: Tensor, present: Tensor | None) -> Continuations:
-        """From hidden states (rows, streams, d). `present` (rows, streams): which of them were computed; None: all."""
+    def continuations(self, hidden: Tensor, present: Tensor | None, chances: bool = True) -> Continuations:
+        """From hidden states (rows, streams, d). `present` (rows, streams): which of them were computed; None: all.
+        `chances`: whether logprobs are wanted; else logits, which give the same order of the candidates after a token,
+        and need no sum over the vocabulary."""
         rows, count, size = hidden.shape
         logits = self._capped(self._project(hidden.flatten(0, 1)).float()).view(rows, count, -1)
         best = logits.topk(self._most, -1)
-        tokens, logprobs = self._vocabulary[best.indices], best.values - logits.logsumexp(-1, keepdim=True)
-        if present is not None:
-            logprobs = logprobs.masked_fill(~present[:, :, None], -torch.inf)
+        tokens, scores = self._vocabulary[best.indices], best.values
+        if chances:
+            scores = scores - logits.logsumexp(-1, keepdim=True)
+            if present is not None:
+                scores = scores.masked_fill(~present[:, :, None], -torch.inf)
         if count == 1:
-            return Continuations(tokens, _bounded(logprobs[:, 0]), logprobs.new_zeros(rows, 0, self._most, self._most))
+            return Continuations(tokens, _bounded(scores[:, 0]), scores.new_zeros(rows, 0, self._most, self._most))
         scored = self._row(best.indices.flatten(), self._rows, self.build.dtype, 1.0).view(rows, count, -1, size)
         known = hidden[:, 1:, None].expand(-1, -1, self._most, -1)
         exits = after(known.reshape(-1, size), scored[:, :-1].reshape(-1, size), self._exit).view_as(known)
-        follows = self._capped((exits @ scored[:, 1:].mT).float()).log_softmax(-1)
+        follows = self._capped((exits @ scored[:, 1:].mT).float())
+        if not chances:
+            return Continuations(tokens, scores[:, 0], follows)
         # The estimates redistribute the probability that the stream gives to its candidates.
-        follows = follows + logprobs[:, 1:].logsumexp(-1)[:, :, None, None]
-        return Continuations(tokens, _bounded(logprobs[:, 0]), _bounded(follows))
+        follows = follows.log_softmax(-1) + scores[:, 1:].logsumexp(-1)[:, :, None, None]
+        return Continuations(tokens, _bounded(scores[:, 0]), _bounded(follows))
 
     def _capped(self, logits: Tensor) -> Tensor:
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)

@@ -255,6 +255,7 @@ class PlainLlama:
 class Compared(Streaming):
     """Compares the streams of every proposal with the reference."""
 
+    chances = True
     compared = 0
 
     def prepare(self, target: Decoder) -> None:
@@ -266,19 +267,21 @@ class Compared(Streaming):
         with pytest.MonkeyPatch.context() as patch:
             continuations, states = self.stack.continuations, list[Tensor]()
 
-            def kept(hidden: Tensor, present: Tensor | None) -> Continuations:
+            def kept(hidden: Tensor, present: Tensor | None, chances: bool) -> Continuations:
                 states.append(hidden)
-                seen.append(continuations(hidden, present))
+                seen.append(continuations(hidden, present, chances))
                 return seen[-1]
 
             patch.setattr(self.stack, "continuations", kept)
             draft = super().propose(view)
+            by_logits = self._fixed.tokens(continuations(states[0], None, chances=False))
         room = self._steps.room(view.host_rows, self.ahead).tolist()
         for i, (row, slots) in enumerate(zip(view.host_rows, room, strict=True)):
             if min(room) and slots == self.ahead:  # others have fewer streams, at the end of a sequence
                 expected = self.reference.hidden(view.tokens[row, : int(view.known[row])].tolist())
                 torch.testing.assert_close(states[0][i], expected, rtol=1e-8, atol=1e-8)
                 self.compare(seen[0], i, expected)
+                assert draft is not None and torch.equal(by_logits[i], draft.tokens[i]), "logits give the same order"
                 self.compared += 1
         return draft
 
