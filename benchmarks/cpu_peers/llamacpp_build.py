@@ -20,6 +20,8 @@ VERSION = "0.3.36"
 PACKAGE = "llama-cpp-python"
 BENCH, BATCHED, QUANTIZE = "llama-bench", "llama-batched-bench", "llama-quantize"
 TOOLS = (BENCH, BATCHED, QUANTIZE)
+LOOKUP = "llama-lookup"
+"""llama.cpp's example of prompt lookup, which is built only for the comparison that needs it."""
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -74,6 +76,23 @@ def builds(asked: Asked, work: Path) -> list[Build]:
     return [
         Build(name, variant, _built(source, work, folder, (*every, *options))) for folder, variant, options in variants
     ]
+
+
+def lookup_build(asked: Asked, work: Path) -> Build:
+    """The first build, with `LOOKUP` among its programs."""
+    build = builds(asked, work)[0]
+    if os.access(build.tool(LOOKUP), os.X_OK):
+        return build
+    if asked.programs:
+        raise CannotInstall(f"{build.programs} has no {LOOKUP}: build llama.cpp with its examples, or leave it out")
+    folder, (_, source) = build.programs.parent, _source(asked, work)
+    jobs = str(len(os.sched_getaffinity(0)))
+    steps = [
+        ["cmake", "-S", str(source), "-B", str(folder), "-DLLAMA_BUILD_EXAMPLES=ON"],
+        ["cmake", "--build", str(folder), "--parallel", jobs, "--target", LOOKUP],
+    ]
+    run_steps("llama.cpp", steps, work / "llamacpp.log")
+    return build
 
 
 def _given(folder: Path, several: bool) -> Build:
