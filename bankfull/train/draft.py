@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
@@ -92,7 +93,10 @@ class DraftTrainer:
             hidden = self.hidden(examples)[places]
             for own, target in zip(hidden.split(AT_ONCE), states.split(AT_ONCE), strict=True):
                 wanted, ids = self._wanted(target)
-                part: Tensor = checkpoint(self._entropy, own, wanted, ids, use_reentrant=False)
+                # Nothing is random here; keeping the state of a random generator would wait for the device.
+                part: Tensor = checkpoint(
+                    self._entropy, own, wanted, ids, use_reentrant=False, preserve_rng_state=False
+                )
                 total = total + part
         return total / len(places)
 
@@ -169,7 +173,8 @@ class DraftTrainer:
                 for name in "qkv"
             )
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            with sdpa_kernel(SDPBackend.MATH):  # the others add gradients in any order, so that runs would differ
+                mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = x + linear(mixed.transpose(1, 2).flatten(2), w[f"{at}self_attn.o_proj.weight"])
             y = self._normed(x, f"{at}post_attention_layernorm")
             gated = silu(linear(y, w[f"{at}mlp.gate_proj.weight"])) * linear(y, w[f"{at}mlp.up_proj.weight"])

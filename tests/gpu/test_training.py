@@ -15,13 +15,15 @@ require_device()
 
 from bankfull.decode.medusa import Medusa  # noqa: E402
 from bankfull.decode.plain import Plain  # noqa: E402
+from bankfull.train.draft import DraftTrainer  # noqa: E402
 from bankfull.train.medusa import MedusaTrainer  # noqa: E402
 from bankfull.train.states import HiddenStates  # noqa: E402
-from bankfull.train.text import OwnText, OwnTextOptions, frequent_tokens  # noqa: E402
+from bankfull.train.text import OwnAnswer, OwnText, OwnTextOptions, frequent_tokens  # noqa: E402
 from bankfull.weights.medusa import read_heads  # noqa: E402
 from tests.decode.test_medusa import random_heads  # noqa: E402
 from tests.gpu.engines import bench_of, random_prompts  # noqa: E402
 from tests.train.looping import looping_folder  # noqa: E402
+from tests.train.test_draft import run as train_draft  # noqa: E402
 from tests.train.test_training import PROMPTS, RECIPE, run  # noqa: E402
 
 
@@ -62,6 +64,21 @@ def test_an_optimizer_step_does_not_wait_for_the_device(llm: LLM, tmp_path: Path
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
+    assert bool(loss.isfinite())
+
+
+def test_a_draft_model_learns_without_waiting_for_the_device(llm: LLM, tmp_path: Path) -> None:
+    outcome = train_draft(llm, tmp_path / "draft")
+    before, after = (outcome.progress.measured[i]["acceptance"] for i in (0, -1))
+    assert all(b < 0.2 < 0.5 < a for a, b in zip(after, before, strict=True)), (before, after)
+    trainer = outcome.trainer
+    assert isinstance(trainer, DraftTrainer)
+    answers = [OwnAnswer((5, 6), tuple(range(20 + i, 40 + i))) for i in range(2)]
+    examples = HiddenStates(llm.loaded, answers, None, 1 << 30).examples([0, 1])
+    trainer.loss(examples).backward()
+    with no_waiting():
+        loss = trainer.loss(examples)
+        loss.backward()
     assert bool(loss.isfinite())
 
 
