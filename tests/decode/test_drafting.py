@@ -126,7 +126,7 @@ def test_options_are_read_from_one_text() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("guess", "is unknown; use off, auto, ngram, suffix, jacobi, lookahead, draft, medusa, eagle, chain."),
+        ("guess", f"is unknown; use {', '.join(SPECULATIVE)}."),
         ("suffix:smollm2", "takes no model; leave out 'smollm2'."),
         ("draft", "needs a model: draft:PATH."),
         ("medusa,nodes=4", "has trained heads for SmolLM2-135M-Instruct only, and 'speaking"),
@@ -140,6 +140,10 @@ def test_options_are_read_from_one_text() -> None:
         ("draft:x,rule=best", "rule must be same or rejection or typical, not 'best'."),
         ("medusa:x,rule=rejection", "rule must be same or typical, not 'rejection'; heads do not sample their drafts."),
         ("suffix,rule=typical", "has no option 'rule'"),
+        (
+            "chain:draft:x,rule=rejection",
+            "rule=rejection needs sampled drafts, and those of a lookup are not; drop it.",
+        ),
         ("ngram,least=5,most=2", "most must not be less than least"),
     ],
 )
