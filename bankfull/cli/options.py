@@ -46,7 +46,7 @@ ForecastSpeculative = Annotated[
         metavar="NAME[:MODEL][,KEY=VALUE]",
         help="Predict the gain of speculative decoding: suffix or ngram (width), draft:MODEL (depth, breadth, "
         "quantize; a config.json is enough), medusa (heads, nodes, layers, vocabulary; medusa:DIR for trained heads) "
-        "or eagle (depth, nodes, vocabulary). Nothing needs to be trained.",
+        "or eagle (depth, nodes, vocabulary; eagle:DIR for trained heads). Nothing needs to be trained.",
     ),
 ]
 ForecastAcceptance = Annotated[

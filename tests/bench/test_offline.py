@@ -29,7 +29,7 @@ MACHINE = Ceilings(100.0, 400.0, {"float32": 1000.0, "bfloat16": 2000.0}, 2, "a 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(str(speaking_folder()), dtype="float32", memory="8MiB", rows=8, providers="torch")
+    return LLM(str(speaking_folder()), dtype="float32", memory="8MiB", rows=8, providers="torch", speculative="off")
 
 
 @pytest.fixture(autouse=True)

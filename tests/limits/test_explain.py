@@ -48,7 +48,8 @@ def folder() -> Path:
 
 
 def fresh(**options: Any) -> LLM:
-    return LLM(str(folder()), **{"dtype": "float32", "memory": "8MiB", **options})
+    """One token per step, which these tests count; `test_explain_speculation` has steps with drafts."""
+    return LLM(str(folder()), **{"dtype": "float32", "memory": "8MiB", "speculative": "off", **options})
 
 
 def watched(llm: LLM) -> tuple[RequestRecorder, StepLimit, Adviser]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery
 from bankfull.limits.model.charts import charts_of
 from bankfull.limits.model.drafters import assumed_ranks, parse_drafter, shape_of, tree_shape
-from bankfull.limits.model.recipe import recipe_of
+from bankfull.limits.model.recipe import open_model_or_config, recipe_of
 from bankfull.limits.model.speculation import (
     DraftHeads,
     DraftPasses,
@@ -27,9 +28,12 @@ from bankfull.limits.model.speculation import (
     tokens_per_step,
 )
 from bankfull.limits.model.tables import gain_notes
+from bankfull.weights.eagle import read_eagle, write_eagle
 from bankfull.weights.medusa import MedusaHeads, write_heads
+from tests.decode.test_eagle import random_eagle
 from tests.limits.models import LLAMA, MIXED, RECURRENT
 from tests.limits.test_model_bounds import machine
+from tests.tiny import folder_of
 
 FORCED = (0.8, 0.7, 0.6, 0.5)
 
@@ -179,7 +183,7 @@ def test_heads_are_read_once_for_each_step(tmp_path: Path) -> None:
 
 
 def test_an_eagle_pass_is_one_layer_the_head_and_the_joining_matrix() -> None:
-    found = roofline_of("eagle", bandwidth=1e8, peak=1e15)
+    found = roofline_of("eagle,nodes=4", bandwidth=1e8, peak=1e15)
     forecast = found.speculation
     assert forecast is not None
     one, two = (
@@ -189,7 +193,25 @@ def test_an_eagle_pass_is_one_layer_the_head_and_the_joining_matrix() -> None:
     assert forecast.at(1).full.draft_seconds < 4 * forecast.at(1).full.plain_seconds
     reduced = roofline_of("eagle,vocabulary=16", bandwidth=1e8, peak=1e15).speculation
     assert reduced is not None and reduced.at(1).full.draft_seconds < forecast.at(1).full.draft_seconds
+    assert reduced.source.weight_bytes == forecast.source.weight_bytes + 4 * 16 * 64
     assert roofline_of("eagle", config=MIXED).speculation is not None
+
+
+def test_trained_eagle_heads_have_their_own_bytes_and_acceptance(tmp_path: Path) -> None:
+    by_rank = [[0.5, 0.25], [0.4, 0.1]]
+    files = replace(random_eagle(fused=True, own=True), acceptance=by_rank)
+    write_eagle(files, tmp_path)
+    recipe = recipe_of(open_model_or_config(str(folder_of("llama"))), "cpu", RunConfig(dtype="float32"))
+    asked = RooflineQuery(contexts=(32,), prompt=32)
+    machine_of_bytes = machine(bandwidth=1e8, peak=1e15)
+    found = ModelRoofline(recipe, machine_of_bytes, asked, parse_drafter(f"eagle:{tmp_path},nodes=4", None)).speculation
+    assert found is not None and found.notes == ()
+    # The best four nodes: 0.5, 0.25, 0.5 x 0.4, and 0.25 x 0.4.
+    assert found.shape.tokens == pytest.approx(1 + 0.5 + 0.25 + 0.2 + 0.1) and found.shape.levels == (2, 2)
+    own = sum(tensor.nbytes for tensor in read_eagle(tmp_path).tensors.values())
+    assert found.source.weight_bytes == own
+    assert "lm_head.weight" in files.tensors, "so that no rows of the model's head are read"
+    assert found.at(1).full.draft_seconds == pytest.approx(2 * own / 1e8), "two passes"
 
 
 def test_recurrent_models_verify_chains_only() -> None:

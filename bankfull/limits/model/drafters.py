@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from bankfull.config import MOST_DRAFTS, SPECULATIVE
@@ -27,6 +28,7 @@ from bankfull.limits.model.speculation import (
 )
 from bankfull.ops.cost import Cost
 from bankfull.ops.registry import INT8
+from bankfull.weights.eagle import EagleFiles, read_eagle
 from bankfull.weights.medusa import MOST_HEADS, MOST_LAYERS, MedusaHeads, read_heads
 
 LARGEST_VOCABULARY = 1 << 24
@@ -40,12 +42,14 @@ FORECAST: Mapping[str, Mapping[str, tuple[int, int]]] = {
         "layers": (1, MOST_LAYERS),
         "vocabulary": (8192, LARGEST_VOCABULARY),
     },
-    "eagle": {"depth": (4, MOST_DRAFTS), "nodes": (4, MOST_DRAFTS), "vocabulary": (0, LARGEST_VOCABULARY)},
+    "eagle": {"depth": (4, MOST_DRAFTS), "nodes": (12, MOST_DRAFTS), "vocabulary": (0, LARGEST_VOCABULARY)},
 }
 """Names whose gain can be predicted, with their options: default and highest value. `vocabulary`: rows of the head that
 the drafter multiplies by; 0 for all."""
 DEPTH_OPTION = {"ngram": "width", "suffix": "width", "draft": "depth", "medusa": "heads", "eagle": "depth"}
 """The option that is the number of draft positions."""
+TRAINED = ("medusa", "eagle")
+"""Names whose trained heads may be given; without them the options describe heads that do not exist yet."""
 ASSUMED = {"ngram": 0.6, "suffix": 0.7, "draft": 0.7, "eagle": 0.7}
 """Chance of the best draft at every position, where nothing was measured."""
 RANKS = 10
@@ -84,7 +88,7 @@ def parse_drafter(text: str, acceptance: str | None) -> DrafterChoice | None:
     shown = f"--speculative {text[:80]!r}"
     if name not in FORECAST:
         raise ConfigError(f"{shown} has no forecast; use {', '.join(FORECAST)}, or measure it: bench speculative.")
-    if (name == "draft") != bool(model) and name != "medusa":
+    if (name == "draft") != bool(model) and name not in TRAINED:
         raise ConfigError(f"{shown} {'needs a model: draft:MODEL' if name == 'draft' else 'takes no model'}.")
     numbers = {key: usual for key, (usual, _) in FORECAST[name].items()}
     given, quantize = set(), None
@@ -161,17 +165,18 @@ def _spread(nodes: int, depth: int) -> tuple[int, ...]:
     return tuple(nodes // depth + (level < nodes % depth) for level in range(depth))
 
 
-def shape_of(choice: DrafterChoice, heads: MedusaHeads | None = None) -> tuple[DraftShape, list[str]]:
-    """The drafts of a step, and what is assumed about their acceptance."""
+def shape_of(choice: DrafterChoice, measured: Sequence[Sequence[float]] | None = None) -> tuple[DraftShape, list[str]]:
+    """The drafts of a step, and what is assumed about their acceptance. `measured`: that of trained heads, by depth and
+    rank."""
     depth, numbers = choice.positions, choice.numbers
     nodes = numbers.get("nodes", depth * numbers.get("breadth", 1))
     if choice.acceptance is not None:
         return DraftShape(_spread(nodes, depth), choice.acceptance), []
+    if measured is not None:
+        return tree_shape(best_tree(measured, nodes), measured), []
     if choice.name == "medusa":
-        measured = None if heads is None else heads.acceptance
-        ranks = USUAL_ACCEPTANCE[:depth] if measured is None else measured
-        note = "acceptance is a usual table of Medusa heads, not measured" if measured is None else ""
-        return tree_shape(best_tree(ranks, nodes), ranks), [note] if note else []
+        note = "acceptance is a usual table of Medusa heads, not measured"
+        return tree_shape(best_tree(USUAL_ACCEPTANCE[:depth], nodes), USUAL_ACCEPTANCE), [note]
     chance = ASSUMED[choice.name]
     ranks = assumed_ranks(chance, depth)
     note = f"the best draft at every position is right with {chance:g}"
@@ -205,12 +210,17 @@ class DraftTimes:
 def forecast_of(choice: DrafterChoice, target: Recipe, device: str, times: DraftTimes, context: int) -> GainForecast:
     """`device`: the kind of machine, cpu or cuda, which chooses a draft model's arithmetic."""
     metered = target.metered()
-    heads = read_heads(choice.model) if choice.name == "medusa" and choice.model else None
-    if heads is not None:
+    heads: MedusaHeads | EagleFiles | None = None
+    if choice.name == "medusa" and choice.model:
+        heads = read_heads(choice.model)
         heads.suit(metered.model.hidden, metered.model.vocab)
         if "heads" not in choice.given and choice.acceptance is None:
             choice = replace(choice, numbers={**choice.numbers, "heads": len(heads.blocks)})
-    shape, notes = shape_of(choice, heads)
+    elif choice.name == "eagle" and choice.model:
+        heads = read_eagle(choice.model)
+        heads.suit(metered.model.hidden, metered.model.vocab, len(metered.model.mixers))
+    measured = None if heads is None or choice.acceptance is not None else heads.acceptance
+    shape, notes = shape_of(choice, measured and measured[: choice.positions])
     recurrent = metered.layout.recurrent is not None
     if recurrent and not shape.is_chain:
         raise ConfigError(
@@ -230,7 +240,11 @@ def _described(choice: DrafterChoice) -> str:
 
 
 def _source(
-    choice: DrafterChoice, target: Recipe, device: str, times: DraftTimes, heads: MedusaHeads | None
+    choice: DrafterChoice,
+    target: Recipe,
+    device: str,
+    times: DraftTimes,
+    heads: MedusaHeads | EagleFiles | None,
 ) -> DraftSource:
     if choice.name == "draft":
         own = recipe_of(
@@ -243,6 +257,8 @@ def _source(
                 "model of the same family."
             )
         return DraftPasses(weight_bytes(own), times.of_drafter(own))
+    if isinstance(heads, EagleFiles):
+        return _trained_eagle(heads, target, times)
     if choice.name == "medusa":
         return _medusa(choice, target, times, heads)
     if choice.name == "eagle":
@@ -261,8 +277,7 @@ def _medusa(choice: DrafterChoice, target: Recipe, times: DraftTimes, heads: Med
     rows = min(rows, vocab) or vocab
     each = INT8_BYTES if target.activations == INT8 and hidden % 32 == 0 else float(target.matrices.itemsize)
     blocks = count * layers * hidden * hidden * each
-    head = sum(cost.read for name, cost in metered.cost(StepShape.decode()).total.items() if name.startswith(HEAD))
-    projections = count * rows * hidden * each if own_projections else rows / vocab * head
+    projections = count * rows * hidden * each if own_projections else rows / vocab * _head_bytes(target)
     flops = 2.0 * hidden * (count * layers * hidden + count * rows)
 
     def seconds(batch: int) -> float:
@@ -284,11 +299,32 @@ def _eagle(choice: DrafterChoice, target: Recipe, times: DraftTimes) -> DraftPas
         cost = Cost(2.0 * joined * step.tokens, joined * target.matrices.itemsize)
         return one_pass(step) + times.of_product(cost)
 
-    # Embedding and head are the target's own, unless the vocabulary is a reduced one.
-    own = weight_bytes(layer)
-    if not vocab:
-        own = weight_bytes(replace(layer, config=_with_layers(target.config, 2))) - own
-    return DraftPasses(own + joined * target.matrices.itemsize, seconds, whole_levels=True)
+    # Embedding and head are the target's own, except the head of a reduced vocabulary.
+    one, two = (weight_bytes(replace(layer, config=_with_layers(target.config, count))) for count in (1, 2))
+    own = two - one + (joined + vocab * hidden) * target.matrices.itemsize
+    return DraftPasses(own, seconds, whole_levels=True)
+
+
+def _trained_eagle(head: EagleFiles, target: Recipe, times: DraftTimes) -> DraftPasses:
+    """A pass reads all tensors of the head once, and its rows of the target's head, if it has no own. The keys and
+    values of one layer are not counted."""
+    own = sum(tensor.nbytes for tensor in head.tensors.values())
+    weights = sum(prod(tensor.shape) for tensor in head.tensors.values())
+    shared = 0.0
+    if "lm_head.weight" not in head.tensors:
+        rows = head.vocab if head.vocabulary is None else len(head.vocabulary)
+        shared = rows / head.vocab * _head_bytes(target)
+        weights += rows * head.hidden
+
+    def seconds(step: StepShape) -> float:
+        return times.of_product(Cost(2.0 * weights * step.tokens, own + shared))
+
+    return DraftPasses(own, seconds, whole_levels=True)
+
+
+def _head_bytes(target: Recipe) -> float:
+    costs = target.metered().cost(StepShape.decode()).total
+    return sum(cost.read for name, cost in costs.items() if name.startswith(HEAD))
 
 
 def _with_layers(config: Mapping[str, Any], layers: int, vocab: int = 0) -> dict[str, Any]:
