@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bankfull.errors import ConfigError
 
@@ -134,7 +135,7 @@ class RunConfig:
     """CPU threads that compute, for all models of this process; None = BANKFULL_THREADS, else all that it may use."""
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order of their arrival."""
-    speculative: str = "off"
+    speculative: str = field(default_factory=lambda: os.environ.get(SPECULATIVE_VARIABLE, "auto"))
     """Speculative decoding: `NAME[:MODEL][,key=value...]` (`SpeculativeChoice`). It changes the speed; the tokens are
     the same where a row's arithmetic does not depend on the number of rows, as in float32 on a CPU. The option `rule`
     may choose the same distribution instead (rejection), or a lossy rule (typical)."""
@@ -157,6 +158,8 @@ class RunConfig:
         SpeculativeChoice.parse(self.speculative)
 
 
+SPECULATIVE_VARIABLE = "BANKFULL_SPECULATIVE"
+"""The environment variable with the default of `speculative`, instead of auto."""
 SpeculativeOptions = dict[str, int | bool | str]
 TREES = {"medusa": ("sparse", "chain"), "eagle": ("dynamic", "chain")}
 """Values of the option `tree`."""
@@ -227,6 +230,11 @@ class SpeculativeChoice:
                     f"{shown}: rule=rejection needs sampled drafts, and those of a lookup are not; drop it."
                 )
             return SpeculativeChoice(name, then.options, model, then)
+        if name == "mtp":
+            raise ConfigError(
+                f"{shown} needs a model with multi-token-prediction modules, and no family that has them is built yet; "
+                "choose another way."
+            )
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
         if bool(model) != (name in WITH_MODEL) and (model or name not in BUNDLED):

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--refresh", action="store_true", help="calibrate again, ignoring the cache")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    run = RunConfig(quantize=asked.quantize, kv_dtype=asked.kv_dtype)
+    run = RunConfig(quantize=asked.quantize, kv_dtype=asked.kv_dtype, speculative="off")
     try:
         grid = cells(asked.model, asked.device, run, asked.refresh, asked.most_batch, asked.most_context)
     except BankfullError as error:

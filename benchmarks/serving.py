@@ -253,10 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     asked = parser.parse_args(arguments)
     options = ["--device", asked.device, "--memory", asked.memory]
-    command = [asked.bankfull, "serve", asked.model, *options, "--port", "0", "--log-json"]
+    command = [asked.bankfull, "serve", asked.model, *options, "--port", "0", "--log-json", "--speculative", "off"]
     try:
         with started(command, asked.model) as server:
-            llm = LLM(asked.model, device=asked.device, memory=asked.memory)
+            llm = LLM(asked.model, device=asked.device, memory=asked.memory, speculative="off")
             timed, parts = measure(llm, server, asked.requests, asked.words, asked.pause)
     except BankfullError as error:
         print(f"benchmarks.serving: {error}", file=sys.stderr)

@@ -116,7 +116,8 @@ def throughput(
 def _offline(kind: str, engine: EngineOptions, load: OfflineLoad, profile: bool, json: bool) -> None:
     from bankfull.bench.offline import Bench
 
-    llm = engine.load()
+    # Without a text to continue, the model repeats itself: drafts by lookup would flatter the engine.
+    llm = replace(engine, speculative=engine.speculative or "off").load()
 
     from bankfull.cli.terminal import print_table, progress
 

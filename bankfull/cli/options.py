@@ -110,9 +110,10 @@ class EngineOptions:
     activations: Activations = "auto"
     threads: Threads = None
     speculative: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME[:MODEL][,KEY=VALUE]",
+            show_default="BANKFULL_SPECULATIVE, or auto; off in `bankfull bench`",
             help="Speculative decoding: off; ngram or suffix (draft tokens are looked up in the sequence itself; "
             "options width, least, adaptive); draft:MODEL (a smaller model with the same vocabulary; depth, breadth, "
             "quantize, rule); medusa:DIR (trained heads; nodes, tree, rule); eagle:DIR (a trained layer; depth, nodes, "
@@ -122,7 +123,7 @@ class EngineOptions:
             "gain exceeds 5%). rule=same keeps the tokens of plain decoding, rule=rejection (draft) its distribution; "
             "rule=typical is lossy.",
         ),
-    ] = "off"
+    ] = None
 
     def rounding(self) -> dict[str, str]:
         """The given options that change results, under the names of RunConfig."""
@@ -134,6 +135,8 @@ class EngineOptions:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         del named["model"]
         named["prefix_cache"] = not named.pop("no_prefix_cache")
+        if self.speculative is None:
+            del named["speculative"]
         return named
 
     def load(self, *, chats: bool = False) -> LLM:

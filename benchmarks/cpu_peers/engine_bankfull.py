@@ -13,7 +13,7 @@ class Bankfull:
         from bankfull.ops import native
 
         native.set_threads(threads)
-        self._llm: Any = bankfull.LLM(model)
+        self._llm: Any = bankfull.LLM(model, speculative="off")
         return f"bankfull {bankfull.__version__}"
 
     def generate(self, prompts: Prompts, new: int) -> list[list[int]]:

@@ -93,7 +93,7 @@ class Session:
         begun = perf_counter()
         dtype: torch.dtype = getattr(torch, setup.dtype)
         files = random_model(setup.shape, SHAPES[setup.shape], dtype, opened.torch, weights=weights)
-        run = RunConfig(device=device, dtype=setup.dtype, quantize=setup.quantize)
+        run = RunConfig(device=device, dtype=setup.dtype, quantize=setup.quantize, speculative="off")
         sched = SchedConfig(rows=setup.rows, step_tokens=setup.step_tokens)
         self.made: Assembled = assemble(
             files, run, sched, StateConfig(), max_len=setup.max_len, device=opened, strategy=strategy

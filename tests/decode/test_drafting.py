@@ -14,7 +14,7 @@ from bankfull.config import SPECULATIVE, RunConfig, SpeculativeChoice
 from bankfull.decode.drafting import Drafting
 from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.ops import native
-from bankfull.types import StepPlan
+from bankfull.types import StepPlan, StepResult
 from bankfull.weights.medusa import write_heads
 from tests.decode.test_medusa import random_heads
 from tests.tiny import speaking_folder
@@ -120,7 +120,15 @@ def test_options_are_read_from_one_text() -> None:
     assert SpeculativeChoice.parse("suffix").options == SPECULATIVE["suffix"]
     found = SpeculativeChoice.parse(" ngram , width=3, least = 1,most=2,adaptive=false")
     assert found.options == {"width": 3, "least": 1, "most": 2, "adaptive": False}
-    assert RunConfig().speculative == "off"
+
+
+def test_lookup_is_the_default_and_the_environment_may_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BANKFULL_SPECULATIVE")
+    assert RunConfig().speculative == "auto"
+    llm = LLM(str(speaking_folder()), dtype="float32")
+    assert (llm.loaded.engine.drafting is not None) == (native.status() is None)
+    monkeypatch.setenv("BANKFULL_SPECULATIVE", "jacobi,width=2")
+    assert RunConfig().speculative == "jacobi,width=2"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +137,9 @@ def test_options_are_read_from_one_text() -> None:
         ("guess", f"is unknown; use {', '.join(SPECULATIVE)}."),
         ("suffix:smollm2", "takes no model; leave out 'smollm2'."),
         ("draft", "needs a model: draft:PATH."),
-        ("medusa,nodes=4", "has trained heads for SmolLM2-135M-Instruct only, and 'speaking"),
+        ("medusa,nodes=4", "has trained heads for SmolLM2-135M-Instruct only, and 'bankfull-speaking"),
         ("suffix,most=4", "has no option 'most'; its options are width, least, adaptive."),
+        ("mtp", "needs a model with multi-token-prediction modules"),
         ("chain", "must name what drafts where lookup finds nothing: chain:medusa:PATH."),
         ("chain:suffix", "must name what drafts where lookup finds nothing: chain:medusa:PATH."),
         ("off,width=2", "has no option 'width'; it has none."),
@@ -169,7 +178,7 @@ def test_a_chain_looks_up_first_and_drafts_where_nothing_is_found() -> None:
     llm = tiny(f"chain:draft:{speaking_folder()},depth=3,adaptive=false")
     guessed, drafted = 0, 0
 
-    def count(plan: StepPlan) -> None:
+    def count(plan: StepPlan, result: StepResult) -> None:
         nonlocal guessed, drafted
         looked_up = {guess.row for guess in plan.guesses}
         guessed += len(looked_up)

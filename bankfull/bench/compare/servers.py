@@ -68,7 +68,7 @@ def parse_contender(text: str) -> Contender:
 
 
 def ours() -> Contender:
-    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {MODEL} --port {PORT}")
+    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {MODEL} --port {PORT} --speculative off")
 
 
 def installed_peers() -> list[Contender]:
