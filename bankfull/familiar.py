@@ -203,7 +203,7 @@ def _do_sample(name: str, value: Any) -> Own:
 
 
 _ONE_DEVICE = "is not supported: one device runs the whole model; leave it out, and start one server for each device"
-_NO_DRAFTS = "is not supported: speculative decoding is not available yet; leave it out"
+_NO_DRAFTS = "is not supported: use speculative, such as 'suffix', 'eagle' or 'draft:MODEL'"
 _NO_ADAPTERS = "is not supported: adapters cannot be loaded yet; merge them into the checkpoint, and leave it out"
 _NO_BEAMS = "is not supported: there is no beam search; ask for several samples with n and a temperature above 0"
 _KERNELS = "is not supported: the fastest kernels for this machine are chosen automatically; leave it out"

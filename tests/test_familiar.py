@@ -65,7 +65,7 @@ def test_an_engines_option_is_what_it_means_here(given: dict[str, Any], meant: d
         ({"enforce_eager": True}, "steps are captured wherever the device supports it"),
         ({"attn_implementation": "flash_attention_2"}, "chosen automatically"),
         ({"trust_remote_code": True}, "is never run"),
-        ({"speculative_config": {"model": "x" * 500}}, "speculative decoding is not available"),
+        ({"speculative_config": {"model": "x" * 500}}, "use speculative, such as 'suffix'"),
     ],
 )
 def test_what_has_no_meaning_here_is_one_sentence(given: dict[str, Any], sentence: str) -> None:

@@ -77,7 +77,7 @@ SAME = {
     "-t": "--threads",
 }
 
-_DRAFTS = "speculative decoding is not available yet; leave it out"
+_DRAFTS = "use --speculative NAME, such as suffix, eagle or draft:MODEL; `bankfull run --help` lists them"
 _DEVICES = "one device runs the whole model; start one server for each, with --device cuda:N, behind a load balancer"
 _SPLIT = "one device runs the whole model; choose it with --device cuda or --device cpu"
 _BY_TEMPLATE = "the model's chat template decides, and /v1/models reports it; leave it out"

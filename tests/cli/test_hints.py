@@ -23,8 +23,8 @@ for command, options in COMMANDS.items():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("run", "--draft", "4", "x"), "speculative decoding is not available yet; leave it out"),
-        (("serve", "--speculative-config={}"), "speculative decoding is not available yet"),
+        (("run", "--draft", "4", "x"), "use --speculative NAME, such as suffix"),
+        (("serve", "--speculative-config={}"), "use --speculative NAME"),
         (("run", "--max-new-tokens", "4", "x"), "use --max-tokens."),
         (("run", "--n-predict=4", "x"), "use --max-tokens."),
         (("serve", "--ctx-size", "4096"), "use --max-model-len."),
