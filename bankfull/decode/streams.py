@@ -92,9 +92,8 @@ def stream_block(block: Block, attention: Attention, maps: Mapping[str, Map], ma
 
 
 def stream_attention(attention: Attention, shared: Shared, maps: Mapping[str, Map], make: MakeProduct) -> Attention:
-    (qkv_down, qkv_up), (out_down, out_up) = maps["qkv"], maps["out"]
-    out = Adapter(make(out_down), make(out_up))
-    return adapted_attention(attention, make(qkv_down), lambda a, b: make(qkv_up[a:b]), out, shared)
+    qkv, out = (Adapter(make(down), make(up)) for down, up in (maps["qkv"], maps["out"]))
+    return adapted_attention(attention, qkv, out, shared)
 
 
 class StreamStack:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 
-import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -45,20 +44,10 @@ class Adapted:
         return False
 
 
-def adapted_attention(
-    attention: Attention, down: Product, ups: Callable[[int, int], Product], out: Adapter, state: StateSpec
-) -> Attention:
-    """The attention layer with adapters, over another layer's state. `down`, `ups`: of the adapter of queries, keys and
-    values, which `ups` gives for a range of their outputs."""
-    made, heads = copy(attention), attention.heads
-    made.states = (state,)
-    made.out = Adapted(attention.out, out)
-    sizes = (heads.count * heads.size, heads.kv * heads.size, heads.kv * heads.size)
-    if attention.qkv is not None:
-        made.qkv = Adapted(attention.qkv, Adapter(down, ups(0, sum(sizes))))
-        return made
-    for name, last, size in zip("qkv", torch.tensor(sizes).cumsum(0).tolist(), sizes, strict=True):
-        setattr(made, name, Adapted(getattr(attention, name), Adapter(down, ups(last - size, last))))
+def adapted_attention(attention: Attention, qkv: Adapter, out: Adapter, state: StateSpec) -> Attention:
+    """The attention layer with adapters of queries, keys and values and of its output, over another layer's state."""
+    made = copy(attention)
+    made.states, made.adapter, made.out = (state,), qkv, Adapted(attention.out, out)
     return made
 
 

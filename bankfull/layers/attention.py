@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, stack
 from bankfull.layers.mixer import Angles
-from bankfull.layers.norm import Reader, RMSNorm
+from bankfull.layers.norm import RMSNorm
 from bankfull.ops import (
     HeadNorms,
     PagedMeta,
@@ -46,12 +46,6 @@ Norm = Callable[[Tensor], Tensor]
 Product = Callable[[Any], Tensor]
 
 
-class FusedProduct(Reader, Protocol):
-    """Queries, keys and values from one matrix."""
-
-    def __call__(self, x: Any, /) -> Tensor: ...
-
-
 class Attention:
     def __init__(
         self,
@@ -68,9 +62,7 @@ class Attention:
         state: StateSpec | None = None,
     ) -> None:
         self.heads, self.rope = heads, rope
-        self.q: Product = q
-        self.k: Product = k
-        self.v: Product = v
+        self.q, self.k, self.v = q, k, v
         self.out: Product = out
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rounded = build.pages is torch.int8
@@ -79,7 +71,9 @@ class Attention:
         self._rotate = build.bind(rotate)
         self._write = build.bind(write_pages_int8 if self.rounded else write_pages, pages=build.pages)
         self._attend = build.bind(paged_attention, heads=heads, pages=build.pages)
-        self.qkv: FusedProduct | None = stack(build, (q, k, v))
+        self.qkv = stack(build, (q, k, v))
+        self.adapter: Product | None = None
+        """A branch that is added to queries, keys and values."""
         self.norms_of_heads = _norms(q_norm, k_norm)
         plain = not self.rounded and (self.norms_of_heads is None) == (q_norm is None)
         self._all = build.bind_if_offered(attend, heads=heads, pages=build.pages) if plain else None
@@ -100,18 +94,20 @@ class Attention:
         )
 
     def norms(self, rows: int) -> bool:
-        return self.qkv is not None and self.qkv.norms(rows)
+        return self.qkv is not None and self.adapter is None and self.qkv.norms(rows)
 
     def _project(self, x: Tensor | Unnormed) -> tuple[Tensor, Tensor, Tensor]:
         h = self.heads
+        shares, added = (h.count, h.kv, h.kv), None if self.adapter is None else self.adapter(x)
         if self.qkv is not None:
-            q, k, v = self.qkv(x).unflatten(-1, (-1, h.size)).split((h.count, h.kv, h.kv), 1)
+            whole = self.qkv(x)
+            q, k, v = (whole if added is None else whole + added).unflatten(-1, (-1, h.size)).split(shares, 1)
             return q, k, v
-        return (
-            self.q(x).unflatten(-1, (h.count, h.size)),
-            self.k(x).unflatten(-1, (h.kv, h.size)),
-            self.v(x).unflatten(-1, (h.kv, h.size)),
-        )
+        q, k, v = (part(x).unflatten(-1, (-1, h.size)) for part in (self.q, self.k, self.v))
+        if added is None:
+            return q, k, v
+        to_q, to_k, to_v = added.unflatten(-1, (-1, h.size)).split(shares, 1)
+        return q + to_q, k + to_k, v + to_v
 
     def _turned(self, q: Tensor, k: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
