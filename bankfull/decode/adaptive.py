@@ -25,10 +25,12 @@ UNMEASURED = 2
 recorded or finds cold caches."""
 REMEMBERED = 15
 """Steps of one width and load whose median time counts."""
-MEMORY = 64
+MEMORY = 128
 """Steps over which accepted drafts are averaged."""
 REVISITED = 256
-"""Steps after which a width that is not in use is tried again."""
+"""Steps after which a width that is not in use is tried again, at the latest."""
+PATIENCE = 4
+"""The same as a multiple of its steps so far: the less is known of a width, the sooner it is tried again."""
 
 
 @dataclass(slots=True)
@@ -91,7 +93,8 @@ class AdaptiveWidth:
         best = self.best(load)
         other = min(self._widths, key=lambda width: self._age(load, width))
         unknown = other not in known
-        if other != best and (unknown or self._steps - self._tried[load, other].last >= REVISITED):
+        due = min(REVISITED, PATIENCE * self._accepted[other].steps)
+        if other != best and (unknown or self._steps - self._tried[load, other].last >= due):
             loss = self._time(load, best) if unknown else self._loss(load, other, best)
             if self._lost + (UNMEASURED + TRIAL_STEPS) * loss <= LOSS_SHARE * self._seconds:
                 return self._try(other)
