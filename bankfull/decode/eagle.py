@@ -182,27 +182,29 @@ class Eagle(Strategy):
     def _tree(self, view: View, newest: Tensor, room: np.ndarray) -> Draft:
         """The best nodes of a tree that grows by the most likely candidates of each depth. The confidence of a node is
         the product of the probabilities on its path. Rows without KV slots for it, as those near their end, get a
-        chain."""
+        narrower one, or a chain."""
         tokens = view.tokens.new_zeros(len(view.host_rows), self._nodes)
         parents = torch.arange(-1, self._nodes - 1, device=tokens.device).repeat(len(tokens), 1)
-        grows = room >= self.ahead
-        if ((room > 0) & ~grows).any():
+        # A tree that continues k nodes of each depth takes 1 + k * (depth - 1) slots.
+        widths = np.minimum((room - 1) // max(1, self._depth - 1), self._branch)
+        widths = np.where(room < self._depth, 0, self._branch if self._depth == 1 else widths)
+        if ((room > 0) & (widths == 0)).any():
             most = min(self._depth, self._nodes)
-            tokens[:, :most] = self._chain(view, newest, np.where(grows, 0, room))[:, :most]
-        if grows.any():
-            chosen = ChosenRows(view, grows)
-            found, above = self._grown(view, chosen, newest[chosen.there])
-            tokens[chosen.there], parents[chosen.there] = found, above
+            tokens[:, :most] = self._chain(view, newest, np.where(widths > 0, 0, room))[:, :most]
+        for width in sorted({*widths.tolist()} - {0}):
+            chosen = ChosenRows(view, widths == width)
+            found, above = self._grown(view, chosen, newest[chosen.there], width)
+            tokens[chosen.there, : found.shape[1]], parents[chosen.there, : found.shape[1]] = found, above
         return Draft(tokens, parents)
 
-    def _grown(self, view: View, chosen: ChosenRows, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, nodes) tokens and parents."""
-        rows, k = len(chosen.rows), self._branch
-        places = self._steps.ahead(chosen.rows, self.ahead)
+    def _grown(self, view: View, chosen: ChosenRows, feature: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """(rows, nodes) tokens and parents of a tree that continues k nodes of each depth; nodes may be fewer."""
+        rows = len(chosen.rows)
+        places = self._steps.ahead(chosen.rows, 1 + k * (self._depth - 1))
         batch = places.batch(0, 1, places.tokens[:, :1])
         batch.features = feature
         states = self._steps.run(batch)
-        tree = GrowingTree(*self._ranked(states, view, chosen, chosen.known, 1))
+        tree = GrowingTree(*self._ranked(states, view, chosen, chosen.known, 1, k))
         states, inputs = states[:, None], list[Tensor]()
         line = torch.arange(rows, device=feature.device)[:, None]
         for depth in range(1, self._depth):
@@ -213,15 +215,15 @@ class Eagle(Strategy):
             batch.ancestors = tree.masks.flatten()
             batch.features = torch.cat(inputs, 1).flatten(0, 1)
             states = self._steps.run(batch).view(rows, depth * k, -1)
-            tree.add(*self._ranked(states[:, -k:].flatten(0, 1), view, chosen, chosen.known + depth, k))
+            tree.add(*self._ranked(states[:, -k:].flatten(0, 1), view, chosen, chosen.known + depth, k, k))
         return tree.best(self._nodes)
 
     def _ranked(
-        self, features: Tensor, view: View, chosen: ChosenRows, length: Tensor, lines: int
+        self, features: Tensor, view: View, chosen: ChosenRows, length: Tensor, lines: int, k: int
     ) -> tuple[Tensor, Tensor]:
-        """(rows * lines, branch) tokens and log-probabilities of the candidates for position `length`, after `lines`
+        """(rows * lines, k) tokens and log-probabilities of the candidates for position `length`, after `lines`
         nodes of each row. Sampled rows draw with the numbers of verification."""
-        k, facts = self._branch, view.sampling.facts
+        facts = view.sampling.facts
         if all(facts[row] is PLAIN for row in chosen.rows):
             confidence, ids = self._logits.highest(features, k)
             return ids, confidence
