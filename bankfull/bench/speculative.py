@@ -14,6 +14,7 @@ from typing import Any
 
 from bankfull.bench.prompt_sets import before_loop, prompt_set
 from bankfull.errors import ConfigError
+from bankfull.limits.explain.instruments import LaunchTimes
 from bankfull.limits.meter.step_limit import StepLimit
 from bankfull.llm import LLM
 from bankfull.sample.params import SamplingParams
@@ -33,8 +34,9 @@ class Answered:
     """Steps of single sequences: a batch of 8 sequences counts 8."""
     drafted: list[int]
     accepted: list[int]
-    drafting: float
-    """Seconds in which the host looked for drafts."""
+    drafting: float | None
+    """Seconds in which the host looked for drafts, or a CPU ran the strategy; None if a GPU ran it, whose captured
+    steps would change if they were timed."""
     least: float | None
     """Shortest seconds of the same steps on this machine."""
 
@@ -89,8 +91,10 @@ class SetReport:
         ]
 
     @property
-    def drafting_share(self) -> float:
-        return sum(one.drafting for one in self.drafted) / sum(one.seconds for one in self.drafted)
+    def drafting_share(self) -> float | None:
+        if any(one.drafting is None for one in self.drafted):
+            return None
+        return sum(one.drafting or 0.0 for one in self.drafted) / sum(one.seconds for one in self.drafted)
 
     @property
     def of_limit(self) -> float | None:
@@ -170,6 +174,9 @@ class SpeculativeBench:
         before = list(totals.drafted), list(totals.accepted), totals.drafting
         engine.on_launch.append(plans.append)
         seconds, tokens = 0.0, []
+        device, observers = engine.runner.device, engine.runner.observers
+        times = LaunchTimes(device) if device.kind == "cpu" and not engine.strategy.idle else None
+        observers += [] if times is None else [times]
         try:
             for first in range(0, len(prompts), self._concurrency):
                 some = slice(first, first + self._concurrency)
@@ -179,13 +186,16 @@ class SpeculativeBench:
                 tokens += [output.outputs[0].token_ids for output in outputs]
         finally:
             engine.on_launch.remove(plans.append)
+            if times is not None:
+                observers.remove(times)
+        hidden = times is None and not engine.strategy.idle
         return Answered(
             tokens,
             seconds,
             sum(work.sample for plan in plans for work in plan.work),
             _less(totals.drafted, before[0]),
             _less(totals.accepted, before[1]),
-            totals.drafting - before[2],
+            None if hidden else totals.drafting - before[2] + (0.0 if times is None else times.drafting),
             None if self._limit is None else sum(self._limit.of_work(plan.work) for plan in plans),
         )
 

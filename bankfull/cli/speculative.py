@@ -112,7 +112,7 @@ def table_of(reports: Sequence[SetReport], title: str) -> Table:
             f"{one.gain:.2f}x",
             f"{one.tokens_per_step:.2f}",
             " ".join(shown) + "%" if shown else "-",
-            f"{100 * one.drafting_share:.1f}%",
+            "-" if one.drafting_share is None else f"{100 * one.drafting_share:.1f}%",
             "-" if one.of_limit is None else f"{100 * one.of_limit:.0f}%",
             f"{100 * one.differing:.1f}%",
         )

@@ -131,7 +131,7 @@ def test_bad_input_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("choice", "sentence"),
     [
-        ("medusa", "needs heads: medusa:PATH"),
+        ("medusa", "has trained heads for SmolLM2-135M-Instruct only"),
         ("medusa:nowhere", "nowhere is not a directory of Medusa heads"),
         ("suffix:heads", "takes no model"),
         ("medusa:heads,width=3", "has no option 'width'; its options are nodes, tree"),
