@@ -94,6 +94,6 @@ def test_contenders_are_addresses_or_commands_with_a_port(monkeypatch: pytest.Mo
     for bad in ("x", "=http://a", "x=", "x=serve"):
         with pytest.raises(ConfigError):
             parse_contender(bad)
-    assert ours().how.endswith("-m bankfull serve {model} --port {port}")
+    assert ours().how.endswith("-m bankfull serve {model} --port {port} --speculative off")
     monkeypatch.setattr(side_by_side.shutil, "which", lambda name: "/x" if name == "vllm" else None)
     assert [peer.name for peer in installed_peers()] == ["vllm"]
