@@ -165,7 +165,8 @@ class SpeculativeBench:
             whole = self._answer(self._plain, asked, [self._params] * len(asked))
             lengths = [max(1, before_loop(tokens)) for tokens in whole.tokens]
             params = [replace(self._params, max_tokens=length) for length in lengths]
-            self._sets[prompts] = asked, params, 1 - sum(lengths) / max(1, whole.count)
+            copies = -(-self._concurrency // len(asked))  # a set that is smaller than the load is asked several times
+            self._sets[prompts] = asked * copies, params * copies, 1 - sum(lengths) / max(1, whole.count)
         return self._sets[prompts]
 
     def _answer(self, llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Answered:
