@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-LOSS_SHARE = 0.02
+LOSS_SHARE = 0.01
 """Share of the time that trials may lose."""
 TRIAL_STEPS = 3
 """Measured steps of a trial, and measurements that a width needs to be compared."""
@@ -27,6 +27,8 @@ REMEMBERED = 15
 """Steps of one width and load whose median time counts."""
 MEMORY = 128
 """Steps over which accepted drafts are averaged."""
+KEPT_STEPS = 16
+"""Weight, in steps, of an average that was not used for a while."""
 REVISITED = 256
 """Steps after which a width that is not in use is tried again, at the latest."""
 PATIENCE = 4
@@ -38,6 +40,8 @@ class MeasuredWidth:
     """Measurements of one width at one load."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    usual: float = 0.0
+    """Their median: computed when one is added, because each step compares all widths."""
     last: int = 0
     """The number of the last step."""
     run: int = 0
@@ -50,6 +54,8 @@ class AcceptedDrafts:
 
     mean: float = 0.0
     steps: int = 0
+    last: int = 0
+    """The number of the last step."""
 
     def add(self, drafts: float) -> None:
         self.steps += 1
@@ -114,8 +120,10 @@ class AdaptiveWidth:
         tried.run = tried.run + 1 if tried.last == self._steps - 1 else 1
         tried.last = self._steps
         self._accepted[width].add(accepted)
+        self._accepted[width].last = self._steps
         if tried.run > UNMEASURED:
             tried.seconds.append(seconds)
+            tried.usual = median_low(tried.seconds)
         known = self._known(load)
         if known and width != (best := self.best(load)):
             self._lost += max(0.0, seconds - (1 + accepted) / self._rate(load, best))
@@ -125,6 +133,9 @@ class AdaptiveWidth:
         return max(0.0, self._time(load, width) - (1 + self._accepted[width].mean) / self._rate(load, best))
 
     def _try(self, width: int) -> int:
+        accepted = self._accepted[width]
+        if self._steps - accepted.last >= REVISITED:  # other requests may run by now
+            accepted.steps = min(accepted.steps, KEPT_STEPS)
         self._trial = (width, UNMEASURED + TRIAL_STEPS - 1)
         return width
 
@@ -138,7 +149,7 @@ class AdaptiveWidth:
         return -width if tried is None else tried.last
 
     def _time(self, load: int, width: int) -> float:
-        return median_low(self._tried[load, width].seconds)
+        return self._tried[load, width].usual
 
     def _rate(self, load: int, width: int) -> float:
         """Tokens of a row per second."""

@@ -74,7 +74,7 @@ def test_no_width_of_the_same_strategy_is_much_faster(
     machine.run(1500, rows, chances, cost)  # until all widths are measured
     tokens, seconds = machine.run(2500, rows, chances, cost)
     best = max(rate(width, rows, chances, cost) for width in (0, *WIDTHS))
-    assert tokens / seconds >= best * (1 - LOSS_SHARE - 0.05)
+    assert tokens / seconds >= best * (1 - LOSS_SHARE - 0.08)
 
 
 @pytest.mark.parametrize("rows", (1, 8, 64))
