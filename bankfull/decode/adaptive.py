@@ -27,6 +27,8 @@ REMEMBERED = 15
 """Steps of one width and load whose median time counts."""
 MEMORY = 128
 """Steps over which accepted drafts are averaged."""
+HELD_STEPS = 8
+"""Steps between two comparisons of all widths."""
 KEPT_STEPS = 16
 """Weight, in steps, of an average that was not used for a while."""
 REVISITED = 256
@@ -81,6 +83,8 @@ class AdaptiveWidth:
         self._accepted = {width: AcceptedDrafts() for width in self._widths}
         self._steps = 0
         self._seconds = self._lost = 0.0
+        self._held: dict[int, tuple[int, int]] = {}
+        """By load: the width that was best, and the step up to which it is used without another comparison."""
         self._trial: tuple[int, int] | None = None
         """A width on trial, and the steps that are left of the trial."""
 
@@ -91,6 +95,9 @@ class AdaptiveWidth:
             width, left = self._trial
             self._trial = (width, left - 1) if left > 1 else None
             return width
+        held, until = self._held.get(load, (0, 0))
+        if self._steps < until:
+            return held
         known = self._known(load)
         # The user chose this strategy, so it starts at its full width. Then plain decoding must be known, too.
         for width in (self.widest, 0):
@@ -104,6 +111,7 @@ class AdaptiveWidth:
             loss = self._time(load, best) if unknown else self._loss(load, other, best)
             if self._lost + (UNMEASURED + TRIAL_STEPS) * loss <= LOSS_SHARE * self._seconds:
                 return self._try(other)
+        self._held[load] = best, self._steps + HELD_STEPS
         return best
 
     def best(self, load: int) -> int:
@@ -124,8 +132,7 @@ class AdaptiveWidth:
         if tried.run > UNMEASURED:
             tried.seconds.append(seconds)
             tried.usual = median_low(tried.seconds)
-        known = self._known(load)
-        if known and width != (best := self.best(load)):
+        if load in self._held and width != (best := self._held[load][0]):
             self._lost += max(0.0, seconds - (1 + accepted) / self._rate(load, best))
 
     def _loss(self, load: int, width: int, best: int) -> float:
