@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,21 +101,14 @@ def medusa(
     The model first writes answers to prompts; they are the training text. Every 20th prompt is held out, and the
     acceptance is measured on its answers. An interrupted run continues where it was, also after kill -9.
     """
-    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    prompts = _prompts(options)
-    llm = _load(model, options)
-    shape = {"heads": heads, "layers": layers, "vocabulary": vocabulary}
-    recipe = _recipe("medusa", llm, options, prompts, shape)
+    run = PreparedTraining(model, output, options, json)
 
-    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
+    def make(loaded: Assembled, ids: list[int], about: dict[str, Any]) -> Trainer:
         from bankfull.train.medusa import MedusaTrainer
-        from bankfull.train.text import frequent_tokens
 
-        ids = frequent_tokens(answers, vocabulary, loaded.model.vocab)
-        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
         return MedusaTrainer(loaded, heads, layers, ids, about)
 
-    _train(llm, model, output, options, recipe, prompts, make, heads + 2, deadline, json)
+    run.train_heads("medusa", {"heads": heads, "layers": layers, "vocabulary": vocabulary}, make, heads + 2)
 
 
 def eagle(
@@ -137,20 +130,14 @@ def eagle(
     The model first writes answers to prompts; they are the training text. Every 20th prompt is held out, and the
     acceptance is measured on its answers. An interrupted run continues where it was, also after kill -9.
     """
-    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    prompts = _prompts(options)
-    llm = _load(model, options)
-    recipe = _recipe("eagle", llm, options, prompts, {"depth": depth, "inner": inner, "vocabulary": vocabulary})
+    run = PreparedTraining(model, output, options, json)
 
-    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
+    def make(loaded: Assembled, ids: list[int], about: dict[str, Any]) -> Trainer:
         from bankfull.train.eagle import EagleTrainer
-        from bankfull.train.text import frequent_tokens
 
-        ids = frequent_tokens(answers, vocabulary, loaded.model.vocab)
-        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
         return EagleTrainer(loaded, depth, inner, ids, about)
 
-    _train(llm, model, output, options, recipe, prompts, make, depth + 2, deadline, json)
+    run.train_heads("eagle", {"depth": depth, "inner": inner, "vocabulary": vocabulary}, make, depth + 2)
 
 
 def draft(
@@ -175,22 +162,18 @@ def draft(
     """
     if width % 64:
         raise ConfigError(f"--width {width} is not a multiple of 64; give {width // 64 * 64 + 64}.")
-    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    prompts = _prompts(options)
-    llm = _load(model, options)
+    run = PreparedTraining(model, output, options, json)
     from bankfull.train.draft_size import size_of
 
-    layers, width = _draft_size(llm, output, layers, width)
-    recipe = _recipe("draft", llm, options, prompts, {"layers": layers, "width": width, "depth": depth})
+    layers, width = _draft_size(run.llm, output, layers, width)
 
-    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
+    def make(loaded: Assembled, answers: Sequence[OwnAnswer], about: dict[str, Any]) -> Trainer:
         from bankfull.train.draft import DraftTrainer
 
-        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
         size = size_of(loaded.model, layers, width)
-        return DraftTrainer(loaded, llm.tokenizer, size, depth, options.seed, about)
+        return DraftTrainer(loaded, run.llm.tokenizer, size, depth, options.seed, about)
 
-    _train(llm, model, output, options, recipe, prompts, make, depth + 1, deadline, json)
+    run.train("draft", {"layers": layers, "width": width, "depth": depth}, make, depth + 1)
 
 
 def _draft_size(llm: LLM, folder: Path, layers: int, width: int) -> tuple[int, int]:
@@ -235,24 +218,69 @@ def streaming(
     The model stays as it is: only the streams run with the adapters. Text, measurements and slices are those of
     `bankfull train medusa`. The result serves `streaming` and `tree-streaming`.
     """
-    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    prompts = _prompts(options)
-    llm = _load(model, options)
+    run = PreparedTraining(model, output, options, json)
     from bankfull.decode.streams import top_attention
 
-    top_attention(llm.loaded.model, layers)  # refuses models without layers that streams can run in
+    top_attention(run.llm.loaded.model, layers)  # refuses models without layers that streams can run in
     shape = {"streams": streams, "layers": layers, "rank": rank, "vocabulary": vocabulary}
-    recipe = _recipe("streaming", llm, options, prompts, shape)
 
-    def make(loaded: Assembled, answers: Sequence[OwnAnswer]) -> Trainer:
+    def make(loaded: Assembled, ids: list[int], about: dict[str, Any]) -> Trainer:
         from bankfull.train.streaming import StreamTrainer
-        from bankfull.train.text import frequent_tokens
 
-        ids = frequent_tokens(answers, vocabulary, loaded.model.vocab)
-        about = {"base_model_name_or_path": model, "recipe": asdict(recipe)}
         return StreamTrainer(loaded, streams, layers, rank, ids, about)
 
-    _train(llm, model, output, options, recipe, prompts, make, streams + 2, deadline, json)
+    run.train_heads("streaming", shape, make, streams + 2)
+
+
+class PreparedTraining:
+    """A training with its prompts and its model loaded. `--minutes` counts from here on."""
+
+    def __init__(self, model: str, output: Path, options: TrainOptions, json: bool) -> None:
+        self._deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+        self._model, self._output, self._options, self._json = model, output, options, json
+        self._prompts = _prompts(options)
+        self.llm = _load(model, options)
+
+    def train(
+        self,
+        kind: str,
+        shape: dict[str, int],
+        make: Callable[[Assembled, Sequence[OwnAnswer], dict[str, Any]], Trainer],
+        least_answer: int,
+    ) -> None:
+        """Train a drafter of these sizes, save it and print the report. `make`: the trainer, from the model, its
+        answers, and what the drafter's config.json records. `least_answer`: tokens of an answer that is long enough."""
+        recipe = _recipe(kind, self.llm, self._options, self._prompts, shape)
+        about = {"base_model_name_or_path": self._model, "recipe": asdict(recipe)}
+        _train(
+            self.llm,
+            self._model,
+            self._output,
+            self._options,
+            recipe,
+            self._prompts,
+            lambda loaded, answers: make(loaded, answers, about),
+            least_answer,
+            self._deadline,
+            self._json,
+        )
+
+    def train_heads(
+        self,
+        kind: str,
+        shape: dict[str, int],
+        make: Callable[[Assembled, list[int], dict[str, Any]], Trainer],
+        least_answer: int,
+    ) -> None:
+        """The same for a drafter that proposes only `shape["vocabulary"]` token ids, the most frequent ones of the
+        answers."""
+
+        def with_ids(loaded: Assembled, answers: Sequence[OwnAnswer], about: dict[str, Any]) -> Trainer:
+            from bankfull.train.text import frequent_tokens
+
+            return make(loaded, frequent_tokens(answers, shape["vocabulary"], loaded.model.vocab), about)
+
+        self.train(kind, shape, with_ids, least_answer)
 
 
 def _load(model: str, options: TrainOptions) -> LLM:

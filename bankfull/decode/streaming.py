@@ -7,6 +7,7 @@ streams know the newest token, and the model stays as it is.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import cached_property
 
 import numpy as np
@@ -92,9 +93,9 @@ class StreamDrafter(Strategy):
             present = torch.arange(count, device=hidden.device) < view.ship(room)[:, None]
         return stack.continuations(hidden.view(len(room), count, -1), present, self.chances)
 
+    @abstractmethod
     def tree_of(self, found: Continuations) -> tuple[Tensor, Tensor | np.ndarray | None]:
         """(rows, nodes) tokens, and parents as in `Draft`."""
-        raise NotImplementedError
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
         return verify(scores, sampling)
