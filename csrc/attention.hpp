@@ -78,18 +78,26 @@ static constexpr int SCORE_ROWS = 4, MIX_ROWS = 4, MIX_LANES = 1;
 static constexpr int SCORE_ROWS = 2, MIX_ROWS = 2, MIX_LANES = 2;
 #endif
 
+// The position after the last one that a query at `position` sees in a sequence of `length` tokens.
+static inline int64_t end_of_sight(const AttentionJob& job, int64_t position, int64_t length) {
+    if (!job.block) return position + 1;
+    const int64_t end = (position / job.block + 1) * job.block;
+    return end < length ? end : length;
+}
+
 // The rows of an item, and the positions each of them sees.
 struct Rows {
     const AttentionJob& job;
     int64_t token, kv_head, queries, groups, count, position;  // position: of the first query in its sequence
+    int64_t length;                   // of the sequence
     const uint64_t* paths = nullptr;  // of the queries, if they belong to a tree
     int64_t tree = INT64_MAX;         // the tree's first position
 
     Rows(const AttentionJob& j, const AttentionItem& item)
         : job(j), token(j.q_start[item.sequence] + item.first), kv_head(item.kv_head), queries(item.queries),
-          groups(j.heads / j.kv_heads), count(queries * groups) {
+          groups(j.heads / j.kv_heads), count(queries * groups), length(j.kv_len[item.sequence]) {
         const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
-        position = j.kv_len[item.sequence] - all + item.first;
+        position = length - all + item.first;
         if (!j.ancestors || !j.ancestors[token]) return;
         paths = j.ancestors + token;
         tree = position - item.first;
@@ -105,7 +113,7 @@ struct Rows {
     const float* query(int64_t row) const { return job.q + token_of(row) * job.q_token + head_of(row) * job.size; }
     // Positions that the row sees in [begin, end) of a chunk; none if from >= to.
     int64_t to(int64_t row, int64_t end) const {
-        const int64_t last = position_of(row) + 1;
+        const int64_t last = end_of_sight(job, position_of(row), length);
         return last < end ? last : end;
     }
     int64_t from(int64_t row, int64_t begin) const {
@@ -474,7 +482,11 @@ static void finish(const Rows& rows, int64_t first, int64_t count, float* runnin
     const int64_t mixed = padded_values(rows.job);
     for (int64_t i = 0; i < count; ++i) {
         float* sum = running + i * partial_floats(rows.job);
-        finish_row(rows, first + i, sum, sum[mixed + 1]);
+        float total = sum[mixed + 1];
+        // exp may overflow to infinity: then the sink takes all the weight, and the row is 0.
+        if (rows.job.sinks)
+            total += first_lane(exponential(Lanes::splat(rows.job.sinks[rows.head_of(first + i)] - sum[mixed])));
+        finish_row(rows, first + i, sum, total);
     }
 }
 

@@ -23,6 +23,11 @@ void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
 }
 
+// The position after the last one that a query at `position` sees.
+int64_t end_of_sight(const AttentionJob& job, int64_t position, int64_t length) {
+    return job.block ? std::min((position / job.block + 1) * job.block, length) : position + 1;
+}
+
 // Each token's mask is its parent's and its own bit; parents come first.
 void check_tree(const uint64_t* ancestors, int64_t tokens) {
     require(tokens <= 64, "paged_attention: a tree has more than 64 tokens");
@@ -36,8 +41,9 @@ void check_tree(const uint64_t* ancestors, int64_t tokens) {
 // Pages visible to any query must exist; other entries may be invalid.
 void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t width, int64_t frames) {
     require(job.page_tokens > 0 && job.kv_heads > 0 && job.heads > 0 && job.heads % job.kv_heads == 0 && job.size > 0 &&
-                job.values > 0 && job.window >= 0,
+                job.values > 0 && job.window >= 0 && job.block >= 0,
             "paged_attention: sizes do not match");
+    require(!job.block || !job.window, "paged_attention: blocks that see each other have no window");
     require(!job.out.data || job.values % 32 == 0,
             "paged_attention: encoded results need a head size that is a multiple of 32");
     require(job.q_start[0] == 0 && job.q_start[sequences] == tokens,
@@ -48,7 +54,10 @@ void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t w
                 "paged_attention: a sequence is longer than its pages or shorter than its queries");
         if (queries == 0) continue;
         const int64_t seen = job.window ? std::max<int64_t>(0, length - queries + 1 - job.window) : 0;
-        if (job.ancestors && job.ancestors[job.q_start[i]]) check_tree(job.ancestors + job.q_start[i], queries);
+        if (job.ancestors && job.ancestors[job.q_start[i]]) {
+            require(!job.block, "paged_attention: blocks that see each other have no trees");
+            check_tree(job.ancestors + job.q_start[i], queries);
+        }
         const int64_t* pages = job.table + i * job.table_stride;
         for (int64_t page = seen / job.page_tokens; page * job.page_tokens < length; ++page)
             require(pages[page] >= 0 && pages[page] < frames,
@@ -136,7 +145,7 @@ struct Plan {
             }
             // The last queries see the most keys, so they come first.
             for (int64_t first = (queries - 1) / most * most; first >= 0 && queries > 0; first -= most) {
-                const int64_t count = std::min(most, queries - first), end = past + first + count;
+                const int64_t count = std::min(most, queries - first), end = end_of_sight(job, past + first + count - 1, job.kv_len[i]);
                 const int64_t from = job.window ? std::max<int64_t>(0, past + first + 1 - job.window) : 0;
                 const AttentionItem tile{i, 0, first, count, from / CHUNK, (end + CHUNK - 1) / CHUNK, -1};
                 for (int64_t head = 0; head < job.kv_heads; ++head) {

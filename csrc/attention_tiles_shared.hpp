@@ -116,7 +116,7 @@ struct Work {
     float *scores;     // per sixteen rows: [key][row]. Many rows: of thirty-two rows, and of the next thirty-two
     float *rows;       // sixteen consecutive rows: scores, weighted values or results
     float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
-    int32_t *ends;     // per row: the position after its own
+    int32_t *ends;     // per row: the position after the last one it sees
     uint8_t *widened;  // a chunk's values, if pages hold codes
     const uint8_t* zero_line;  // a zero key or value
 
@@ -146,7 +146,7 @@ struct Work {
         ends = reinterpret_cast<int32_t*>(parts[8]);
         __builtin_memset(parts[9], 0, size_t(line) * 2);
         for (int64_t row = 0; row < blocks * SIDE; ++row)
-            ends[row] = int32_t(all.position_of(row < all.count ? row : all.count - 1) + 1);
+            ends[row] = int32_t(all.to(row < all.count ? row : all.count - 1, INT64_MAX));
     }
     uint8_t* queries_of(const AttentionJob& job, int64_t block) const { return queries + block * SIDE * job.size * 2; }
     float* partial_of(const AttentionJob& job, int64_t block) const {

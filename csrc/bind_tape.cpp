@@ -7,6 +7,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "bind_experts.hpp"
 #include "bindings.hpp"
 #include "choosing_step.hpp"
 #include "packing.hpp"
@@ -241,32 +242,117 @@ void bind_tape(nb::module_& m) {
              "joined: fused into the previous packed instruction, which computes q, k and v")
         .def("attention",
              [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At ancestors, At table,
-                PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,
-                int64_t kv_heads, int64_t size, int64_t values, int64_t window, float scale, float cap, int type) {
+                At sinks, PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,
+                int64_t kv_heads, int64_t size, int64_t values, int64_t window, int64_t block, float scale, float cap, int type) {
                  auto& made = append<AttentionStep>(tape, name);
                  made.q = place(q), made.y = place(y), made.encoded = place(encoded), made.q_start = place(q_start);
                  made.kv_len = place(kv_len), made.ancestors = place(ancestors), made.table = place(table);
-                 made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
+                 made.sinks = place(sinks), made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
                  made.q_token = q_token, made.frames = frames, made.page_tokens = page_tokens, made.heads = heads;
                  made.kv_heads = kv_heads, made.size = size, made.values = values, made.window = window;
+                 made.block = block;
                  made.scale = scale, made.cap = cap, made.type = type_of(type, made.k_pages);
                  type_of(type, made.v_pages);
              },
              nb::arg("name"), nb::arg("q"), nb::arg("y"), nb::arg("encoded"), nb::arg("q_start"), nb::arg("kv_len"),
-             nb::arg("ancestors"), nb::arg("table"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"),
+             nb::arg("ancestors"), nb::arg("table"), nb::arg("sinks"), nb::arg("k_pages"), nb::arg("v_pages"),
+             nb::arg("q_token"),
              nb::arg("frames"), nb::arg("page_tokens"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"),
-             nb::arg("window"), nb::arg("scale"), nb::arg("cap"), nb::arg("type"))
+             nb::arg("window"), nb::arg("block"), nb::arg("scale"), nb::arg("cap"), nb::arg("type"))
         .def("conv",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At state, At y, At q_start, At kept, At read,
-                At write, int64_t slots, int64_t channels, int64_t width) {
+                At write, int64_t slots, int64_t channels, int64_t width, int64_t x_token, bool silu) {
                  auto& made = append<ConvStep>(tape, name);
                  made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.state = place(state);
                  made.y = place(y), made.at = {place(q_start), place(kept), place(read), place(write), slots};
-                 made.channels = channels, made.width = width;
+                 made.channels = channels, made.width = width, made.x_token = x_token, made.silu = silu;
              },
              nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("state"), nb::arg("y"),
              nb::arg("q_start"), nb::arg("kept"), nb::arg("read"), nb::arg("write"), nb::arg("slots"), nb::arg("channels"),
-             nb::arg("width"))
+             nb::arg("width"), nb::arg("x_token"), nb::arg("silu"))
+        .def("ssd",
+             [](Tape& tape, const std::string& name, At x, At dt, At a, At b, At c, At d, At bias, At state, At y, At q_start,
+                At kept, At read, At write, int64_t slots, int64_t heads, int64_t size, int64_t n, int64_t groups,
+                int64_t x_token, int64_t dt_token, int64_t b_token, int64_t c_token, float low, float high) {
+                 auto& made = append<SsdStep>(tape, name);
+                 made.x = place(x), made.dt = place(dt), made.a = place(a), made.b = place(b), made.c = place(c);
+                 made.d = place(d), made.bias = place(bias), made.state = place(state), made.y = place(y);
+                 made.at = {place(q_start), place(kept), place(read), place(write), slots};
+                 made.heads = heads, made.size = size, made.n = n, made.groups = groups, made.x_token = x_token;
+                 made.dt_token = dt_token, made.b_token = b_token, made.c_token = c_token, made.low = low, made.high = high;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("dt"), nb::arg("a"), nb::arg("b"), nb::arg("c"), nb::arg("d"),
+             nb::arg("bias"), nb::arg("state"), nb::arg("y"), nb::arg("q_start"), nb::arg("kept"), nb::arg("read"),
+             nb::arg("write"), nb::arg("slots"), nb::arg("heads"), nb::arg("size"), nb::arg("n"), nb::arg("groups"),
+             nb::arg("x_token"), nb::arg("dt_token"), nb::arg("b_token"), nb::arg("c_token"), nb::arg("low"), nb::arg("high"))
+        .def("gated_norm",
+             [](Tape& tape, const std::string& name, At x, At gate, At weight, At y, int64_t columns, int64_t groups,
+                int64_t gate_token, float eps, bool before) {
+                 auto& made = append<GatedNormStep>(tape, name);
+                 made.x = place(x), made.gate = place(gate), made.weight = place(weight), made.y = place(y);
+                 made.columns = columns, made.groups = groups, made.gate_token = gate_token;
+                 made.eps = eps, made.before = before;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("gate"), nb::arg("weight"), nb::arg("y"), nb::arg("columns"),
+             nb::arg("groups"), nb::arg("gate_token"), nb::arg("eps"), nb::arg("before"))
+        .def("diagonal",
+             [](Tape& tape, const std::string& name, At x, At decay, At out, At d, At state, At y, At q_start, At kept,
+                At read, At write, int64_t slots, int64_t channels, int64_t pairs, int64_t x_token) {
+                 auto& made = append<DiagonalStep>(tape, name);
+                 made.x = place(x), made.decay = place(decay), made.out = place(out), made.d = place(d);
+                 made.state = place(state), made.y = place(y);
+                 made.at = {place(q_start), place(kept), place(read), place(write), slots};
+                 made.channels = channels, made.pairs = pairs, made.x_token = x_token;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("decay"), nb::arg("out"), nb::arg("d"), nb::arg("state"), nb::arg("y"),
+             nb::arg("q_start"), nb::arg("kept"), nb::arg("read"), nb::arg("write"), nb::arg("slots"), nb::arg("channels"),
+             nb::arg("pairs"), nb::arg("x_token"))
+        .def("scale",
+             [](Tape& tape, const std::string& name, At x, At factors, At y, int64_t columns, int64_t x_token) {
+                 auto& made = append<ScaleStep>(tape, name);
+                 made.x = place(x), made.factors = place(factors), made.y = place(y);
+                 made.columns = columns, made.x_token = x_token;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("factors"), nb::arg("y"), nb::arg("columns"), nb::arg("x_token"))
+        .def("route",
+             [](Tape& tape, const std::string& name, At logits, At bias, At weights, At chosen, const RoutingTuple& rule) {
+                 auto& made = append<RouteStep>(tape, name);
+                 made.logits = place(logits), made.bias = place(bias), made.weights = place(weights);
+                 made.chosen = place(chosen), made.rule = routing_of(rule);
+             },
+             nb::arg("name"), nb::arg("logits"), nb::arg("bias"), nb::arg("weights"), nb::arg("chosen"), nb::arg("rule"))
+        .def("experts",
+             [](Tape& tape, const std::string& name, At x, At encoded, At chosen, At weights, At y,
+                const std::vector<std::tuple<At, At, int64_t, int>>& matrices, int64_t per_token, int64_t experts,
+                int64_t hidden, int64_t inner, int function, bool int8) {
+                 if (matrices.size() != 3) throw std::invalid_argument("tape: experts have three matrices");
+                 auto& made = append<ExpertsStep>(tape, name);
+                 made.x = place(x), made.encoded = place(encoded), made.chosen = place(chosen);
+                 made.weights = place(weights), made.y = place(y);
+                 const bool packed = made.encoded.kind != Place::NONE;
+                 if (packed) tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
+                 ExpertsStep::Matrix* const own[] = {&made.gate, &made.up, &made.down};
+                 for (size_t i = 0; i < 3; ++i) {
+                     const auto& [data, bias, bytes, kind] = matrices[i];
+                     if (packed)
+                         require_pack(kind, int8);
+                     else
+                         format_of(kind);
+                     *own[i] = {place(data), place(bias), bytes, kind};
+                 }
+                 made.per_token = per_token, made.experts = experts, made.hidden = hidden, made.inner = inner;
+                 made.function = function_of_experts(function);
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("chosen"), nb::arg("weights"), nb::arg("y"),
+             nb::arg("matrices"), nb::arg("per_token"), nb::arg("experts"), nb::arg("hidden"), nb::arg("inner"),
+             nb::arg("function"), nb::arg("int8"))
+        .def("add_gated",
+             [](Tape& tape, const std::string& name, At x, At delta, At gate, At y, int64_t columns) {
+                 auto& made = append<AddGatedStep>(tape, name);
+                 made.x = place(x), made.delta = place(delta), made.gate = place(gate), made.y = place(y);
+                 made.columns = columns;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("delta"), nb::arg("gate"), nb::arg("y"), nb::arg("columns"))
         .def("scan",
              [](Tape& tape, const std::string& name, At x, At delta, At a, At b, At c, At d, At state, At y, At q_start,
                 At kept, At read, At write, int64_t slots, int64_t channels, int64_t size, int64_t b_token, int64_t c_token) {
@@ -278,7 +364,47 @@ void bind_tape(nb::module_& m) {
              },
              nb::arg("name"), nb::arg("x"), nb::arg("delta"), nb::arg("a"), nb::arg("b"), nb::arg("c"), nb::arg("d"),
              nb::arg("state"), nb::arg("y"), nb::arg("q_start"), nb::arg("kept"), nb::arg("read"), nb::arg("write"),
-             nb::arg("slots"), nb::arg("channels"), nb::arg("size"), nb::arg("b_token"), nb::arg("c_token"));
+             nb::arg("slots"), nb::arg("channels"), nb::arg("size"), nb::arg("b_token"), nb::arg("c_token"))
+        .def("linear_attention",
+             [](Tape& tape, const std::string& name, At q, At k, At v, At slopes, At state, At normalizer, At y, At q_start,
+                At kept, At read, At write, int64_t slots, int64_t heads, int64_t key, int64_t value, int64_t q_token,
+                int64_t k_token, int64_t v_token) {
+                 auto& made = append<LinearAttentionStep>(tape, name);
+                 made.q = place(q), made.k = place(k), made.v = place(v), made.slopes = place(slopes);
+                 made.state = place(state), made.normalizer = place(normalizer), made.y = place(y);
+                 made.at = {place(q_start), place(kept), place(read), place(write), slots};
+                 made.heads = heads, made.key = key, made.value = value;
+                 made.q_token = q_token, made.k_token = k_token, made.v_token = v_token;
+             },
+             nb::arg("name"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("slopes"), nb::arg("state"),
+             nb::arg("normalizer"), nb::arg("y"), nb::arg("q_start"), nb::arg("kept"), nb::arg("read"), nb::arg("write"),
+             nb::arg("slots"), nb::arg("heads"), nb::arg("key"), nb::arg("value"), nb::arg("q_token"), nb::arg("k_token"),
+             nb::arg("v_token"))
+        .def("delta_rule",
+             [](Tape& tape, const std::string& name, At q, At k, At v, At a, At b, At rate, At shift, At state, At y,
+                At q_start, At kept, At read, At write, int64_t slots, int64_t key_heads, int64_t heads, int64_t key,
+                int64_t value, int64_t q_token, int64_t k_token, int64_t v_token, int64_t a_token, int64_t b_token) {
+                 auto& made = append<DeltaStep>(tape, name);
+                 made.q = place(q), made.k = place(k), made.v = place(v), made.a = place(a), made.b = place(b);
+                 made.rate = place(rate), made.shift = place(shift), made.state = place(state), made.y = place(y);
+                 made.at = {place(q_start), place(kept), place(read), place(write), slots};
+                 made.key_heads = key_heads, made.heads = heads, made.key = key, made.value = value;
+                 made.q_token = q_token, made.k_token = k_token, made.v_token = v_token;
+                 made.a_token = a_token, made.b_token = b_token;
+             },
+             nb::arg("name"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("a"), nb::arg("b"), nb::arg("rate"),
+             nb::arg("shift"), nb::arg("state"), nb::arg("y"), nb::arg("q_start"), nb::arg("kept"), nb::arg("read"),
+             nb::arg("write"), nb::arg("slots"), nb::arg("key_heads"), nb::arg("heads"), nb::arg("key"), nb::arg("value"),
+             nb::arg("q_token"), nb::arg("k_token"), nb::arg("v_token"), nb::arg("a_token"), nb::arg("b_token"))
+        .def("taylor_features",
+             [](Tape& tape, const std::string& name, At x, At y, int64_t heads, int64_t size, int64_t x_token, float single,
+                float pair) {
+                 auto& made = append<TaylorStep>(tape, name);
+                 made.x = place(x), made.y = place(y), made.heads = heads, made.size = size, made.x_token = x_token;
+                 made.single = single, made.pair = pair;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("y"), nb::arg("heads"), nb::arg("size"), nb::arg("x_token"),
+             nb::arg("single"), nb::arg("pair"));
 
     using TableTuple = std::tuple<uintptr_t, int64_t, int64_t>;
     using ParamsTuple = std::tuple<std::tuple<uintptr_t, int64_t, std::tuple<int64_t, int64_t, int64_t>>,
@@ -286,9 +412,10 @@ void bind_tape(nb::module_& m) {
     nb::class_<ChoosingStep>(m, "ChoosingStep")
         .def("__init__",
              [](ChoosingStep* self, const Tape& tape, At chosen, int64_t rows, int64_t longest, uintptr_t tokens,
-                uintptr_t known, uintptr_t computed, const std::vector<TableTuple>& tables, const ParamsTuple& params) {
+                uintptr_t known, uintptr_t computed, uintptr_t slot, const std::vector<TableTuple>& tables,
+                const ParamsTuple& params) {
                  RowsAt at{rows, longest, reinterpret_cast<int64_t*>(tokens), reinterpret_cast<int64_t*>(known),
-                           reinterpret_cast<int64_t*>(computed), {}};
+                           reinterpret_cast<int64_t*>(computed), reinterpret_cast<int64_t*>(slot), {}};
                  for (const auto& [pages, width, page_tokens] : tables)
                      at.tables.push_back({reinterpret_cast<const int64_t*>(pages), width, page_tokens});
                  const auto& [of_reals, of_wholes, purpose] = params;
@@ -302,13 +429,14 @@ void bind_tape(nb::module_& m) {
                                           purpose});
              },
              nb::arg("tape"), nb::arg("chosen"), nb::arg("rows"), nb::arg("longest"), nb::arg("tokens"), nb::arg("known"),
-             nb::arg("computed"), nb::arg("tables"), nb::arg("params"), nb::keep_alive<1, 2>(),
-             "params: (address, columns, columns of temperature, top_p, min_p), (address, columns, those of top_k, seed, child, "
+             nb::arg("computed"), nb::arg("slot"), nb::arg("tables"), nb::arg("params"), nb::keep_alive<1, 2>(),
+             "slot: 0 without recurrent state; params: (address, columns, columns of temperature, top_p, min_p), (address, columns, those of top_k, seed, child, "
              "greedy), purpose")
         .def("run",
-             [](ChoosingStep& step, uintptr_t arena, const std::vector<int64_t>& rows, bool timed) {
+             [](ChoosingStep& step, uintptr_t arena, const std::vector<int64_t>& rows, const std::vector<int64_t>& slots,
+                bool timed) {
                  const nb::gil_scoped_release free;
-                 return step.run(reinterpret_cast<uint8_t*>(arena), rows, timed);
+                 return step.run(reinterpret_cast<uint8_t*>(arena), rows, slots, timed);
              },
-             nb::arg("arena"), nb::arg("rows"), nb::arg("timed") = false);
+             nb::arg("arena"), nb::arg("rows"), nb::arg("slots"), nb::arg("timed") = false);
 }

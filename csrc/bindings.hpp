@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 
 void bind_ceilings(nanobind::module_& m);
+void bind_experts(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
 void bind_packed(nanobind::module_& m);
+void bind_state_spaces(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);

@@ -6,6 +6,7 @@
 namespace bankfull {
 namespace {
 
+constexpr int64_t RECURRENT = 3;  // inputs of recurrent state: kept, read, write
 constexpr int64_t SINGLE = 4;  // inputs that do not belong to a table: tokens, positions, q_start, kv_len (and ancestors)
 
 void require(bool fine, const char* message) {
@@ -16,7 +17,8 @@ void require(bool fine, const char* message) {
 
 ChoosingStep::ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, ParamsAt params)
     : tape_(tape), chosen_(chosen), rows_(std::move(rows)), at_(params) {
-    require(tape.inputs == SINGLE + 1 + 2 * int64_t(rows_.tables.size()), "choosing step: the tape has unexpected inputs");
+    require(tape.inputs == SINGLE + 1 + 2 * int64_t(rows_.tables.size()) + (rows_.slot ? RECURRENT : 0),
+            "choosing step: the tape has unexpected inputs");
     require(chosen.kind == Place::ARENA, "choosing step: the tape outputs no tokens");
     require(rows_.count > 0 && rows_.longest > 0 && rows_.tokens && rows_.known && rows_.computed,
             "choosing step: the rows have a null address");
@@ -29,9 +31,10 @@ ChoosingStep::ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, ParamsAt
         require(column >= 0 && column < at_.whole_columns, "choosing step: a sampling parameter's column is out of range");
 }
 
-void ChoosingStep::gather(const std::vector<int64_t>& rows) {
+void ChoosingStep::gather(const std::vector<int64_t>& rows, const std::vector<int64_t>& slots) {
     const int64_t count = int64_t(rows.size()), groups = int64_t(rows_.tables.size());
     int64_t furthest = 0;
+    require(slots.size() == (rows_.slot ? rows.size() : 0), "choosing step: each row needs one slot for its next state");
     for (const int64_t row : rows) {
         require(row >= 0 && row < rows_.count, "choosing step: a row is out of range");
         const int64_t position = rows_.computed[row];
@@ -39,7 +42,7 @@ void ChoosingStep::gather(const std::vector<int64_t>& rows) {
                 "choosing step: a row has no token to compute, or no room for another");
         furthest = std::max(furthest, position);
     }
-    int64_t size = (SINGLE + groups) * count + 1;
+    int64_t size = (SINGLE + groups + (rows_.slot ? RECURRENT : 0)) * count + 1;
     for (const RowsAt::Table& table : rows_.tables) {
         require(furthest / table.page_tokens < table.width, "choosing step: a row is longer than its page table");
         size += count * (furthest / table.page_tokens + 1);
@@ -77,6 +80,13 @@ void ChoosingStep::gather(const std::vector<int64_t>& rows) {
                         positions[i] % table.page_tokens;
         }
     }
+    if (!rows_.slot) return;
+    int64_t *kept = take(count, 1), *read = take(count, 1), *write = take(count, 1);
+    for (int64_t i = 0; i < count; ++i) {
+        kept[i] = 1;
+        read[i] = rows_.slot[rows[size_t(i)]];
+        write[i] = slots[size_t(i)];
+    }
 }
 
 // Whether any row is sampled instead of greedy. Rows were checked by `gather`.
@@ -97,9 +107,10 @@ bool ChoosingStep::gather_params(const std::vector<int64_t>& rows) {
     return any;
 }
 
-std::vector<int64_t> ChoosingStep::run(uint8_t* arena, const std::vector<int64_t>& rows, bool timed) {
+std::vector<int64_t> ChoosingStep::run(uint8_t* arena, const std::vector<int64_t>& rows,
+                                       const std::vector<int64_t>& slots, bool timed) {
     if (rows.empty()) return {};
-    gather(rows);
+    gather(rows, slots);
     const bool sampled = gather_params(rows);
     const int64_t count = int64_t(rows.size());
     const Choice choice{params_.data(), at_.purpose};
@@ -113,6 +124,7 @@ std::vector<int64_t> ChoosingStep::run(uint8_t* arena, const std::vector<int64_t
         // A row without a choosable token is about to end; until then its input must be a valid token.
         rows_.tokens[row * rows_.longest + rows_.known[row]++] = std::max<int64_t>(chosen[size_t(i)], 0);
         ++rows_.computed[row];
+        if (rows_.slot) rows_.slot[row] = slots[size_t(i)];
     }
     return chosen;
 }

@@ -19,6 +19,7 @@ struct RowsAt {
     int64_t* tokens;    // (count, longest)
     int64_t* known;     // number of known tokens per row
     int64_t* computed;  // number of computed tokens per row
+    int64_t* slot;      // slot of the recurrent state per row; null without recurrent state
     std::vector<Table> tables;
 };
 
@@ -34,15 +35,17 @@ struct ParamsAt {
 
 class ChoosingStep {
   public:
-    // `chosen`: the tape's output tokens. The tape must read tokens, positions, q_start, kv_len, then the pages of each
-    // table, then the slots of each table: in this order, and nothing else.
+    // `chosen`: the tape's output tokens. The tape must read tokens, positions, q_start, kv_len, ancestors, then the pages
+    // of each table, then the KV slots of each table, then kept, read and write where rows have a recurrent state: in this
+    // order, and nothing else.
     ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, ParamsAt params);
-    // One token for each of `rows`, which must be distinct; -1 if none can be chosen. Throws std::invalid_argument
-    // before anything has changed.
-    std::vector<int64_t> run(uint8_t* arena, const std::vector<int64_t>& rows, bool timed);
+    // One token for each of `rows`, which must be distinct; -1 if none can be chosen. `slots`: where rows have a recurrent
+    // state, the slot that each row's next state goes to, in which it then is. Throws std::invalid_argument before
+    // anything has changed.
+    std::vector<int64_t> run(uint8_t* arena, const std::vector<int64_t>& rows, const std::vector<int64_t>& slots, bool timed);
 
   private:
-    void gather(const std::vector<int64_t>& rows);
+    void gather(const std::vector<int64_t>& rows, const std::vector<int64_t>& slots);
     bool gather_params(const std::vector<int64_t>& rows);
 
     const Tape& tape_;

@@ -217,7 +217,9 @@ struct AttentionJob {
     int64_t q_token;  // in floats
     Encoded out;  // if data is set, results are encoded there and y is not written
     int64_t window;  // 0: none
+    int64_t block;   // tokens of a block, aligned to position 0, that see each other in both directions; 0: causal
     float scale, cap;  // cap 0: none
+    const float* sinks;  // per head, one more logit in the denominator of its softmax; may be null
     const AttentionItem *items, *items_end;
     const AttentionItem* split;  // the unsplit form of what was split into several items
     float* partials;
@@ -235,7 +237,38 @@ struct ConvJob {
     const float *x, *weight;
     const float* bias;  // may be null
     float *state, *y;
-    int64_t width;
+    int64_t width, x_token;  // token stride of x in floats
+    bool silu;               // of the result
+};
+
+// plan.channels is the number of heads. Token strides are in floats.
+struct SsdJob {
+    RecurrentPlan plan;
+    const float *x, *dt, *a, *b, *c, *d, *bias;
+    float *state, *y;
+    int64_t size, n, groups, x_token, dt_token, b_token, c_token;
+    float low, high;
+};
+
+struct GatedNormJob {
+    const float *x, *gate, *weight;
+    float* y;
+    int64_t columns, groups, gate_token;
+    float eps;
+    bool before;
+};
+
+struct DiagonalJob {
+    RecurrentPlan plan;
+    const float *x, *decay, *out, *d;
+    float *state, *y;
+    int64_t pairs, x_token;
+};
+
+struct ScaleJob {
+    const float *x, *factors;
+    float* y;
+    int64_t columns, x_token;
 };
 
 struct ScanJob {
@@ -243,6 +276,30 @@ struct ScanJob {
     const float *x, *delta, *a, *b, *c, *d;
     float *state, *y;
     int64_t size, b_token, c_token;  // token strides of b and c in floats
+};
+
+// Matrices (key, value) per head; plan.channels is the number of heads. Token strides are in floats.
+struct LinearAttentionJob {
+    RecurrentPlan plan;
+    const float *q, *k, *v, *slopes;
+    float *state, *y;
+    float* normalizer;  // may be null
+    int64_t key, value, q_token, k_token, v_token;
+};
+
+struct DeltaJob {
+    RecurrentPlan plan;
+    const float *q, *k, *v, *a, *b, *rate, *shift;
+    float *state, *y;
+    int64_t key_heads, key, value, q_token, k_token, v_token, a_token, b_token;
+};
+
+// Features of the heads of tokens; single = d^(-1/4), pair = (2 d)^(-1/2).
+struct TaylorJob {
+    const float* x;
+    float* y;
+    int64_t heads, size, x_token;  // token stride in floats
+    float single, pair;
 };
 
 }  // namespace bankfull

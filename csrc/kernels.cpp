@@ -40,6 +40,9 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "attention.hpp"
 #include "attention_tiles.hpp"
 #include "recurrent.hpp"
+#include "linear_attention.hpp"
+#include "delta.hpp"
+#include "ssd.hpp"
 #include "ceilings.hpp"
 
 template <class F>
@@ -99,6 +102,7 @@ static constexpr Kernels build() {
     table.pointwise[GELU_TANH] = pointwise<GeluTanh>;
     table.pointwise[RELU] = pointwise<Relu>;
     table.pointwise[SOFTPLUS] = pointwise<Softplus>;
+    table.pointwise[SIGMOID] = pointwise<Sigmoid>;
     table.pointwise[SOFT_CAP] = pointwise<SoftCap>;
     table.pointwise[PLUS] = plus;
     table.rotate = rotate;
@@ -118,6 +122,13 @@ static constexpr Kernels build() {
     table.merge = merge_split;
     table.causal_conv = causal_conv;
     table.selective_scan = selective_scan;
+    table.linear_attention = linear_attention;
+    table.delta_rule = delta_rule;
+    table.taylor_features = taylor_features;
+    table.ssd_scan = ssd_scan;
+    table.gated_rms_norm = gated_rms_norm;
+    table.diagonal_scan = diagonal_scan;
+    table.scale_columns = scale_columns;
     offer_ceilings(table);
     return table;
 }

@@ -11,7 +11,7 @@ constexpr int64_t CHUNK = 128;
 // Scores per block of the vocabulary.
 constexpr int64_t SCORE_BLOCK = 128;
 
-enum Pointwise : int { SILU, GELU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
+enum Pointwise : int { SILU, GELU, GELU_TANH, RELU, SOFTPLUS, SIGMOID, SOFT_CAP, PLUS, POINTWISE };
 enum Format : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, FORMATS };
 
 struct FormatFacts {
@@ -82,6 +82,13 @@ struct Kernels {
     void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of split queries
     void (*causal_conv)(const ConvJob&, int64_t begin, int64_t end);
     void (*selective_scan)(const ScanJob&, int64_t begin, int64_t end);
+    void (*linear_attention)(const LinearAttentionJob&, int64_t begin, int64_t end);
+    void (*delta_rule)(const DeltaJob&, int64_t begin, int64_t end);
+    void (*taylor_features)(const TaylorJob&, int64_t begin, int64_t end);
+    void (*ssd_scan)(const SsdJob&, int64_t begin, int64_t end);
+    void (*gated_rms_norm)(const GatedNormJob&, int64_t begin, int64_t end);
+    void (*diagonal_scan)(const DiagonalJob&, int64_t begin, int64_t end);
+    void (*scale_columns)(const ScaleJob&, int64_t begin, int64_t end);
     float (*read_lines[2])(const float* data, int64_t begin, int64_t end);  // cache lines; [1] prefetches
     Multiplication multiply[ARITHMETICS];
 };

@@ -197,7 +197,7 @@ void round_tokens(uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int6
 void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, uintptr_t y, nb::handle q_start, nb::handle kv_len,
                uintptr_t ancestors, uintptr_t table, int64_t table_stride, int64_t width, int64_t frames, int64_t page_tokens,
                int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, float scale,
-               int64_t window, float cap) {
+               int64_t window, int64_t block, float cap, uintptr_t sinks) {
     const Integers starts(q_start), lengths(kv_len);
     require(starts.size() == lengths.size() + 1, "paged_attention: q_start must have one entry more than kv_len");
     if (tokens == 0) return;
@@ -205,7 +205,7 @@ void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, 
     const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, type), pages_at(v, type),
                            starts.data(), lengths.data(), pointer<int64_t>(table),
                            pointer<uint64_t>(ancestors), table_stride, page_tokens, heads,
-                           kv_heads, size, values, heads * size, {}, window, scale, cap, nullptr, nullptr, nullptr};
+                           kv_heads, size, values, heads * size, {}, window, block, scale, cap, pointer<float>(sinks), nullptr, nullptr, nullptr};
     const nb::gil_scoped_release free;
     paged_attention(job, PageType(type), lengths.size(), tokens, width, frames);
 }
@@ -219,14 +219,14 @@ RecurrentPlan plan_of(const Integers& starts, const Integers& kept, uintptr_t re
 
 void causal_conv(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t state, uintptr_t y, nb::handle q_start,
                  nb::handle kept, uintptr_t read, uintptr_t write, int64_t write_stride, int64_t most, int64_t slots,
-                 int64_t tokens, int64_t channels, int64_t width) {
+                 int64_t tokens, int64_t channels, int64_t width, int64_t x_token, bool silu) {
     const Integers starts(q_start), counts(kept);
     require(channels > 0 && width > 0, "causal_conv: sizes must be positive");
     if (tokens == 0) return;
     require(x && weight && (state || width == 1) && y && read, "causal_conv: a null address");
     const ConvJob job{plan_of(starts, counts, read, write, write_stride, most, slots, tokens, channels),
                       pointer<float>(x), pointer<float>(weight), pointer<float>(bias), pointer<float>(state),
-                      pointer<float>(y), width};
+                      pointer<float>(y), width, x_token, silu};
     const nb::gil_scoped_release free;
     run_causal_conv(job, tokens);
 }
@@ -244,6 +244,48 @@ void selective_scan(uintptr_t x, uintptr_t delta, uintptr_t a, uintptr_t b, uint
                       pointer<float>(d), pointer<float>(state), pointer<float>(y), size, b_token, c_token};
     const nb::gil_scoped_release free;
     run_selective_scan(job, tokens);
+}
+
+void linear_attention(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t slopes, uintptr_t state, uintptr_t normalizer,
+                      uintptr_t y, int64_t q_token, int64_t k_token, int64_t v_token, nb::handle q_start, nb::handle kept,
+                      uintptr_t read, uintptr_t write, int64_t write_stride, int64_t most, int64_t slots, int64_t tokens,
+                      int64_t heads, int64_t key, int64_t value) {
+    const Integers starts(q_start), counts(kept);
+    require(heads > 0 && key > 0 && value > 0, "linear_attention: sizes must be positive");
+    if (tokens == 0) return;
+    require(q && k && v && slopes && state && y && read, "linear_attention: a null address");
+    const LinearAttentionJob job{plan_of(starts, counts, read, write, write_stride, most, slots, tokens, heads),
+                                 pointer<float>(q), pointer<float>(k), pointer<float>(v), pointer<float>(slopes),
+                                 pointer<float>(state), pointer<float>(y), pointer<float>(normalizer),
+                                 key, value, q_token, k_token, v_token};
+    const nb::gil_scoped_release free;
+    run_linear_attention(job, tokens);
+}
+
+void delta_rule(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t a, uintptr_t b, uintptr_t rate, uintptr_t shift,
+                uintptr_t state, uintptr_t y, const std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>& strides,
+                nb::handle q_start, nb::handle kept, uintptr_t read, uintptr_t write, int64_t write_stride, int64_t most,
+                int64_t slots, int64_t tokens, int64_t key_heads, int64_t heads, int64_t key, int64_t value) {
+    const Integers starts(q_start), counts(kept);
+    require(key_heads > 0 && heads > 0 && heads % key_heads == 0 && key > 0 && value > 0,
+            "delta_rule: sizes must be positive, and heads a multiple of key heads");
+    if (tokens == 0) return;
+    require(q && k && v && a && b && rate && shift && state && y && read, "delta_rule: a null address");
+    const auto [q_token, k_token, v_token, a_token, b_token] = strides;
+    const DeltaJob job{plan_of(starts, counts, read, write, write_stride, most, slots, tokens, heads),
+                       pointer<float>(q), pointer<float>(k), pointer<float>(v), pointer<float>(a), pointer<float>(b),
+                       pointer<float>(rate), pointer<float>(shift), pointer<float>(state), pointer<float>(y), key_heads,
+                       key, value, q_token, k_token, v_token, a_token, b_token};
+    const nb::gil_scoped_release free;
+    run_delta_rule(job, tokens);
+}
+
+void taylor_features(uintptr_t x, uintptr_t y, int64_t x_token, int64_t tokens, int64_t heads, int64_t size, float single,
+                     float pair) {
+    require(heads > 0 && size > 0, "taylor_features: sizes must be positive");
+    if (tokens == 0) return;
+    require(x && y, "taylor_features: a null address");
+    run_taylor_features({pointer<float>(x), pointer<float>(y), heads, size, x_token, single, pair}, tokens);
 }
 
 void dequantize(int format, uintptr_t blocks, uintptr_t out, int64_t count) {
@@ -359,6 +401,7 @@ nb::dict functions() {
     found["gelu_tanh"] = int(GELU_TANH);
     found["relu"] = int(RELU);
     found["softplus"] = int(SOFTPLUS);
+    found["sigmoid"] = int(SIGMOID);
     found["soft_cap"] = int(SOFT_CAP);
     found["plus"] = int(PLUS);
     return found;
@@ -397,13 +440,22 @@ NB_MODULE(_native, m) {
     m.def("paged_attention", &attention,
           "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, ancestors (0: no "
           "trees), table, its stride and width, "
-          "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), cap (0: none)");
+          "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), block (0: causal), "
+          "cap (0: none), sinks (0: none)");
     m.def("causal_conv", &causal_conv,
           "x, weight, bias (0: none), state, y, q_start, kept, read, write, its stride and width, slots, tokens, channels, "
-          "width");
+          "width, token stride of x, silu");
     m.def("selective_scan", &selective_scan,
           "x, delta, a, b, c, d, state, y, token strides of b and c, q_start, kept, read, write, its stride and width, "
           "slots, tokens, channels, size");
+    m.def("linear_attention", &linear_attention,
+          "q, k, v, slopes, state, normalizer (0: none), y, token strides of q, k and v, q_start, kept, read, write, its "
+          "stride and width, slots, tokens, heads, key, value");
+    m.def("delta_rule", &delta_rule,
+          "q, k, v, a, b, rate, shift, state, y, token strides of the first five, q_start, kept, read, write, its stride and "
+          "width, slots, tokens, key_heads, heads, key, value");
+    m.def("taylor_features", &taylor_features, Free(),
+          "x, y, token stride of x, tokens, heads, size, factors of single elements and of pairs");
     m.def("functions", &functions, "name -> code for pointwise");
     m.def("dequantize", &dequantize, Free(), "format, blocks, out: addresses; number of blocks");
     m.def("sample", &sample, Free(),
@@ -422,5 +474,7 @@ NB_MODULE(_native, m) {
     m.def("set_threads", &set_thread_count, Free());
     bind_lookup(m);
     bind_packed(m);
+    bind_experts(m);
+    bind_state_spaces(m);
     bind_ceilings(m);
 }

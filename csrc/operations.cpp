@@ -310,4 +310,40 @@ void run_selective_scan(const ScanJob& job, int64_t tokens) {
     spread(kernels().selective_scan, job, items, PIECE_EXPONENTIALS / each + 1);
 }
 
+void run_linear_attention(const LinearAttentionJob& job, int64_t tokens) {
+    const int64_t items = job.plan.sequences * job.plan.channels * ((job.value + 31) / 32);
+    const int64_t each = tokens * job.plan.channels * job.key * job.value * 3 / items + 1;
+    spread(kernels().linear_attention, job, items, PIECE_WORK / each + 1);
+}
+
+void run_delta_rule(const DeltaJob& job, int64_t tokens) {
+    const int64_t items = job.plan.sequences * job.plan.channels * ((job.value + 31) / 32);
+    const int64_t each = tokens * job.plan.channels * job.key * job.value * 4 / items + 1;
+    spread(kernels().delta_rule, job, items, PIECE_WORK / each + 1);
+}
+
+void run_taylor_features(const TaylorJob& job, int64_t tokens) {
+    spread(kernels().taylor_features, job, tokens * job.heads, PIECE_WORK / (2 * job.size * job.size) + 1);
+}
+
+void run_ssd_scan(const SsdJob& job, int64_t tokens) {
+    const int64_t items = job.plan.sequences * job.plan.channels;
+    const int64_t each = tokens * job.plan.channels * job.size * job.n / items + 1;
+    spread(kernels().ssd_scan, job, items, PIECE_WORK / each + 1);
+}
+
+void run_gated_rms_norm(const GatedNormJob& job, int64_t rows) {
+    spread(kernels().gated_rms_norm, job, rows, piece_for(rows, PIECE_ROW_WORK / job.columns + 1));
+}
+
+void run_diagonal_scan(const DiagonalJob& job, int64_t tokens) {
+    const int64_t items = job.plan.sequences * ((job.plan.channels + 15) / 16);
+    const int64_t each = tokens * job.plan.channels * job.pairs * 4 / items + 1;
+    spread(kernels().diagonal_scan, job, items, PIECE_WORK / each + 1);
+}
+
+void run_scale_columns(const ScaleJob& job, int64_t rows) {
+    spread(kernels().scale_columns, job, rows, PIECE_WORK / job.columns + 1);
+}
+
 }  // namespace bankfull

@@ -33,5 +33,12 @@ void run_linear_choice(const LinearJob& job, Format format, const Choice& choice
 RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slots, int64_t tokens);
 void run_causal_conv(const ConvJob& job, int64_t tokens);
 void run_selective_scan(const ScanJob& job, int64_t tokens);
+void run_linear_attention(const LinearAttentionJob& job, int64_t tokens);
+void run_delta_rule(const DeltaJob& job, int64_t tokens);
+void run_taylor_features(const TaylorJob& job, int64_t tokens);
+void run_ssd_scan(const SsdJob& job, int64_t tokens);
+void run_gated_rms_norm(const GatedNormJob& job, int64_t rows);
+void run_diagonal_scan(const DiagonalJob& job, int64_t tokens);
+void run_scale_columns(const ScaleJob& job, int64_t rows);
 
 }  // namespace bankfull

@@ -36,6 +36,12 @@ struct Softplus {
     }
 };
 
+struct Sigmoid {
+    static Lanes of(Lanes x, float) {
+        return Lanes::splat(1.0f) / (Lanes::splat(1.0f) + exponential(Lanes::splat(0.0f) - x));
+    }
+};
+
 struct SoftCap {
     static Lanes of(Lanes x, float cap) {
         return Lanes::splat(cap) * hyperbolic_tangent(x / Lanes::splat(cap));

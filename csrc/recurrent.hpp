@@ -23,10 +23,10 @@ static void causal_conv(const ConvJob& job, int64_t begin, int64_t end) {
         const Lanes bias = job.bias ? load_some(job.bias + c0, count) : Lanes::splat(0.0f);
         const int64_t last = plan.q_start[i + 1];
         for (int64_t t = plan.q_start[i]; t < last; ++t) {
-            load_some(job.x + t * channels + c0, count).store(line + past * 16);
+            load_some(job.x + t * job.x_token + c0, count).store(line + past * 16);
             Lanes sum = bias;
             for (int64_t k = 0; k < width; ++k) sum.add_product(Lanes::load(taps + k * 16), Lanes::load(line + k * 16));
-            store_some(sum, job.y + t * channels + c0, count);
+            store_some(job.silu ? Silu::of(sum, 0.0f) : sum, job.y + t * channels + c0, count);
             __builtin_memmove(line, line + 16, size_t(past) * 16 * sizeof(float));
             const int64_t j = plan.kept[i] - (last - t);
             if (j < 0) continue;

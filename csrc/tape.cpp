@@ -213,8 +213,10 @@ void AttentionStep::run(const Step& step) const {
     job.q_token = q_token;
     job.out = encoded_at(encoded, step, heads * values);
     job.window = window;
+    job.block = block;
     job.scale = scale;
     job.cap = cap;
+    job.sinks = sinks.in<float>(step);
     paged_attention(job, type, step.sequences, step.tokens, job.table_stride, frames);
 }
 
@@ -226,13 +228,67 @@ RecurrentPlan RecurrentAt::plan(const Step& step, int64_t channels) const {
 
 void ConvStep::run(const Step& step) const {
     run_causal_conv({at.plan(step, channels), x.in<float>(step), weight.in<float>(step), bias.in<float>(step),
-                     state.in<float>(step), y.in<float>(step), width}, step.tokens);
+                     state.in<float>(step), y.in<float>(step), width, x_token, silu}, step.tokens);
+}
+
+void SsdStep::run(const Step& step) const {
+    run_ssd_scan({at.plan(step, heads), x.in<float>(step), dt.in<float>(step), a.in<float>(step), b.in<float>(step),
+                  c.in<float>(step), d.in<float>(step), bias.in<float>(step), state.in<float>(step), y.in<float>(step),
+                  size, n, groups, x_token, dt_token, b_token, c_token, low, high}, step.tokens);
+}
+
+void GatedNormStep::run(const Step& step) const {
+    run_gated_rms_norm({x.in<float>(step), gate.in<float>(step), weight.in<float>(step), y.in<float>(step), columns, groups,
+                        gate_token, eps, before}, step.tokens);
+}
+
+void DiagonalStep::run(const Step& step) const {
+    run_diagonal_scan({at.plan(step, channels), x.in<float>(step), decay.in<float>(step), out.in<float>(step),
+                       d.in<float>(step), state.in<float>(step), y.in<float>(step), pairs, x_token}, step.tokens);
+}
+
+void ScaleStep::run(const Step& step) const {
+    run_scale_columns({x.in<float>(step), factors.in<float>(step), y.in<float>(step), columns, x_token}, step.tokens);
 }
 
 void ScanStep::run(const Step& step) const {
     run_selective_scan({at.plan(step, channels), x.in<float>(step), delta.in<float>(step), a.in<float>(step),
                         b.in<float>(step), c.in<float>(step), d.in<float>(step), state.in<float>(step), y.in<float>(step),
                         size, b_token, c_token}, step.tokens);
+}
+
+void LinearAttentionStep::run(const Step& step) const {
+    run_linear_attention({at.plan(step, heads), q.in<float>(step), k.in<float>(step), v.in<float>(step),
+                          slopes.in<float>(step), state.in<float>(step), y.in<float>(step), normalizer.in<float>(step),
+                          key, value, q_token, k_token, v_token}, step.tokens);
+}
+
+void DeltaStep::run(const Step& step) const {
+    run_delta_rule({at.plan(step, heads), q.in<float>(step), k.in<float>(step), v.in<float>(step), a.in<float>(step),
+                    b.in<float>(step), rate.in<float>(step), shift.in<float>(step), state.in<float>(step),
+                    y.in<float>(step), key_heads, key, value, q_token, k_token, v_token, a_token, b_token}, step.tokens);
+}
+
+void TaylorStep::run(const Step& step) const {
+    run_taylor_features({x.in<float>(step), y.in<float>(step), heads, size, x_token, single, pair}, step.tokens);
+}
+
+void RouteStep::run(const Step& step) const {
+    RouteJob job = rule;
+    job.logits = logits.in<float>(step), job.bias = bias.in<float>(step);
+    job.weights = weights.in<float>(step), job.chosen = chosen.in<int32_t>(step);
+    job.tokens = step.tokens;
+    run_route(job);
+}
+
+void ExpertsStep::run(const Step& step) const {
+    run_experts({x.in<float>(step), encoded_at(encoded, step, hidden), chosen.in<int32_t>(step), weights.in<float>(step),
+                 y.in<float>(step), step.tokens, per_token, experts, hidden, inner, gate.in(step), up.in(step),
+                 down.in(step), function});
+}
+
+void AddGatedStep::run(const Step& step) const {
+    run_add_gated(x.in<float>(step), delta.in<float>(step), gate.in<float>(step), y.in<float>(step), step.tokens, columns);
 }
 
 }  // namespace bankfull

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "experts.hpp"
 #include "kernels.hpp"
 
 namespace bankfull {
@@ -211,9 +212,9 @@ struct PackedStep : Instruction {
 };
 
 struct AttentionStep : Instruction {
-    Place q, y, encoded, q_start, kv_len, ancestors, table;
+    Place q, y, encoded, q_start, kv_len, ancestors, table, sinks;
     PagesAt k_pages, v_pages;
-    int64_t q_token, frames, page_tokens, heads, kv_heads, size, values, window;
+    int64_t q_token, frames, page_tokens, heads, kv_heads, size, values, window, block;
     float scale, cap;
     PageType type;
     void run(const Step& step) const override;
@@ -228,7 +229,37 @@ struct RecurrentAt {
 struct ConvStep : Instruction {
     Place x, weight, bias, state, y;
     RecurrentAt at;
-    int64_t channels, width;
+    int64_t channels, width, x_token;
+    bool silu;
+    void run(const Step& step) const override;
+};
+
+struct SsdStep : Instruction {
+    Place x, dt, a, b, c, d, bias, state, y;
+    RecurrentAt at;
+    int64_t heads, size, n, groups, x_token, dt_token, b_token, c_token;
+    float low, high;
+    void run(const Step& step) const override;
+};
+
+struct GatedNormStep : Instruction {
+    Place x, gate, weight, y;
+    int64_t columns, groups, gate_token;
+    float eps;
+    bool before;
+    void run(const Step& step) const override;
+};
+
+struct DiagonalStep : Instruction {
+    Place x, decay, out, d, state, y;
+    RecurrentAt at;
+    int64_t channels, pairs, x_token;
+    void run(const Step& step) const override;
+};
+
+struct ScaleStep : Instruction {
+    Place x, factors, y;
+    int64_t columns, x_token;
     void run(const Step& step) const override;
 };
 
@@ -236,6 +267,53 @@ struct ScanStep : Instruction {
     Place x, delta, a, b, c, d, state, y;
     RecurrentAt at;
     int64_t channels, size, b_token, c_token;
+    void run(const Step& step) const override;
+};
+
+struct LinearAttentionStep : Instruction {
+    Place q, k, v, slopes, state, normalizer, y;
+    RecurrentAt at;
+    int64_t heads, key, value, q_token, k_token, v_token;
+    void run(const Step& step) const override;
+};
+
+struct DeltaStep : Instruction {
+    Place q, k, v, a, b, rate, shift, state, y;
+    RecurrentAt at;
+    int64_t key_heads, heads, key, value, q_token, k_token, v_token, a_token, b_token;
+    void run(const Step& step) const override;
+};
+
+struct TaylorStep : Instruction {
+    Place x, y;
+    int64_t heads, size, x_token;
+    float single, pair;
+    void run(const Step& step) const override;
+};
+
+struct RouteStep : Instruction {
+    Place logits, bias, weights, chosen;
+    RouteJob rule;  // its addresses are set in each step
+    void run(const Step& step) const override;
+};
+
+struct ExpertsStep : Instruction {
+    struct Matrix {
+        Place data, bias;
+        int64_t bytes;
+        int kind;
+        ExpertMatrix in(const Step& step) const { return {data.in<uint8_t>(step), bias.in<float>(step), bytes, kind}; }
+    };
+    Place x, encoded, chosen, weights, y;
+    Matrix gate, up, down;
+    int64_t per_token, experts, hidden, inner;
+    int function;
+    void run(const Step& step) const override;
+};
+
+struct AddGatedStep : Instruction {
+    Place x, delta, gate, y;
+    int64_t columns;
     void run(const Step& step) const override;
 };
 

@@ -1,7 +1,7 @@
 """Every operation that a model may use. Importing this package registers the torch bodies and the providers."""
 
 from bankfull.ops.cost import Cost
-from bankfull.ops.reference.activation import ACTIVATIONS, activate, activate_mul, soft_cap
+from bankfull.ops.reference.activation import ACTIVATIONS, activate, activate_mul, scale_columns, soft_cap
 from bankfull.ops.reference.attention import (
     HeadNorms,
     PagedMeta,
@@ -9,6 +9,23 @@ from bankfull.ops.reference.attention import (
     paged_attention,
     write_pages,
     write_pages_int8,
+)
+from bankfull.ops.reference.delta import delta_rule
+from bankfull.ops.reference.experts import (
+    RoutingRule,
+    add_gated,
+    expert_mlp,
+    expert_mlp_bf16,
+    expert_mlp_int8,
+    route,
+)
+from bankfull.ops.reference.latent import (
+    HeadWeights,
+    absorb_queries,
+    expanded_attention,
+    head_products,
+    latent_attention,
+    write_latents,
 )
 from bankfull.ops.reference.linear import (
     Unnormed,
@@ -26,10 +43,13 @@ from bankfull.ops.reference.linear import (
     normed_gated_linear,
     normed_linear,
 )
+from bankfull.ops.reference.linear_attention import linear_attention, taylor_features, taylor_size
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 from bankfull.ops.reference.pages import move_tokens
 from bankfull.ops.reference.rope import rope_angles, rotate
-from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
+from bankfull.ops.reference.s4 import diagonal_scan
+from bankfull.ops.reference.ssd import gated_rms_norm, ssd_scan
+from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
 from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
 
 __all__ = [
@@ -37,14 +57,18 @@ __all__ = [
     "OPERATIONS",
     "Cost",
     "HeadNorms",
+    "HeadWeights",
     "Kit",
     "Operation",
     "PagedMeta",
     "RecurrentMeta",
+    "RoutingRule",
     "Unnormed",
+    "absorb_queries",
     "activate",
     "activate_mul",
     "add",
+    "add_gated",
     "add_rms_norm",
     "attend",
     "best_output",
@@ -52,11 +76,22 @@ __all__ = [
     "best_output_int8",
     "best_output_hadamard",
     "causal_conv",
+    "causal_conv_silu",
+    "diagonal_scan",
+    "delta_rule",
     "embedding",
+    "expert_mlp",
+    "expert_mlp_bf16",
+    "expert_mlp_int8",
+    "expanded_attention",
     "gated_linear",
+    "gated_rms_norm",
+    "head_products",
     "kit_for",
+    "latent_attention",
     "layer_norm",
     "linear",
+    "linear_attention",
     "linear_bf16",
     "linear_int8",
     "linear_hadamard",
@@ -68,8 +103,14 @@ __all__ = [
     "rms_norm",
     "rope_angles",
     "rotate",
+    "route",
+    "scale_columns",
     "selective_scan",
     "soft_cap",
+    "ssd_scan",
+    "taylor_features",
+    "taylor_size",
+    "write_latents",
     "write_pages",
     "write_pages_int8",
 ]

@@ -27,6 +27,10 @@ void check_write(Random& random);
 void check_attention_over_pages(Random& random);
 void check_conv(Random& random);
 void check_scan(Random& random);
+void check_ssd(Random& random);
+void check_diagonal(Random& random);
+void check_gated_norm(Random& random);
+void check_scale(Random& random);
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity(), NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 constexpr double FINE = 4e-6;  // relative to the summed magnitudes: a thousand terms in sixteen lanes
@@ -52,6 +56,7 @@ inline double function_of(int kind, double x, double parameter) {
         case GELU: return 0.5 * x * std::erfc(-0.70710678118654752 * x);
         case GELU_TANH: return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
         case RELU: return x > 0 ? x : 0;
+        case SIGMOID: return 1 / (1 + std::exp(-x));
         case SOFTPLUS: return x > 0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x));
         case SOFT_CAP: return parameter * std::tanh(x / parameter);
         default: return x;

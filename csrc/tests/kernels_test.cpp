@@ -32,6 +32,10 @@ constexpr Operation OPERATIONS[] = {
     {"attention", check_attention_over_pages},
     {"causal_conv", check_conv},
     {"selective_scan", check_scan},
+    {"ssd_scan", check_ssd},
+    {"diagonal_scan", check_diagonal},
+    {"gated_rms_norm", check_gated_norm},
+    {"scale_columns", check_scale},
 };
 
 }  // namespace

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.attention import Heads
-from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
+from bankfull.ops import HeadNorms, HeadWeights, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.reference.activation import _KINDS as KINDS
 from bankfull.weights.formats import SCHEMES, groups, rows
 from bankfull.weights.formats.dense import DTYPES
@@ -58,6 +58,8 @@ def moved(value: Any, device: str) -> Any:
     if isinstance(value, Unnormed):
         names = ("x", "delta", "weight", "joined")
         return replace(value, **{name: moved(getattr(value, name), device) for name in names})
+    if isinstance(value, HeadWeights):
+        return replace(value, stored=moved(value.stored, device))
     if isinstance(value, HeadNorms):
         return replace(value, q=moved(value.q, device), k=moved(value.k, device))
     return tuple(moved(part, device) for part in value) if isinstance(value, tuple) else value
@@ -374,7 +376,8 @@ def paged_attention(make: Maker, values: int | None = None) -> Case:
         (k_pages, k_scales), (v_pages, v_scales) = rounded(make, k_pages), rounded(make, v_pages)
         scales = k_scales, v_scales
     q = make.normal(int(meta.q_start[-1]), heads.count, size)
-    args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *scales)
+    sinks = make.pick.choice((None, 3 * make.normal(heads.count, dtype=torch.float32)))
+    args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *(scales or (None, None)), sinks)
     # Over narrow pages a provider may multiply in bfloat16, as tiles do.
     provided = torch.bfloat16 if dtype in (torch.bfloat16, torch.int8) else None
     return Case(args, make.dtype, {"heads": heads, "pages": dtype}, provided=provided)
@@ -392,7 +395,9 @@ def attend(make: Maker) -> Case:
     turns = make.normal(tokens, make.pick.choice((size // 2, size // 4)), dtype=torch.float64)
     angles = make.pick.choice((None, (turns.cos().to(make.dtype), turns.sin().to(make.dtype))))
     norms = HeadNorms(make.normal(size), make.normal(size), 1e-5, make.pick.choice((0.0, 1.0)))
-    args = (q, k, v, k_pages, v_pages, meta, angles, make.pick.choice((None, norms)), heads.scale, window, cap)
+    rest = (make.pick.choice((None, norms)), heads.scale, window, cap)
+    sinks = make.pick.choice((None, 3 * make.normal(heads.count, dtype=torch.float32)))
+    args = (q, k, v, k_pages, v_pages, meta, angles, *rest, sinks)
     return Case(args, make.dtype, {"heads": heads, "pages": make.dtype}, written=(3, 4))
 
 
@@ -478,6 +483,53 @@ def selective_scan(make: Maker) -> Case:
     return Case((x, delta, a, b, c, d, state, meta), make.dtype, written=(6,))
 
 
+def causal_conv_silu(make: Maker) -> Case:
+    return causal_conv(make)
+
+
+def scale_columns(make: Maker) -> Case:
+    columns = make.size(1, 130)
+    return Case((make.normal(make.size(1, 40), columns), make.normal(columns)), make.dtype)
+
+
+def ssd_scan(make: Maker) -> Case:
+    """Operands are columns of wider rows, as a layer gets them."""
+    meta, slots = recurrent(make)
+    groups, per_group = make.pick.choice((1, 2, 3)), make.pick.choice((1, 2, 4))
+    tokens, heads = int(meta.q_start[-1]), groups * per_group
+    size, n = make.pick.choice((1, 4, 10, 16)), make.pick.choice((1, 5, 16, 20))
+    wide = torch.promote_types(make.dtype, torch.float32)
+    whole = make.normal(tokens, heads * size + 2 * groups * n + heads)
+    x, b, c, dt = whole.split((heads * size, groups * n, groups * n, heads), dim=1)
+    b, c = (part.unflatten(1, (groups, n)) for part in (b, c))
+    a, d, bias = -make.normal(heads, dtype=wide).exp(), make.normal(heads, dtype=wide), make.normal(heads, dtype=wide)
+    limits = make.pick.choice(((0.0, math.inf), (0.1, 1.5)))
+    state = make.state(slots, heads, size, n)
+    args = (x.unflatten(1, (heads, size)), dt, a, b, c, d, bias, limits, state, meta)
+    return Case(args, make.dtype, written=(8,))
+
+
+def gated_rms_norm(make: Maker) -> Case:
+    groups, part = make.pick.choice((1, 2, 3)), make.size(3, 50)
+    tokens, columns = make.size(1, 40), groups * part
+    whole = make.normal(tokens, columns + 7)
+    gate = whole[:, :columns]
+    args = (make.normal(tokens, columns), gate, make.normal(columns), 1e-5, groups, bool(make.size(0, 1)))
+    return Case(args, make.dtype)
+
+
+def diagonal_scan(make: Maker) -> Case:
+    meta, slots = recurrent(make)
+    tokens, channels, pairs = int(meta.q_start[-1]), make.size(1, 40), make.pick.choice((1, 3, 8, 20))
+    wide = torch.promote_types(make.dtype, torch.float32)
+    size = torch.sigmoid(make.normal(pairs, channels, dtype=wide))
+    turn = make.normal(pairs, channels, dtype=wide)
+    decay = torch.stack((size * turn.cos(), size * turn.sin()))
+    out = make.normal(2, pairs, channels, dtype=wide)
+    x, d = make.normal(tokens, channels), make.normal(channels, dtype=wide)
+    return Case((x, decay, out, d, make.state(slots, 2, pairs, channels), meta), make.dtype, written=(4,))
+
+
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
@@ -509,7 +561,12 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         write_pages,
         write_pages_int8,
         causal_conv,
+        causal_conv_silu,
         selective_scan,
+        scale_columns,
+        ssd_scan,
+        gated_rms_norm,
+        diagonal_scan,
     )
 }
 
@@ -518,3 +575,8 @@ def case(name: str, seed: int, dtype: torch.dtype | None = None) -> Case:
     made = GENERATORS[name](Maker(seed, dtype))
     made.facts = {"dtype": made.dtype, **made.facts}
     return made
+
+
+from tests.ops import cases_experts, cases_latent, cases_linear  # noqa: E402  (last: they use what stands above)
+
+GENERATORS |= cases_experts.GENERATORS | cases_latent.GENERATORS | cases_linear.GENERATORS

@@ -15,7 +15,7 @@ import triton.language as tl
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
-from bankfull.ops import OPERATIONS, Kit, Unnormed, kit_for
+from bankfull.ops import OPERATIONS, Kit, RecurrentMeta, Unnormed, kit_for
 from bankfull.ops.triton import linear as dense
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write
 from bankfull.ops.triton.quantized_layout import repack
@@ -28,10 +28,10 @@ from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
+from bankfull.synthetic.random_weights import RandomWeights, random_model
+from bankfull.synthetic.shapes import shape_config
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
-from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.weights import RandomWeights, random_model
 from tests.ops import cases
 from tests.ops.compiled import Launch
 
@@ -110,7 +110,7 @@ def start(config: Mapping[str, Any], widths: Sequence[int]) -> Two:
 
 def drafts() -> Two:
     """Steps of several tokens per sequence."""
-    model, _ = model_of(SHAPES["llama-3-8b"])
+    model, _ = model_of(shape_config("llama-3-8b"))
     layout = layout_of(model.states(), 16)
     captured = Captured(Eager(model, layout, Storage(layout, 0, 1, META).layers))
     rows = Rows(64, 64, layout, model.vocab, META, _Device().ship)
@@ -207,6 +207,66 @@ def edges() -> Two:
     return made, made
 
 
+def linear_recurrences() -> Two:
+    """Linear attention and the delta rule in the shapes of MiniMax-Text-01, BASED and Qwen3-Next, step and chunks."""
+    made: list[Launch] = []
+    for counts in ([1] * 8, [2000, 1]):
+        tokens, sequences = sum(counts), len(counts)
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in (sequences + 1, sequences))
+        slots = (torch.empty(shape, dtype=torch.int64, device=META) for shape in ((sequences,), (sequences, 1)))
+        meta = RecurrentMeta(starts, np.ones(sequences, np.int64), *slots, *numbers)
+        for dtype in (DTYPE, torch.float32):
+
+            def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.empty(shape, dtype=dtype, device=META)
+
+            for heads, key, value, normalized in ((64, 128, 128, False), (16, 273, 64, True)):
+                q, v = empty(tokens, heads, key), empty(tokens, heads, value)
+                state, sums = (empty(9, *shape, dtype=torch.float32) for shape in ((heads, key, value), (heads, key)))
+                rest = (empty(heads, dtype=torch.float32), state, sums if normalized else None, meta)
+                run = OPERATIONS["linear_attention"].providers["triton"].run
+                made.append((f"{key} x {value} {dtype} {counts[0]}", partial(run, q, q, v, *rest)))
+            q, v, a = empty(tokens, 16, 128), empty(tokens, 32, 128), empty(tokens, 32)
+            rate, state = empty(32, dtype=torch.float32), empty(9, 32, 128, 128, dtype=torch.float32)
+            run = OPERATIONS["delta_rule"].providers["triton"].run
+            made.append((f"delta {dtype} {counts[0]}", partial(run, q, q, v, a, a, rate, rate, state, meta)))
+    return made, made
+
+
+def state_spaces() -> Two:
+    """Mamba-2 (2.7B, Granite 4, Falcon-H1) and S4, step and chunks."""
+    made: list[Launch] = []
+    for counts in ([1] * 64, [1], [2000, 1]):
+        tokens, sequences = sum(counts), len(counts)
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in (sequences + 1, sequences))
+        slots = (torch.empty(shape, dtype=torch.int64, device=META) for shape in ((sequences,), (sequences, 1)))
+        meta = RecurrentMeta(starts, np.ones(sequences, np.int64), *slots, *numbers)
+        for dtype in (DTYPE, torch.float32):
+
+            def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.empty(shape, dtype=dtype, device=META)
+
+            run = OPERATIONS["ssd_scan"].providers["triton"].run
+            for heads, size, groups, n in ((80, 64, 1, 128), (48, 64, 1, 128), (32, 64, 2, 256)):
+                vectors = [empty(heads, dtype=torch.float32) for _ in range(3)]
+                x, dt, b = empty(tokens, heads, size), empty(tokens, heads), empty(tokens, groups, n)
+                state = empty(9, heads, size, n, dtype=torch.float32)
+                args = (x, dt, vectors[0], b, b, vectors[1], vectors[2], (0.0, float("inf")), state, meta)
+                made.append((f"ssd {n} {dtype} {counts[0]}", partial(run, *args)))
+            x, weight = empty(tokens, 5120), empty(5120)
+            run = OPERATIONS["gated_rms_norm"].providers["triton"].run
+            made.append((f"gated norm {dtype}", partial(run, x, x, weight, 1e-5, 1, False)))
+            run = OPERATIONS["causal_conv_silu"].providers["triton"].run
+            state = empty(9, 5120, 3, dtype=torch.float32)
+            made.append((f"convolution {dtype} {counts[0]}", partial(run, x, empty(5120, 4), weight, state, meta)))
+            run, pairs = OPERATIONS["diagonal_scan"].providers["triton"].run, empty(2, 32, 5120, dtype=torch.float32)
+            state, skip = empty(9, 2, 32, 5120, dtype=torch.float32), empty(5120, dtype=torch.float32)
+            made.append((f"s4 {dtype} {counts[0]}", partial(run, x, pairs, pairs, skip, state, meta)))
+    return made, made
+
+
 @triton.jit
 def refused(x):
     tl.store(x + tl.arange(0, 3), 0.0)  # 3 is not a power of two
@@ -218,8 +278,11 @@ def broken() -> Two:
 
 
 GROUPS: dict[str, Callable[[], Two]] = {
-    "start": partial(start, SHAPES["llama-3-8b"], (1,)),
+    "start": partial(start, shape_config("llama-3-8b"), (1,)),
+    "experts": partial(start, shape_config("qwen3-30b-a3b"), (1,)),
     "recurrent": partial(start, MAMBA, (1, 4)),
+    "state-spaces": state_spaces,
+    "linear-recurrences": linear_recurrences,
     "drafts": drafts,
     "broken": broken,
     "plans": plans,

@@ -185,6 +185,7 @@ def paged_attention(
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Array:
     """A dense softmax over exactly the visible keys."""
     queries, keys, values = f64(q), f64(k_pages), f64(v_pages)
@@ -205,7 +206,7 @@ def paged_attention(
                 if cap is not None:
                     scores = cap * np.tanh(scores / cap)
                 weights = np.exp(scores - scores.max())
-                weights /= weights.sum()
+                weights /= weights.sum() + (0.0 if sinks is None else np.exp(float(sinks[h]) - scores.max()))
                 out[t, h] = sum(w * values[page, o, h // per_key] for w, (page, o) in zip(weights, places, strict=True))
     return out
 
@@ -222,6 +223,7 @@ def attend(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Array, Array, Array]:
     """The outputs, and both kinds of pages afterwards; intermediate results are rounded like activations."""
 
@@ -235,7 +237,7 @@ def attend(
     for t, slot in enumerate(meta.slots.tolist()):
         keys[slot // meta.page_tokens, slot % meta.page_tokens] = own[t]
         values[slot // meta.page_tokens, slot % meta.page_tokens] = v[t]
-    out = paged_attention(turned(q, norms and norms.q), keys, values, meta, scale, window, cap)
+    out = paged_attention(turned(q, norms and norms.q), keys, values, meta, scale, window, cap, sinks=sinks)
     return out, f64(keys), f64(values)
 
 
@@ -277,6 +279,73 @@ def selective_scan(
     return out, after
 
 
+def causal_conv_silu(*args: Any) -> tuple[Array, Array]:
+    y, after = causal_conv(*args)
+    return y / (1 + np.exp(-y)), after
+
+
+def scale_columns(x: Tensor, factors: Tensor) -> Array:
+    return f64(x) * f64(factors)
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    bias: Tensor,
+    limits: tuple[float, float],
+    state: Tensor,
+    meta: RecurrentMeta,
+) -> tuple[Array, Array]:
+    """The outputs and the state afterwards, one token and one head at a time."""
+    xs, raw, decay, enter, leave, skip, shift = (f64(tensor) for tensor in (x, dt, a, b, c, d, bias))
+    before, after = f64(state), f64(state)
+    out = np.zeros_like(xs)
+    for i, kept in enumerate(meta.kept.tolist()):
+        first, last = meta.q_start[i : i + 2].tolist()
+        h = before[int(meta.read[i])].copy()
+        for t in range(first, last):
+            for head in range(xs.shape[1]):
+                group = head * enter.shape[1] // xs.shape[1]
+                step = np.clip(np.log1p(np.exp(raw[t, head] + shift[head])), *limits)
+                h[head] = np.exp(step * decay[head]) * h[head] + step * np.outer(xs[t, head], enter[t, group])
+                out[t, head] = h[head] @ leave[t, group] + skip[head] * xs[t, head]
+            if last - t <= kept:
+                after[int(meta.write[i, kept - (last - t)])] = h
+    return out, after
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, before: bool) -> Array:
+    rows, opened = f64(x), f64(gate) / (1 + np.exp(-f64(gate)))
+    if not before:
+        rows = rows * opened
+    for part in np.split(rows, groups, axis=-1):  # views
+        part /= np.sqrt((part**2).mean(-1, keepdims=True) + eps)
+    return rows * f64(weight) * (opened if before else 1.0)
+
+
+def diagonal_scan(
+    x: Tensor, decay: Tensor, out: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
+) -> tuple[Array, Array]:
+    """In complex numbers, one token at a time."""
+    xs, skip = f64(x), f64(d)
+    factor, leave = (re + 1j * im for re, im in (f64(decay), f64(out)))
+    before, after = f64(state)[:, 0] + 1j * f64(state)[:, 1], f64(state)
+    y = np.zeros_like(xs)
+    for i, kept in enumerate(meta.kept.tolist()):
+        first, last = meta.q_start[i : i + 2].tolist()
+        h = before[int(meta.read[i])]
+        for t in range(first, last):
+            h = factor * h + xs[t]
+            y[t] = (leave * h).sum(0).real + skip * xs[t]
+            if last - t <= kept:
+                after[int(meta.write[i, kept - (last - t)])] = h.real, h.imag
+    return y, after
+
+
 def rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Array, Array]:
     # The product is rounded to the frequencies' dtype: models were trained with that rounding.
     angles = f64(positions[:, None].to(frequencies.dtype) * frequencies[None, :])
@@ -291,8 +360,10 @@ def _activation(x: Tensor, kind: str) -> Array:
         return values * expit(values)
     if kind == "relu":
         return np.maximum(values, 0)
+    if kind == "sigmoid":
+        return expit(values)
     if kind == "softplus":
-        return np.logaddexp(values, 0)
+        return np.where(values > 20, values, np.logaddexp(values, 0))  # the reference is the identity from there on
     if kind == "gelu":
         return values * 0.5 * (1 + erf(values / np.sqrt(2)))
     assert kind == "gelu_tanh"
@@ -335,9 +406,19 @@ ORACLES: dict[str, Callable[..., Any]] = {
         write_pages_int8,
         paged_attention,
         causal_conv,
+        causal_conv_silu,
         selective_scan,
+        scale_columns,
+        ssd_scan,
+        gated_rms_norm,
+        diagonal_scan,
         rope_angles,
         activate,
         activate_mul,
     )
 }
+
+
+from tests.ops import oracles_experts, oracles_latent, oracles_linear  # noqa: E402  (last: they use what stands above)
+
+ORACLES |= oracles_experts.ORACLES | oracles_latent.ORACLES | oracles_linear.ORACLES

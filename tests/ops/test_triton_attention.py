@@ -60,6 +60,7 @@ class Inputs:
         seed: int = 0,
         norms: bool = True,
         turns: bool = True,
+        sinks: bool = False,
     ) -> None:
         bounds = np.concatenate(([0], np.cumsum(counts))), np.array(lengths)
         monkeypatch.setattr(cases, "sequences", lambda make: bounds)
@@ -75,11 +76,12 @@ class Inputs:
         self.angles = (angle.cos().to(dtype), angle.sin().to(dtype)) if turns else None
         self.norms = HeadNorms(make.normal(size), make.normal(size), 1e-5, 1.0) if norms else None
         self.rest = size**-0.5, window, cap
+        self.sinks = 2 * make.normal(kv * groups, dtype=torch.float32).contiguous() if sinks else None
 
     def args(self, meta: PagedMeta | None = None) -> tuple[Any, ...]:
         """Fresh pages each time: the operation writes to them."""
         held = tuple(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype).copy_(p) for p in self.pages)
-        given = (self.q, self.k, self.v, *held, meta or self.meta, self.angles, self.norms, *self.rest)
+        given = (self.q, self.k, self.v, *held, meta or self.meta, self.angles, self.norms, *self.rest, self.sinks)
         return tuple(cases.moved(value, DEVICE) for value in given)
 
     @property
@@ -181,6 +183,31 @@ def test_a_padded_row_without_length_writes_nothing_and_is_zero(width, monkeypat
 @pytest.mark.parametrize(("window", "cap"), [(9, None), (1, 5.0), (25, 3.0), (200, None)])
 def test_windows_and_caps_hold_in_every_kernel(window, cap, counts, monkeypatch) -> None:
     Inputs(counts, [80, 45, 33], monkeypatch, kv=1, window=window, cap=cap, seed=window).check()
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 1, 7], [2, 30, 1], [80, 45, 1]])
+def test_a_sink_is_counted_once_in_every_kernel_however_its_sequence_is_split(counts, monkeypatch, watched) -> None:
+    change_plans(monkeypatch, programs=16, most_splits=64)
+    made = Inputs(counts, [80, 45, 33], monkeypatch, kv=1, groups=3, window=40 if counts[1] == 30 else None, sinks=True)
+    with_sinks = made.check()
+    assert was_merged()
+    made.sinks = torch.tensor([-1e9, 1e9, 0.5])
+    extreme = made.check()
+    assert extreme[:, 0].abs().max() >= with_sinks[:, 0].abs().max() and not extreme[:, 1].any()
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 30, 1], [80, 45, 1]])
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_layer_without_keys_of_its_own_reads_pages_and_writes_none(counts, norms, monkeypatch) -> None:
+    made = Inputs(counts, [80, 45, 33], monkeypatch, norms=norms, window=20 if counts[0] == 2 else None, sinks=True)
+    args = list(made.args())
+    attend.body(*args)
+    args[1] = args[2] = None
+    before = args[3].clone(), args[4].clone()
+    got = attention.run_attend(*args)
+    close(got.cpu(), attend.body(*args).cpu(), made.dtype)
+    for was, now in zip(before, args[3:5], strict=True):
+        assert torch.equal(was.view(torch.int32), now.view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -379,5 +406,7 @@ def test_mismatched_inputs_raise_a_clear_error(monkeypatch) -> None:
         attention.run_paged_attention(q, k_pages.to(torch.int8), v_pages.to(torch.int8), meta, 1.0)
     with pytest.raises(ValueError, match="do not match"):
         attention.run_paged_attention(q[..., :-1], k_pages, v_pages, meta, 1.0)
+    with pytest.raises(ValueError, match="one sink each"):
+        attention.run_paged_attention(q, k_pages, v_pages, meta, 1.0, sinks=q[0, 1:, 0])
     with pytest.raises(ValueError, match="does not match pages"):
         pages.run_write_pages(made.k[..., :-1].to(DEVICE), k_pages, meta.slots)

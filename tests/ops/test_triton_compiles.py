@@ -20,7 +20,7 @@ LONG = pytest.mark.timeout(1800)
         "start",
         "quantized",
         "heads",
-        *(pytest.param(name, marks=FULL) for name in ("recurrent", "drafts", "quantized-more")),
+        *(pytest.param(name, marks=FULL) for name in ("experts", "recurrent", "drafts", "quantized-more")),
     ],
 )
 def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(group: str) -> None:
@@ -35,7 +35,17 @@ def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(gr
     assert not alone
 
 
-@pytest.mark.parametrize("group", ["edges", "plans", "generated", pytest.param("generated-more", marks=[FULL, LONG])])
+@pytest.mark.parametrize(
+    "group",
+    [
+        "edges",
+        "plans",
+        "generated",
+        pytest.param("linear-recurrences", marks=FULL),
+        pytest.param("state-spaces", marks=FULL),
+        pytest.param("generated-more", marks=[FULL, LONG]),
+    ],
+)
 def test_kernels_compile_for_generated_inputs(group: str) -> None:
     report = report_on(group)
     assert not report.errors, "\n".join(report.errors)

@@ -211,7 +211,8 @@ def test_recurrences_over_ragged_batches(dtype: torch.dtype, draw: Callable[...,
         state = draw(slots + 1, channels, width)[..., :-1]  # as a slice of a slot
         weight, bias = draw(channels, width, dtype=dtype), draw(channels, dtype=dtype)
         for own_bias in (bias, None):
-            _recurrent("causal_conv", 3, stacked[:, channels:], weight, own_bias, state, meta)
+            for name in ("causal_conv", "causal_conv_silu"):
+                _recurrent(name, 3, stacked[:, channels:], weight, own_bias, state, meta)
         delta = torch.nn.functional.softplus(draw(tokens, channels, dtype=dtype))
         b, c = draw(tokens, 5 + 2 * size, dtype=dtype)[:, 5:].chunk(2, -1)
         a, d, state = -draw(channels, size).exp(), draw(channels), draw(slots + 1, channels, size)

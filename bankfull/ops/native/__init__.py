@@ -18,11 +18,15 @@ from bankfull.ops.native.extension import (
 if kernels is not None:
     from bankfull.ops.native import activation as _activation  # noqa: F401
     from bankfull.ops.native import attention as _attention  # noqa: F401
+    from bankfull.ops.native import experts as _experts  # noqa: F401
+    from bankfull.ops.native import latent as _latent  # noqa: F401
     from bankfull.ops.native import linear as _linear  # noqa: F401
+    from bankfull.ops.native import linear_attention as _linear_attention  # noqa: F401
     from bankfull.ops.native import norm as _norm  # noqa: F401
     from bankfull.ops.native import packed as _packed  # noqa: F401
     from bankfull.ops.native import recurrent as _recurrent  # noqa: F401
     from bankfull.ops.native import rope as _rope  # noqa: F401
+    from bankfull.ops.native import state_space as _state_space  # noqa: F401
 
 __all__ = [
     "copies_weights",

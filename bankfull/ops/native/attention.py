@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.ops.native.checks import float_rows, integers, isa_is_chosen
+from bankfull.ops.native.checks import address, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages, write_pages_int8
 from bankfull.ops.reference.pages import Segment, move_tokens
@@ -26,7 +26,9 @@ PAGES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _n
 
 
 def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
-    return dtype in DTYPES and (pages or dtype) in PAGES and isa_is_chosen()
+    heads = facts.get("heads")
+    masked = heads is not None and heads.mask is not None
+    return dtype in DTYPES and (pages or dtype) in PAGES and not masked and isa_is_chosen()
 
 
 def _placed(pages: Tensor, scales: Tensor | None) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
@@ -53,6 +55,7 @@ def run_paged_attention(
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     tokens, heads, size = q.shape
     frames, page_tokens, kv, key_size = k_pages.shape
@@ -67,6 +70,9 @@ def run_paged_attention(
     rows, table = float_rows(q), integers(meta.pages)
     if table.dim() != 2 or table.shape[0] != len(meta.kv_len):
         raise ValueError("paged_attention: page tables must have one row per sequence")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"paged_attention: {heads} heads need one sink each, not {tuple(sinks.shape)}")
+    logits = None if sinks is None else float_rows(sinks)
     y = torch.empty(tokens, heads, values)
     _native.paged_attention(
         PAGES[dtype],
@@ -89,7 +95,9 @@ def run_paged_attention(
         values,
         scale,
         window or 0,
+        meta.block,
         cap or 0.0,
+        address(logits),
     )
     return y if q.dtype is torch.float32 else y.to(q.dtype)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.native.activation import CODES
-from bankfull.ops.native.checks import WIDENED, float_rows, isa_is_chosen
+from bankfull.ops.native.checks import float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 
@@ -16,9 +16,9 @@ _native = required()
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: Any = None, **facts: Any) -> bool:
-    # The body widens its result to a wider weight's dtype; the kernel does not.
-    narrow = weight is None or getattr(weight, "dtype", None) in WIDENED
-    return dtype == torch.float32 and narrow and isa_is_chosen()
+    # The result has the weight's dtype, and the kernel writes float32.
+    alike = weight is None or getattr(weight, "dtype", None) is torch.float32
+    return dtype == torch.float32 and alike and isa_is_chosen()
 
 
 @rms_norm.provider("native", on="cpu", accepts=_accepts)

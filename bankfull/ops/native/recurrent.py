@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address, dense_floats, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
+from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
 
 _native = required()
 
@@ -18,7 +18,7 @@ def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
     return dtype == torch.float32 and isa_is_chosen()
 
 
-def _slots(meta: RecurrentMeta) -> tuple[Tensor, Tensor, int]:
+def slots_of(meta: RecurrentMeta) -> tuple[Tensor, Tensor, int]:
     """Slots to read, slots to write, and the number of slots a sequence may write."""
     read, write = integers(meta.read), integers(meta.write)
     sequences = len(meta.kept)
@@ -29,15 +29,24 @@ def _slots(meta: RecurrentMeta) -> tuple[Tensor, Tensor, int]:
 
 @causal_conv.provider("native", on="cpu", accepts=_accepts)
 def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
+    return _convolve(x, weight, bias, state, meta, False)
+
+
+@causal_conv_silu.provider("native", on="cpu", accepts=_accepts)
+def run_causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
+    return _convolve(x, weight, bias, state, meta, True)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta, silu: bool) -> Tensor:
     tokens, channels = x.shape
     width = weight.shape[1]
     if weight.shape[0] != channels or state.shape[1:] != (channels, width - 1):
         raise ValueError(f"causal_conv: {channels} channels do not match a state of shape {tuple(state.shape)}")
     if bias is not None and bias.shape != (channels,):
         raise ValueError(f"causal_conv: {channels} channels do not match a bias of shape {tuple(bias.shape)}")
-    rows, taps, wide_bias = float_rows(x), float_rows(weight), None if bias is None else float_rows(bias)
-    read, write, most = _slots(meta)
-    y = torch.empty_like(rows)
+    rows, taps, wide_bias = token_rows(x), float_rows(weight), None if bias is None else float_rows(bias)
+    read, write, most = slots_of(meta)
+    y = torch.empty(x.shape)
     _native.causal_conv(
         rows.data_ptr(),
         taps.data_ptr(),
@@ -54,13 +63,15 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
         tokens,
         channels,
         width,
+        rows.stride(0),
+        silu,
     )
     return y
 
 
-def _token_rows(x: Tensor) -> Tensor:
-    """x itself if each row is contiguous: b and c are slices of one projection."""
-    if x.dtype is torch.float32 and x.is_cpu and x.stride(1) == 1:
+def token_rows(x: Tensor) -> Tensor:
+    """x itself if each token is contiguous: operands are slices of one projection."""
+    if x.dtype is torch.float32 and x.is_cpu and x[:1].is_contiguous():
         return x
     return float_rows(x)
 
@@ -77,8 +88,8 @@ def run_selective_scan(
             f"selective_scan: {channels} channels x {size} do not match a state of shape {tuple(state.shape)}"
         )
     rows, steps, decay, skip = float_rows(x), float_rows(delta), float_rows(a), float_rows(d)
-    into, out = _token_rows(b), _token_rows(c)
-    read, write, most = _slots(meta)
+    into, out = token_rows(b), token_rows(c)
+    read, write, most = slots_of(meta)
     y = torch.empty_like(rows)
     _native.selective_scan(
         rows.data_ptr(),

@@ -17,6 +17,7 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu": torch.nn.functional.relu,
     "softplus": torch.nn.functional.softplus,
+    "sigmoid": torch.sigmoid,
 }
 #: Activation names in checkpoints -> our names.
 ACTIVATIONS = {
@@ -43,3 +44,9 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 @op(cost=lambda x, cap: Cost(10.0 * x.numel(), nbytes(x), nbytes(x)), shape=like_first)
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
+
+
+@op(cost=lambda x, factors: Cost(1.0 * x.numel(), nbytes(x, factors), nbytes(x)), shape=like_first)
+def scale_columns(x: Tensor, factors: Tensor) -> Tensor:
+    """x (rows, columns) times a factor for each column."""
+    return x * factors

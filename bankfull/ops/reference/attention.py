@@ -12,10 +12,14 @@ from torch import Tensor
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.reference.norm import rms_norm
 from bankfull.ops.reference.rope import rotate
+from bankfull.ops.reference.sight import live_from, live_pages, live_tokens, visible_pairs
 from bankfull.ops.registry import op
+from bankfull.state.mask import Mask, Sight
 
 TREE_TOKENS = 64
 """Most new tokens of a sequence whose drafts are a tree: the bits of a mask."""
+WHOLE_SEQUENCE = 1 << 30
+"""`PagedMeta.block` of a model whose tokens see the whole sequence."""
 
 
 class SequencePartition(Protocol):
@@ -57,6 +61,9 @@ class PagedMeta:
     """(tokens) int64 bit masks, if any sequence has a tree: bit j is set if the sequence's new token j is visible to
     this one. Parents come before their children, so the set bits are the path to the token, in order. 0 in sequences
     without a tree. A tree has at most `TREE_TOKENS` tokens."""
+    block: int = 0
+    """Tokens of a block, aligned to position 0, that see each other in both directions, and all blocks before. 0 =
+    causal: a token sees itself and those before it. Not together with a window or a tree."""
 
 
 def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:
@@ -92,37 +99,27 @@ def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
     scales[page, offset] = scale
 
 
-def visible_pairs(queries: int, length: int, window: int | None) -> int:
-    """Query-key pairs left by a causal mask (with an optional window) for the last `queries` of `length` tokens."""
-    past = length - queries
-    whole = queries if window is None else min(max(window - past, 0), queries)  # whose window covers the past
-    return whole * past + whole * (whole + 1) // 2 + (queries - whole) * (window or 0)
-
-
-def live_from(queries: int, length: int, window: int | None) -> int:
-    """First position visible to any of the last `queries` tokens."""
-    return 0 if window is None else max(0, length - queries + 1 - window)
-
-
 def _attention_cost(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     meta: PagedMeta,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Cost:
     heads, size = q.shape[1], q.shape[2]
     token_bytes = sum(nbytes(part[0, 0]) for part in (k_pages, v_pages, k_scales, v_scales) if part is not None)
     pairs = live = 0  # of a tree: the pairs of a chain with as many tokens, since masks may be on a device
     for queries, length in zip(np.diff(meta.q_start), meta.kv_len, strict=True):
-        pairs += visible_pairs(int(queries), int(length), window)
-        live += int(length) - live_from(int(queries), int(length), window)
+        pairs += visible_pairs(int(queries), int(length), window, meta.block)
+        live += live_tokens(int(queries), int(length), window)
     out = q.shape[0] * heads * v_pages.shape[-1] * q.element_size()
-    return Cost(2.0 * pairs * heads * (size + v_pages.shape[-1]), nbytes(q) + live * token_bytes, out)
+    small = 0 if sinks is None else nbytes(sinks)
+    return Cost(2.0 * pairs * heads * (size + v_pages.shape[-1]), nbytes(q) + live * token_bytes + small, out)
 
 
 def _attention_shape(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object, **more: object) -> Tensor:
@@ -133,6 +130,15 @@ def _numbers(pages: Tensor, scales: Tensor | None, table: Tensor, dtype: torch.d
     """The dequantized tokens of the pages in `table`, concatenated."""
     numbers = pages[table].flatten(0, 1).to(dtype)
     return numbers if scales is None else numbers * scales[table].flatten(0, 1).to(dtype).unsqueeze(-1)
+
+
+def _live_keys(queries: int, length: int, window: Sight, page: int) -> Tensor:
+    """Positions of the tokens in pages that any of the last `queries` tokens sees; only the last one may be partial."""
+    if isinstance(window, Mask):
+        pages = torch.from_numpy(live_pages(window, length - queries, length, page))
+        keys = (pages[:, None] * page + torch.arange(page)).flatten()
+        return keys[keys < length]
+    return torch.arange(live_from(queries, length, window) // page * page, length)
 
 
 def _in_tree(ancestors: Tensor, past: int, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,13 +158,15 @@ def paged_attention(
     v_pages: Tensor,
     meta: PagedMeta,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(q k^T * scale) + mask) v for queries (tokens, heads, size); query head i reads KV head i * K // N.
 
+    `sinks`: (heads) one more logit in each head's softmax. It has no value, so it only adds to the denominator.
     Pages may have another dtype than queries; int8 pages need the scales written by `write_pages_int8`.
     Sequences are computed one by one, so a result never depends on the batch, and only live pages are read.
     """
@@ -168,10 +176,10 @@ def paged_attention(
     for i, length in enumerate(meta.kv_len.tolist()):
         first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
         queries = last - first
-        begin = live_from(queries, length, window) // page
-        table = meta.pages[i, begin : -(-length // page)].long()
+        key = _live_keys(queries, length, window, page).to(q.device)
+        table = meta.pages[i, key[::page] // page].long()
         k, v = (
-            _numbers(pages, scales, table, exact)[: length - begin * page]
+            _numbers(pages, scales, table, exact)[: len(key)]
             for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
         )
         groups = q.shape[1] // k.shape[1]
@@ -181,13 +189,19 @@ def paged_attention(
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         at = torch.arange(length - queries, length, device=q.device)[:, None]
-        key = torch.arange(begin * page, length, device=q.device)[None, :]
-        hidden = key > at
+        key = key[None, :]
+        hidden = key > at if not meta.block else key >= (at // meta.block + 1) * meta.block
         if meta.ancestors is not None and int(meta.ancestors[first]):
             at, key, hidden = _in_tree(meta.ancestors[first:last], length - queries, key)
-        if window is not None:
+        if isinstance(window, Mask):
+            hidden = hidden | ~window.visible(at, key)
+        elif window is not None:
             hidden = hidden | (key <= at - window)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            own = sinks.to(exact).view(k.shape[1], groups, 1, 1).expand(-1, -1, queries, -1)
+            scores = torch.cat((scores, own), -1)
+        weights = scores.softmax(-1)[..., : len(k)]
         mixed = torch.matmul(weights, v.permute(1, 0, 2)[:, None])
         out[first:last] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out
@@ -205,47 +219,58 @@ class HeadNorms:
 
 def _attend_cost(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_pages: Tensor,
     v_pages: Tensor,
     meta: PagedMeta,
     angles: tuple[Tensor, Tensor] | None,
     norms: HeadNorms | None,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Cost:
     """New keys and values are counted as read once, not a second time from their pages."""
-    cost = _attention_cost(q, k_pages, v_pages, meta, scale, window, cap)
+    cost = _attention_cost(q, k_pages, v_pages, meta, scale, window, cap, sinks=sinks)
     flops = 0.0
-    for x in (q, k):
+    new = [x for x in (k, v) if x is not None]
+    for x in (q, *new[:1]):
         flops += 0.0 if norms is None else 4.0 * x.numel()
         flops += 0.0 if angles is None else 6.0 * x.shape[0] * x.shape[1] * angles[0].shape[1]
-    small = nbytes(meta.slots, *(angles or ()), *((norms.q, norms.k) if norms else ()))
-    return cost + Cost(flops, small, k.numel() * k_pages.element_size() + v.numel() * v_pages.element_size())
+    small = nbytes(
+        *([meta.slots] if new else []), *(angles or ()), *((norms.q, norms.k)[: 1 + bool(new)] if norms else ())
+    )
+    written = sum(x.numel() * pages.element_size() for x, pages in zip(new, (k_pages, v_pages), strict=False))
+    return cost + Cost(flops, small, written)
 
 
 @op(cost=_attend_cost, shape=_attention_shape)
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_pages: Tensor,
     v_pages: Tensor,
     meta: PagedMeta,
     angles: tuple[Tensor, Tensor] | None,
     norms: HeadNorms | None,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Everything between the projections of an attention layer: norm and RoPE of queries and keys, KV page writes, and
-    attention. Layers use it where a provider has it as one fused kernel."""
-    if norms is not None:
-        q, k = (rms_norm.body(x, own, norms.eps, norms.offset) for x, own in ((q, norms.q), (k, norms.k)))
-    if angles is not None:
-        q, k = rotate.body(q, *angles), rotate.body(k, *angles)
-    write_pages.body(k, k_pages, meta.slots)
-    write_pages.body(v, v_pages, meta.slots)
-    return paged_attention.body(q, k_pages, v_pages, meta, scale, window, cap)
+    attention. Layers use it where a provider has it as one fused kernel. Without `k` and `v`, another layer has
+    written the keys and values of the new tokens to the pages."""
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        if norms is not None and weight is not None:
+            x = rms_norm.body(x, weight, norms.eps, norms.offset)
+        return x if angles is None else rotate.body(x, *angles)
+
+    if k is not None and v is not None:
+        write_pages.body(turned(k, None if norms is None else norms.k), k_pages, meta.slots)
+        write_pages.body(v, v_pages, meta.slots)
+    q = turned(q, None if norms is None else norms.q)
+    return paged_attention.body(q, k_pages, v_pages, meta, scale, window, cap, sinks=sinks)

@@ -16,17 +16,22 @@ def wide(x: Tensor) -> Tensor:
 
 
 def _rms_norm_cost(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Cost:
-    return Cost(4.0 * x.numel(), nbytes(x, weight), nbytes(x))
+    return Cost(4.0 * x.numel(), nbytes(x, weight), x.numel() * weight.element_size())
 
 
-@op(cost=_rms_norm_cost, shape=like_first)
+def _rms_norm_shape(x: Tensor, weight: Tensor, *rest: object, **more: object) -> Tensor:
+    return x.new_empty(x.shape, dtype=weight.dtype)
+
+
+@op(cost=_rms_norm_cost, shape=_rms_norm_shape)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / rms(x) * (weight + offset) over the last dimension; Gemma stores its weights with an offset of 1."""
+    """x / rms(x) * (weight + offset) over the last dimension; Gemma stores its weights with an offset of 1. The result
+    has the weight's dtype: a residual stream may be wider than its branches."""
     y = wide(x)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if offset:
-        return (y * (offset + wide(weight))).to(x.dtype)
-    return weight * y.to(x.dtype)
+        return (y * (offset + wide(weight))).to(weight.dtype)
+    return (weight * y.to(x.dtype)).to(weight.dtype)
 
 
 @op(cost=lambda x, delta: Cost(1.0 * x.numel(), nbytes(x, delta), nbytes(x)), shape=like_first)
@@ -36,11 +41,13 @@ def add(x: Tensor, delta: Tensor) -> Tensor:
 
 
 def _add_rms_norm_cost(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Cost:
-    return Cost(5.0 * x.numel(), nbytes(x, delta, weight), 2 * nbytes(x))
+    return Cost(5.0 * x.numel(), nbytes(x, delta, weight), nbytes(x) + x.numel() * weight.element_size())
 
 
-def _add_rms_norm_shape(x: Tensor, *rest: object, **more: object) -> tuple[Tensor, Tensor]:
-    return like_first(x), like_first(x)
+def _add_rms_norm_shape(
+    x: Tensor, delta: Tensor, weight: Tensor, *rest: object, **more: object
+) -> tuple[Tensor, Tensor]:
+    return like_first(x), _rms_norm_shape(x, weight)
 
 
 @op(cost=_add_rms_norm_cost, shape=_add_rms_norm_shape)

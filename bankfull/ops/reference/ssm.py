@@ -33,21 +33,21 @@ class RecurrentMeta:
     """kept as int32 on the device."""
 
 
-def _moved(state: Tensor, meta: RecurrentMeta) -> tuple[int, int]:
+def moved_slots(state: Tensor, meta: RecurrentMeta) -> tuple[int, int]:
     """Bytes of state read and written: each sequence reads one slot and writes `kept` slots."""
     slot = nbytes(state[0])
     return len(meta.kept) * slot, int(meta.kept.sum()) * slot
 
 
 def _conv_cost(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Cost:
-    read, write = _moved(state, meta)
+    read, write = moved_slots(state, meta)
     return Cost(2.0 * x.numel() * weight.shape[1], nbytes(x, weight, bias) + read, nbytes(x) + write)
 
 
 @op(cost=_conv_cost, shape=like_first)
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
     """Depthwise convolution over each sequence; state (slots, channels, width - 1) holds the previous inputs."""
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = weight.shape[1]
     for i, kept in enumerate(meta.kept.tolist()):
         first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
@@ -60,10 +60,16 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, m
     return out
 
 
+@op(cost=_conv_cost, shape=like_first)  # beside the products, silu is neither bytes nor a bound
+def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
+    """silu of `causal_conv`: how every recurrence here reads its convolution."""
+    return torch.nn.functional.silu(causal_conv.body(x, weight, bias, state, meta))
+
+
 def _scan_cost(
     x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
 ) -> Cost:
-    read, write = _moved(state, meta)
+    read, write = moved_slots(state, meta)
     per_token = a.numel() * 7.0 + x.shape[1] * 3.0
     return Cost(per_token * x.shape[0], nbytes(x, delta, a, b, c, d) + read, nbytes(x) + write)
 

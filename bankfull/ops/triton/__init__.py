@@ -2,9 +2,15 @@
 
 from bankfull.ops.triton import (
     attention,
+    delta,
     embedding,
+    experts,
+    experts_route,
+    latent,
+    latent_attention,
     launch,
     linear,
+    linear_attention,
     norm,
     pages,
     pointwise,
@@ -12,13 +18,20 @@ from bankfull.ops.triton import (
     quantized_embedding,
     recurrent,
     rope,
+    state_space,
 )
 
 __all__ = [
     "attention",
+    "delta",
     "embedding",
+    "experts",
+    "experts_route",
+    "latent",
+    "latent_attention",
     "launch",
     "linear",
+    "linear_attention",
     "norm",
     "pages",
     "pointwise",
@@ -26,4 +39,5 @@ __all__ = [
     "quantized_embedding",
     "recurrent",
     "rope",
+    "state_space",
 ]

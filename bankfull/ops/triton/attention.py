@@ -1,8 +1,8 @@
 """Paged attention on a GPU. The kernel is chosen from host shapes alone, so a step can be captured.
 
 Sequences with few new tokens use the decode kernel, which streams their KV cache once, split over the multiprocessors.
-So do trees of drafts, which only this kernel supports. Others use the prefill kernel with tiles of queries. A mixed
-batch runs both.
+So do trees of drafts, which only this kernel supports. Others use the prefill kernel with tiles of queries, which alone
+supports blocks whose tokens see each other. A mixed batch runs both.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to
 from bankfull.ops.triton.attention_prefill import launch_prefill
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write
 from bankfull.ops.triton.attention_tile import FLOATS
+from bankfull.ops.triton.norm import run_rms_norm
+from bankfull.ops.triton.rope import run_rotate
 from bankfull.ops.triton.rows import contiguous_rows
 
 LARGEST_HEAD = 256
@@ -37,7 +39,7 @@ def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = No
     """KV pages in the queries' dtype, in int8, or in a dtype that converts to the queries' dtype without loss."""
     heads = facts.get("heads")
     fits = pages in (None, dtype, torch.int8) or (dtype is torch.float32 and pages in FLOATS)
-    return dtype in FLOATS and fits and (heads is None or heads.size <= LARGEST_HEAD)
+    return dtype in FLOATS and fits and (heads is None or (heads.size <= LARGEST_HEAD and heads.mask is None))
 
 
 def _accepts_attend(**facts: Any) -> bool:
@@ -45,7 +47,9 @@ def _accepts_attend(**facts: Any) -> bool:
     return _accepts(**facts) and facts.get("pages") is not torch.int8
 
 
-def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: int | None) -> None:
+def _check(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: int | None, sinks: Tensor | None
+) -> None:
     page, key_heads, size = k_pages.shape[1:]
     if size != q.shape[2] or v_pages.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
         raise ValueError("attention: shapes of queries, keys, values and page size do not match")
@@ -53,14 +57,23 @@ def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window:
         raise ValueError("attention: query heads must be a multiple of KV heads, with one page table per sequence")
     if any(part.stride(3) != 1 and part.shape[3] > 1 for part in (k_pages, v_pages)):
         raise ValueError("attention: each head's elements must be contiguous in a page")
+    if meta.block and (window is not None or meta.ancestors is not None):
+        raise ValueError("attention: blocks that see each other have neither a window nor a tree")
     if window is not None and window < 1:
         raise ValueError(f"attention: a window of {window} tokens is too small; use at least 1")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_contiguous()):
+        raise ValueError(f"attention: {q.shape[1]} heads need one sink each, not {tuple(sinks.shape)}")
 
 
 def _on_device(meta: PagedMeta, device: torch.device) -> tuple[Tensor, Tensor]:
     starts = to_device(meta.q_start, device) if meta.starts is None else meta.starts
     lengths = to_device(meta.kv_len, device) if meta.lengths is None else meta.lengths
     return starts, lengths
+
+
+def _most_few(meta: PagedMeta) -> int:
+    """The most new tokens of a sequence for the decode kernel. One token sees the whole sequence, in blocks, too."""
+    return 1 if meta.block else MOST_TOKENS
 
 
 def _fresh(meta: PagedMeta) -> np.ndarray:
@@ -79,20 +92,23 @@ def _over_pages(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None,
     own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of final queries over pages that hold all keys and values; `own`: also the step's keys and values."""
     if meta.partition is not None:
-        return _by_partition(q, k_pages, v_pages, scales, meta, meta.partition, out, scale, window, cap)
+        return _by_partition(q, k_pages, v_pages, scales, meta, meta.partition, out, scale, window, cap, sinks)
     counts, table = np.diff(meta.q_start), contiguous_rows(meta.pages)
-    few = counts <= (MOST_TOKENS if meta.ancestors is None else TREE_TOKENS)
+    few = counts <= (_most_few(meta) if meta.ancestors is None else TREE_TOKENS)
     fresh = _fresh(meta) & ~few & (own is not None)
     short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(fresh)
     starts, lengths = _on_device(meta, q.device)
     for sequences, (keys, values) in ((long, (k_pages, v_pages)), (new, own or (k_pages, v_pages))):
         if len(sequences):
             tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, sequences, device=q.device)
-            launch_prefill(q, keys, values, scales, table, lengths, tiles_of, out, scale, window, cap)
+            launch_prefill(
+                q, keys, values, scales, table, lengths, tiles_of, out, scale, window, cap, sinks, meta.block
+            )
     if len(short):
         launch_decode(
             q,
@@ -113,6 +129,7 @@ def _over_pages(
             scale,
             window,
             cap,
+            sinks,
         )
     return out
 
@@ -128,11 +145,14 @@ def _by_partition(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`_over_pages` for captured steps, whose sequences only the device knows. Padding tokens get no result."""
     assert meta.starts is not None and meta.lengths is not None and meta.ancestors is None
     table = contiguous_rows(meta.pages)
-    launch_prefill(q, k_pages, v_pages, scales, table, meta.lengths, partition.tiles, out, scale, window, cap)
+    launch_prefill(
+        q, k_pages, v_pages, scales, table, meta.lengths, partition.tiles, out, scale, window, cap, sinks, meta.block
+    )
     if partition.decodes is not None:
         launch_decode(
             q,
@@ -153,6 +173,7 @@ def _by_partition(
             scale,
             window,
             cap,
+            sinks,
         )
     return out
 
@@ -168,20 +189,21 @@ def run_paged_attention(
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    _check(q, k_pages, v_pages, meta, window)
+    _check(q, k_pages, v_pages, meta, window, sinks)
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     if (scales is None) == (k_pages.dtype is torch.int8):
         raise ValueError(f"attention: KV pages in {k_pages.dtype} were passed {'no ' * (scales is None)}scales")
-    return _over_pages(contiguous_rows(q), k_pages, v_pages, scales, meta, out, scale, window, cap)
+    return _over_pages(contiguous_rows(q), k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
 
 
 @attend.provider("triton", on="cuda", accepts=_accepts_attend)
 def run_attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_pages: Tensor,
     v_pages: Tensor,
     meta: PagedMeta,
@@ -190,19 +212,21 @@ def run_attend(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    _check(q, k_pages, v_pages, meta, window)
-    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    _check(q, k_pages, v_pages, meta, window, sinks)
+    q = contiguous_rows(q)
+    new = None if k is None or v is None else (contiguous_rows(k), contiguous_rows(v))
     if angles is not None:
         angles = contiguous_rows(angles[0]), contiguous_rows(angles[1])
     if norms is not None:
         norms = HeadNorms(contiguous_rows(norms.q), contiguous_rows(norms.k), norms.eps, norms.offset)
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     width = int(np.diff(meta.q_start).max())
-    if meta.partition is None and width <= MOST_TOKENS:
+    if meta.partition is None and width <= _most_few(meta):
         launch_decode(
             q,
-            (k, v),
+            new,
             k_pages,
             v_pages,
             None,
@@ -218,9 +242,17 @@ def run_attend(
             scale,
             window,
             cap,
+            sinks,
         )
         return out
+    if new is None:
+        if norms is not None:
+            q = run_rms_norm(q, norms.q, norms.eps, norms.offset)
+        q = q if angles is None else run_rotate(q, *angles)
+        return _over_pages(q, k_pages, v_pages, None, meta, out, scale, window, cap, sinks)
+    k, v = new
     # Pages of another dtype hold rounded keys and values, and all readers must see the same ones.
     keep = meta.partition is None and bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
     rotated, keys = launch_rotate_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
-    return _over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, (keys, v) if keep else None)
+    own = (keys, v) if keep else None
+    return _over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, sinks, own)

@@ -29,6 +29,8 @@ from bankfull.ops.triton.attention_tile import (
     load_frames,
     offsets,
     online_softmax,
+    online_softmax_one,
+    repeated,
     score_factors,
     store_heads,
     visible_keys,
@@ -39,22 +41,6 @@ MOST_TOKENS = 16
 """Sequences with more new tokens use the prefill kernel, unless they may have a tree."""
 WIDTHS = (1, 4, MOST_TOKENS, 32, TREE_TOKENS)
 """New tokens per sequence that kernels are compiled for: padding rows of queries cost less than another kernel."""
-
-
-@triton.jit
-def repeated(x, ROWS: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr):
-    """(LIVE, COLUMNS) repeated to ROWS rows."""
-    return tl.reshape(tl.broadcast_to(x[None, :, :], [ROWS // LIVE, LIVE, COLUMNS]), [ROWS, COLUMNS])
-
-
-@triton.jit
-def online_softmax_one(score, factor, value, peak, total, acc):
-    """One online softmax update with a single key: its scores (rows, 1), its value (1, numbers)."""
-    score = tl.max(score, 1) * factor
-    highest = tl.maximum(peak, score)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    weight, rescale = tl.exp2(score - base), tl.exp2(peak - base)
-    return highest, total * rescale + weight, acc * rescale[:, None] + weight[:, None] * value
 
 
 @triton.jit
@@ -95,7 +81,7 @@ def merged(
             total = total * rescale + other_total * weight
             acc = acc * rescale[:, None] + other_acc * weight[:, None]
             peak = highest
-    return acc, total
+    return acc, peak, total
 
 
 @triton.jit(do_not_specialize=["table_row", "splits", "window"])
@@ -114,6 +100,7 @@ def attention_decode(
     lengths,
     chosen,
     ancestors,
+    sinks,
     cos,
     sin,
     q_weight,
@@ -347,7 +334,9 @@ def attention_decode(
             store_heads(
                 out,
                 acc,
+                peak,
                 total,
+                sinks,
                 first + (row_tile * ROWS + row) // GROUPS,
                 key_head * GROUPS + (row_tile * ROWS + row) % GROUPS,
                 stored,
@@ -364,7 +353,7 @@ def attention_decode(
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
             if arrived == active - 1:
-                merged_acc, merged_total = merged(
+                merged_acc, merged_peak, merged_total = merged(
                     partial_acc,
                     partial_peak,
                     partial_total,
@@ -376,7 +365,19 @@ def attention_decode(
                     LIVE,
                     AT_ONCE,
                 )
-                store_heads(out, merged_acc, merged_total, token, head, real, out_token, VALUES, PADDED_VALUES)
+                store_heads(
+                    out,
+                    merged_acc,
+                    merged_peak,
+                    merged_total,
+                    sinks,
+                    token,
+                    head,
+                    real,
+                    out_token,
+                    VALUES,
+                    PADDED_VALUES,
+                )
                 # Reset for the next launch, which may be a replay of this one.
                 tl.store(arrivals + pair, 0)
 
@@ -400,6 +401,7 @@ def launch_decode(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Decode sequences with at most `width` new tokens: the whole batch, or those `chosen`. `new`: keys and values to
     be written to their pages; without them, queries are already final."""
@@ -440,6 +442,7 @@ def launch_decode(
         lengths,
         chosen,
         ancestors,
+        sinks,
         cos,
         sin,
         norms and norms.q,

@@ -135,7 +135,7 @@ def attend_keys(
     return peak, total, acc
 
 
-@triton.jit(do_not_specialize=["table_row", "window"])
+@triton.jit(do_not_specialize=["table_row", "window", "sight"])
 def attention_prefill(
     q,
     out,
@@ -146,6 +146,7 @@ def attention_prefill(
     table,
     lengths,
     tiles,
+    sinks,
     q_token,
     q_head,
     out_token,
@@ -165,6 +166,7 @@ def attention_prefill(
     inner,
     outer,
     window,
+    sight,
     HEAD_TILES: tl.constexpr,
     GROUPS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -184,21 +186,22 @@ def attention_prefill(
     OVERLAP: tl.constexpr,
 ):
     """FRESH: `k_pages` and `v_pages` are the step's own keys and values with token strides `k_place` and `v_place`, or
-    tensor maps of them if MAPPED."""
+    tensor maps of them if MAPPED. `sight`: tokens of a block that see each other (`PagedMeta.block`); None: causal."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     tile = tiles + tl.program_id(0) // HEAD_TILES * 4
     sequence = tl.load(tile)
     first = tl.load(tile + 1)
     count = tl.load(tile + 2)
-    past = tl.load(lengths + sequence) - tl.load(tile + 3)
+    length = tl.load(lengths + sequence)
+    past = length - tl.load(tile + 3)
     first_head = tl.program_id(0) % HEAD_TILES * PACKED
     key_head = first_head // GROUPS
     row = tl.arange(0, ROWS)
     real = row < count * PACKED
     token = (first + row // PACKED).to(tl.int64)
     head = first_head + row % PACKED
-    position = past + row // PACKED
+    position = past + row // PACKED  # the last one that each row sees
     dims = tl.arange(0, PADDED)
     queries = tl.load(
         q + (token * q_token + head * q_head)[:, None] + dims[None, :],
@@ -210,6 +213,11 @@ def attention_prefill(
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     # All rows see the key tiles in base .. whole; the tiles before and after are visible to some rows only.
     end = past + count
+    seen_by_all = past + 1
+    if sight is not None:
+        position = tl.minimum((position // sight + 1) * sight, length) - 1
+        end = tl.minimum(((end - 1) // sight + 1) * sight, length)
+        seen_by_all = tl.minimum((past // sight + 1) * sight, length)
     begin = past * 0
     low = begin
     base = begin
@@ -217,7 +225,7 @@ def attention_prefill(
         begin = tl.maximum(past + 1 - window, 0)
         low = begin // BLOCK * BLOCK
         base = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK), tl.cdiv(end, BLOCK)) * BLOCK
-    whole = tl.maximum((past + 1) // BLOCK * BLOCK, base)
+    whole = tl.maximum(seen_by_all // BLOCK * BLOCK, base)
     own = first - past
     table_base = table + sequence.to(tl.int64) * table_row
     if MAPPED:
@@ -361,7 +369,7 @@ def attention_prefill(
         MAPPED,
         True,
     )
-    store_heads(out, acc, total, token, head, real, out_token, VALUES, PADDED_VALUES)
+    store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES)
 
 
 def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
@@ -400,10 +408,12 @@ def launch_prefill(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None,
+    sight: int = 0,
 ) -> None:
     """Attention of final queries over pages that hold all keys and values, with the tiles that `tiles_of(tokens per
     tile)` returns. With three dimensions, `keys` and `values` are the step's own, and the sequences of the tiles must
-    have no past."""
+    have no past. `sight`: `PagedMeta.block`."""
     fresh = keys.dim() == 3
     heads, size = q.shape[1:]
     key_heads, numbers = values.shape[-2:]
@@ -432,6 +442,7 @@ def launch_prefill(
         table,
         lengths,
         tiles,
+        sinks,
         *q.stride()[:2],
         out.stride(0),
         *k_strides,
@@ -442,6 +453,7 @@ def launch_prefill(
         inner,
         outer,
         window,
+        sight or None,
         heads // packed,
         groups,
         packed,

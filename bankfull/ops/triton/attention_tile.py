@@ -112,8 +112,40 @@ def online_softmax(score, factor, values, value_scale, peak, total, acc, GUARDED
 
 
 @triton.jit
-def store_heads(out, acc, total, token, head, real, out_token, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr):
-    """Weighted values divided by the sum of weights; zero for a row that saw no key."""
+def online_softmax_one(score, factor, value, peak, total, acc):
+    """One online softmax update with a single key: its scores (rows, 1), its value (1, numbers)."""
+    score = tl.max(score, 1) * factor
+    highest = tl.maximum(peak, score)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight, rescale = tl.exp2(score - base), tl.exp2(peak - base)
+    return highest, total * rescale + weight, acc * rescale[:, None] + weight[:, None] * value
+
+
+@triton.jit
+def repeated(x, ROWS: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr):
+    """(LIVE, COLUMNS) repeated to ROWS rows."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], [ROWS // LIVE, LIVE, COLUMNS]), [ROWS, COLUMNS])
+
+
+@triton.jit
+def store_heads(
+    out,
+    acc,
+    peak,
+    total,
+    sinks,
+    token,
+    head,
+    real,
+    out_token,
+    VALUES: tl.constexpr,
+    PADDED_VALUES: tl.constexpr,
+):
+    """Weighted values divided by the sum of weights; zero for a row that saw no key. `sinks`: one more logit of each
+    head, counted here, after all splits are merged; exp2 may overflow, then the sink takes all the weight."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += tl.exp2(sink - peak)
     numbers = tl.arange(0, PADDED_VALUES)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     there = out + (token.to(tl.int64) * out_token + head * VALUES)[:, None] + numbers[None, :]

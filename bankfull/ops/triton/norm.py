@@ -226,9 +226,7 @@ def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: 
     columns, device = x.shape[-1], x.device
     joined = x.dtype if delta is None else torch.promote_types(x.dtype, delta.dtype)
     stream = x if delta is None else torch.empty(x.shape, dtype=joined, device=device)
-    # The weight's dtype widens the result, except with an offset, where the result is rounded once at the end.
-    result = joined if offset else torch.promote_types(joined, weight.dtype)
-    y = torch.empty(x.shape, dtype=result, device=device)
+    y = torch.empty(x.shape, dtype=weight.dtype, device=device)
     source = rows_of(x)
     rows, inner, outer_stride, inner_stride = shape_of(source)
     branch = source if delta is None else contiguous_rows(delta.reshape(rows, columns))

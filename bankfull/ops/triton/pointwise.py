@@ -49,6 +49,8 @@ def activation(x, KIND: tl.constexpr):
         y = quotient(x, 1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif KIND == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+    elif KIND == "sigmoid":
+        y = quotient(1.0, 1.0 + tl.exp(-x))
     else:
         tl.static_assert(KIND == "softplus")
         y = softplus(x)

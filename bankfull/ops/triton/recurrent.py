@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
+from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
+from bankfull.ops.registry import Operation
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.pointwise import activation
 from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
 
 CONV_CHANNELS, CONV_TOKENS = 128, 8
@@ -56,6 +58,7 @@ def causal_conv_kernel(
     write_stride,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -87,7 +90,10 @@ def causal_conv_kernel(
                 total += factor * past_inputs(
                     state, before, past, channel, channel_stride, place_stride, inside, WIDTH - 1, dtype
                 )
-        tl.store(y + (first + token) * channels + channel, total.to(y.dtype.element_ty), inside)
+        result = total.to(y.dtype.element_ty)
+        if SILU:
+            result = activation(result.to(tl.float32), "silu").to(y.dtype.element_ty)
+        tl.store(y + (first + token) * channels + channel, result, inside)
     if piece == 0:
         kept = tl.load(kepts + sequence)
         for j in range(kept):
@@ -189,8 +195,19 @@ def on_device(counts: Tensor | None, host: np.ndarray, like: Tensor) -> Tensor:
 
 @causal_conv.provider("triton", on="cuda", accepts=accepts)
 def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
+    return convolved(causal_conv, x, weight, bias, state, meta)
+
+
+@causal_conv_silu.provider("triton", on="cuda", accepts=accepts)
+def run_causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
+    return convolved(causal_conv_silu, x, weight, bias, state, meta)
+
+
+def convolved(
+    operation: Operation, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta
+) -> Tensor:
     if not supported(x, weight, state) or x.dtype != weight.dtype or not preloadable(bias):
-        return causal_conv.body(x, weight, bias, state, meta)
+        return operation.body(x, weight, bias, state, meta)
     (tokens, channels), sequences, width = x.shape, len(meta.q_start) - 1, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(CONV_CHANNELS, power_of_two(channels))
@@ -215,6 +232,7 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
             meta.write.stride(0),
             WIDTH=width,
             HAS_BIAS=bias is not None,
+            SILU=operation is causal_conv_silu,
             TOKENS=several,
             CHANNELS=block,
             num_warps=4,

@@ -364,6 +364,7 @@ def paged_attention(
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> bool:
     if not _is_float(q) or not (_storable(k_pages, k_scales) and _storable(v_pages, v_scales)):
         return False
@@ -381,6 +382,7 @@ def paged_attention(
             "kv_len": rec.operand(meta.kv_len),
             "ancestors": None if meta.ancestors is None else rec.operand(meta.ancestors),
             "table": rec.operand(meta.pages),
+            "sinks": _floats(sinks),
         },
         {"y": rec.view(out[0]), "encoded": None},
         q_token=place.stride // 4,
@@ -393,6 +395,7 @@ def paged_attention(
         size=size,
         values=v_pages.shape[3],
         window=window or 0,
+        block=meta.block,
         scale=scale,
         cap=cap or 0.0,
         type=PAGES[k_pages.dtype],
@@ -409,23 +412,44 @@ def _recurrent(rec: Recorder, meta: RecurrentMeta) -> dict[str, Operand | None]:
     }
 
 
+def _convolve(
+    rec: Recorder,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    meta: RecurrentMeta,
+    silu: bool,
+) -> bool:
+    if not _is_float(x, state) or not state.is_contiguous():
+        return False
+    place = rec.view(x)
+    rec.emit(
+        "conv",
+        {"x": place, "weight": _floats(weight), "bias": _floats(bias), **_recurrent(rec, meta)},
+        {"y": rec.view(y), "state": Fixed(state)},
+        slots=state.shape[0],
+        channels=x.shape[1],
+        width=weight.shape[1],
+        x_token=place.stride // 4,
+        silu=silu,
+    )
+    return True
+
+
 @form
 def causal_conv(
     rec: Recorder, out: Outputs, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta
 ) -> bool:
-    place = rec.dense(x)
-    if place is None or not _is_float(x, state) or not state.is_contiguous():
-        return False
-    reads = {"x": place, "weight": _floats(weight), "bias": _floats(bias), **_recurrent(rec, meta)}
-    rec.emit(
-        "conv",
-        reads,
-        {"y": rec.view(out[0]), "state": Fixed(state)},
-        slots=state.shape[0],
-        channels=x.shape[1],
-        width=weight.shape[1],
-    )
-    return True
+    return _convolve(rec, out[0], x, weight, bias, state, meta, False)
+
+
+@form
+def causal_conv_silu(
+    rec: Recorder, out: Outputs, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta
+) -> bool:
+    return _convolve(rec, out[0], x, weight, bias, state, meta, True)
 
 
 @form
@@ -465,3 +489,6 @@ def selective_scan(
         c_token=read_out.stride // 4,
     )
     return True
+
+
+from bankfull.ops.native.tape import forms_experts as _experts  # noqa: E402, F401  (last: it uses what stands above)

@@ -59,7 +59,7 @@ class Recorder:
 
     def add(self, operation: Operation, provider: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called by the kit instead of a kernel. The result has the operation's shapes."""
-        from bankfull.ops.native.tape.forms import FORMS
+        from bankfull.ops.native.tape.all_forms import FORMS
 
         made = operation.on_meta(*args, **kwargs)
         outputs = tuple(self._output(t) for t in (made if isinstance(made, tuple) else (made,)) if t is not None)

@@ -30,7 +30,8 @@ LONG = 64
 STRETCH = 8
 """Instructions of a stretch: about one layer."""
 ChoosingStep = Callable[..., list[int]]
-"""Rows -> one token of each, which is also appended to the row; `timed` as for `Tape.replay`."""
+"""Rows, and slots for their next recurrent states -> one token of each row, which is also appended to it; `timed` as
+for `Tape.replay`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class RowsAt:
     tokens: int
     known: int
     computed: int
+    slot: int
+    """Slots of recurrent states; 0 for a model without them."""
     tables: Sequence[tuple[int, int, int]]
     """Address of the page tables, their columns, and tokens of a page, for each paged group."""
     params: ParamsAt
@@ -138,13 +141,14 @@ class Tape:
             rows.tokens,
             rows.known,
             rows.computed,
+            rows.slot,
             list(rows.tables),
             rows.params,
         )
 
-        def run(lines: Sequence[int], timed: bool = False) -> list[int]:
+        def run(lines: Sequence[int], slots: Sequence[int] = (), timed: bool = False) -> list[int]:
             arena, begun = self._arena_for(len(lines)), perf_counter()
-            tokens: list[int] = step.run(arena, lines, timed)
+            tokens: list[int] = step.run(arena, lines, slots, timed)
             self.seconds += perf_counter() - begun
             return tokens
 
@@ -190,6 +194,10 @@ class Tape:
             facts["parts"] = [
                 (*(places.pop(f"{name}{i}") for name in ("weight", "hadamard", "bias", "y")), outputs, outputs, pack)
                 for i, (outputs, pack) in enumerate(facts["parts"])
+            ]
+        if node.kind == "experts":
+            facts["matrices"] = [
+                (places.pop(name), places.pop(f"{name}_bias"), each, code) for name, each, code in facts["matrices"]
             ]
         for name in ("", "k_", "v_"):
             if f"{name}strides" in facts:

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 
 from bankfull.ops.native.tape.instruction import Break, Fixed, Instruction, Node, values_in
 
-METERED = {"attention": "paged_attention", "conv": "causal_conv", "scan": "selective_scan"}
-"""Kinds of instructions whose cost depends on more than a step's tokens -> the operation with their cost."""
+METERED = {
+    "attention": "paged_attention",
+    "latent": "latent_attention",
+    "conv": "causal_conv",
+    "diagonal": "diagonal_scan",
+    "scan": "selective_scan",
+    "ssd": "ssd_scan",
+    "linear_attention": "linear_attention",
+    "delta_rule": "delta_rule",
+}
+"""Kinds of instructions whose cost depends on more than a step's tokens -> the operation with their cost. A label
+stands for a kind that runs several operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,13 @@ def _traffic(node: Node) -> Traffic:
     if isinstance(node, Break):
         return Traffic(1, operation=node.operation.name)
     if node.kind in METERED:
-        return Traffic(1, operation=METERED[node.kind])
+        return Traffic(
+            1, operation=METERED.get(node.label, METERED[node.kind]) + ("_silu" if node.facts.get("silu") else "")
+        )
     facts = node.facts
+    if node.kind == "experts":  # only some of the experts are read
+        rounded = "_int8" if facts["int8"] else "_bf16"
+        return Traffic(1, operation="expert_mlp" if node.reads["encoded"] is None else f"expert_mlp{rounded}")
     weights = {name: operand.tensor.nbytes for name, operand in node.reads.items() if isinstance(operand, Fixed)}
     read, written = (set(values_in(side.values())) for side in (node.reads, node.writes))
     if "intake" in facts:

@@ -1,0 +1,1 @@
+"""Layers on their own, without a family."""
