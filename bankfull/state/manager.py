@@ -16,7 +16,7 @@ from bankfull.config import StateConfig
 from bankfull.errors import ConfigError
 from bankfull.state.journal import SLOT, KeyJournal
 from bankfull.state.pages import Census, Pool
-from bankfull.state.policy import Full, GroupPolicy, Hit, Reusable, Snapshots, Window, longest_reusable
+from bankfull.state.policy import GroupPolicy, Hit, Reusable, Snapshots, longest_reusable, policy_of
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
 from bankfull.types import NULL, Transfer
@@ -30,7 +30,7 @@ class SequenceState:
     chain: Chain
     tables: list[list[int]]
     live: list[int]
-    """Per group, the index of the first page that is still held."""
+    """Per group, the index of the first page that is still held, besides those that a mask keeps."""
     published: list[int]
     """Per group, the number of pages that were published to the prefix cache."""
     covered: int
@@ -79,9 +79,7 @@ class StateManager:
         longest = max((g.page_tokens for g in layout.paged), default=block)
         self.snapshots = Snapshots(longest, config.snapshot_every) if layout.recurrent else None
         self.windowed = any(g.window is not None for g in layout.paged)
-        self.policies: list[GroupPolicy] = [
-            Full(g.page_tokens) if g.window is None else Window(g.page_tokens, g.window) for g in layout.paged
-        ]
+        self.policies: list[GroupPolicy] = [policy_of(g.page_tokens, g.window) for g in layout.paged]
         self._one_group = (
             not self.windowed and not layout.recurrent and [block] == [g.page_tokens for g in layout.paged]
         )
@@ -125,8 +123,11 @@ class StateManager:
         for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
             first, size = policy.first_live(length), group.page_tokens
             # The prefix was found just before, so all its blocks have names.
-            keys = ((g, chain.names[end // chain.block]) for end in range((first + 1) * size, length + 1, size))
-            tables.append((NULL,) * first + tuple(page for page in map(self.pages.find, keys) if page is not None))
+            table = [NULL] * (length // size)
+            for page in range(len(table)):
+                if page >= first or policy.keeps(page):
+                    table[page] = self.pages.find((g, chain.names[(page + 1) * size // chain.block])) or NULL
+            tables.append(tuple(table))
         slot = self._find_slot(chain, tokens, length) if self.snapshots is not None else None
         return Match(length, tuple(tables), slot or NULL)
 
@@ -159,7 +160,10 @@ class StateManager:
 
     def held(self, state: SequenceState) -> int:
         """Pages that a sequence holds, alone or with others."""
-        return sum(len(table) - live for table, live in zip(state.tables, state.live, strict=True))
+        return sum(
+            len(table) - live + sum(1 for page in table[:live] if page)
+            for table, live in zip(state.tables, state.live, strict=True)
+        )
 
     # -- the life of a sequence
 
@@ -208,8 +212,9 @@ class StateManager:
         for g, (table, policy) in enumerate(zip(state.tables, self.policies, strict=True)):
             first = min(policy.first_live(position), state.published[g] if self.prefix_cache else len(table))
             for i in range(state.live[g], first):
-                self.pages.drop(table[i], self.launched)
-                table[i] = NULL
+                if not policy.keeps(i):
+                    self.pages.drop(table[i], self.launched)
+                    table[i] = NULL
             state.live[g] = max(state.live[g], first)
 
     def commit(self, state: SequenceState, step: int, accepted: int) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from bankfull.state.mask import Mask, Sight
+
 Hit = Callable[[int], bool]
 """Whether the page (or snapshot) that ends after this many tokens is in the cache."""
 
 
 class GroupPolicy(Protocol):
     def first_live(self, position: int) -> int:
-        """The first page that a token at `position` or later can still attend to."""
+        """The first page that a token at `position` or later can still attend to, besides those that are kept."""
+        ...
+
+    def keeps(self, page: int) -> bool:
+        """Whether the page stays live although it comes before the first live one."""
         ...
 
     def reusable(self, hit: Hit, length: int) -> int:
@@ -48,6 +54,9 @@ class Full:
     def first_live(self, position: int) -> int:
         return 0
 
+    def keeps(self, page: int) -> bool:
+        return True
+
     def reusable(self, hit: Hit, length: int) -> int:
         reach = 0
         while reach + self.page <= length and hit(reach + self.page):
@@ -65,6 +74,9 @@ class Window:
     def first_live(self, position: int) -> int:
         return max(0, position - self.window + 1) // self.page
 
+    def keeps(self, page: int) -> bool:
+        return False
+
     def reusable(self, hit: Hit, length: int) -> int:
         border = length // self.page * self.page
         while border:
@@ -77,6 +89,33 @@ class Window:
             # The page that ends at `end` is missing, and every border between needs it: continue before it.
             border = end - self.page
         return 0
+
+
+class Sparse(Window):
+    """A window, and the pages with tokens that every later token sees."""
+
+    def __init__(self, page_tokens: int, mask: Mask) -> None:
+        super().__init__(page_tokens, mask.extent)
+        self.mask = mask
+
+    def first_live(self, position: int) -> int:
+        return self.mask.first_live(position) // self.page
+
+    def keeps(self, page: int) -> bool:
+        return self.mask.keeps(page * self.page, (page + 1) * self.page)
+
+    def reusable(self, hit: Hit, length: int) -> int:
+        for page in range(length // self.page):
+            if self.keeps(page) and not hit((page + 1) * self.page):
+                length = page * self.page  # a longer prefix needs this page
+                break
+        return super().reusable(hit, length)
+
+
+def policy_of(page_tokens: int, sight: Sight) -> GroupPolicy:
+    if isinstance(sight, Mask):
+        return Sparse(page_tokens, sight)
+    return Full(page_tokens) if sight is None else Window(page_tokens, sight)
 
 
 class Snapshots:

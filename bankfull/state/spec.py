@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from bankfull.errors import ModelError
+from bankfull.state.mask import Mask, Sight, kept_pages
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 FRAME_ALIGN = 64
@@ -27,10 +28,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """State that grows with the sequence. With a window, only the last `window` tokens stay live."""
+    """State that grows with the sequence. With a window, only the last `window` tokens stay live; with a mask, only
+    those that it lets a later token see."""
 
     tensors: tuple[TensorSpec, ...]
-    window: int | None = None
+    window: Sight = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class PagedGroup:
 
     members: tuple[Member, ...]
     tensors: tuple[TensorSpec, ...]
-    window: int | None
+    window: Sight
     page_tokens: int
 
     @property
@@ -71,10 +73,21 @@ class PagedGroup:
     def token_bytes(self) -> int:
         return len(self.members) * sum(t.nbytes for t in self.tensors)
 
+    @property
+    def extent(self) -> int | None:
+        """Tokens after which a page that no query keeps is forgotten; None: never."""
+        return self.window.extent if isinstance(self.window, Mask) else self.window
+
     def frames_for(self, length: int, new: int) -> int:
         """The most pages that a sequence of `length` tokens ever holds at once, with at most `new` tokens per step."""
-        whole = -(-length // self.page_tokens)
-        return whole if self.window is None else min(whole, (self.window - 1 + new) // self.page_tokens + 2)
+        page = self.page_tokens
+        whole, reach = -(-length // page), self.extent
+        if reach is None:
+            return whole
+        kept = 0
+        if isinstance(self.window, Mask):
+            kept = kept_pages(self.window, whole, page)
+        return min(whole, (reach - 1 + new) // page + 2 + kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +156,7 @@ def layout_of(layers: Sequence[Sequence[StateSpec]], page_tokens: int) -> Layout
 
     Page sizes divide one another, so that a common border of all groups is the border of the longest page.
     """
-    alike: dict[tuple[tuple[TensorSpec, ...], int | None], list[Member]] = {}
+    alike: dict[tuple[tuple[TensorSpec, ...], Sight], list[Member]] = {}
     slots: dict[Member, tuple[TensorSpec, ...]] = {}
     for layer, states in enumerate(layers):
         for number, spec in enumerate(states):
