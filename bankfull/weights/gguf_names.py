@@ -9,18 +9,29 @@ import mmap
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 
 from bankfull.errors import ModelError
+from bankfull.weights import gguf_classic, gguf_experts, gguf_latent, gguf_linear, gguf_state_space
 from bankfull.weights.gguf import Container, TensorInfo
 from bankfull.weights.qtensor import QTensor, Scheme
 
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z0-9_]+)(?:\.(weight|bias))?")
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_OUTER_MAMBA = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+_OUTER_OF: dict[str, dict[str, str]] = (
+    {
+        "mamba": {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+    }
+    | gguf_classic.OUTER
+    | gguf_state_space.OUTER
+)
+"""Names outside of the layers, of architectures that differ from `_OUTER`."""
+_PREFIX = {"mamba": "backbone.layers"} | gguf_classic.PREFIX | gguf_state_space.PREFIX
+"""Prefix of the layers, of architectures where it is not model.layers."""
 
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -57,9 +68,12 @@ _LAYERS: dict[str, dict[str, str]] = {
     "gemma3_text": _GEMMA,
     "phi3": _PHI3,
     "mamba": _MAMBA,
-}
+} | gguf_classic.LAYERS
+_EXPERTS = gguf_experts.LAYERS | gguf_latent.LAYERS | gguf_linear.LAYERS
+_LAYERS |= {kind: _ATTENTION | names for kind, names in _EXPERTS.items()}
+_LAYERS |= gguf_state_space.LAYERS
 # Their RoPE rotates adjacent pairs, so the converter interleaved the two halves of each head.
-_INTERLEAVED = ("llama", "mistral", "smollm3")
+_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", *gguf_classic.INTERLEAVED, *gguf_state_space.INTERLEAVED)
 # Already in the config: `rope_scaling` holds these values.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -68,17 +82,18 @@ Transform = Callable[[QTensor], QTensor]
 
 def hf_name(name: str, model_type: str) -> str:
     """The Hugging Face name; a tensor unknown to the architecture keeps its name and stays unread."""
-    mamba = model_type == "mamba"
     stem, _, suffix = name.rpartition(".")
-    outer = _OUTER_MAMBA if mamba else _OUTER
+    outer = _OUTER_OF.get(model_type, _OUTER)
     if stem in outer and suffix in ("weight", "bias"):
         return f"{outer[stem]}.{suffix}"
     match = _LAYER.fullmatch(name)
-    inner = match and _LAYERS.get(model_type, _ATTENTION).get(match[2])
-    if match is None or inner is None:
+    if match is None:
         return name
-    prefix = "backbone.layers" if mamba else "model.layers"
-    return f"{prefix}.{match[1]}.{inner}" + (f".{match[3]}" if match[3] else "")
+    layer, table = f"{_PREFIX.get(model_type, 'model.layers')}.{match[1]}", _LAYERS.get(model_type, _ATTENTION)
+    if (whole := table.get(f"{match[2]}.{match[3] or ''}")) is not None:
+        return f"{layer}.{whole}"
+    inner = table.get(match[2])
+    return name if inner is None else f"{layer}.{inner}" + (f".{match[3]}" if match[3] else "")
 
 
 @lru_cache(maxsize=8)  # all layers use the same order
@@ -107,8 +122,14 @@ class GGUFSource:
             self._shapes[name] = info.shape
             if model_type in _INTERLEAVED:
                 self._undo_interleaving(name, info, config)
-            if model_type == "mamba" and name.endswith(".conv1d.weight") and len(info.shape) == 2:
+            if name.endswith(".shared_expert_gate.weight") and len(info.shape) == 1:
+                self._shapes[name] = (1, *info.shape)
+                self._transforms[name] = lambda tensor: tensor.reshape_leading(1)
+            convolved = model_type in (*gguf_state_space.CONVOLVED, *gguf_linear.LAYERS)
+            if len(info.shape) == 2 and convolved and name.endswith(".conv1d.weight"):
                 self._restore_conv(name, info)
+            if info.scheme.is_dense and model_type in gguf_state_space.WITH_HEADS:
+                self._flatten(name, info)
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -155,6 +176,12 @@ class GGUFSource:
         if not has_rows or rows != heads * config["head_dim"] or rows // heads % 2:
             raise ModelError(f"{self._name} has '{name}' of shape {info.shape}, not {heads} heads: it is damaged")
         self._transforms[name] = lambda tensor: tensor.rows(head_halves(rows, heads))
+
+    def _flatten(self, name: str, info: TensorInfo) -> None:
+        """Vectors of Mamba-2 that the file stores with two dimensions."""
+        if len(info.shape) == 2 and name.endswith(gguf_state_space.FLATTENED):
+            self._shapes[name] = (prod(info.shape),)
+            self._transforms[name] = QTensor.flattened
 
     def _restore_conv(self, name: str, info: TensorInfo) -> None:
         channels, kernel = info.shape

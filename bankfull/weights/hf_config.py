@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from bankfull.errors import ModelError
 
 MAX_JSON_BYTES = 16 << 20
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+OPEN_LIMIT = "time_step_limit"
+"""The one field of real files (Mamba-2) that holds Infinity."""
 
 Config = dict[str, Any]
 
@@ -23,8 +26,13 @@ Config = dict[str, Any]
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Config:
     """A JSON object from an untrusted file."""
 
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
+    infinite: list[Config] = []
+
+    def constant(name: str) -> Config:
+        if name != "Infinity":
+            raise ValueError(f"{name} is not JSON")
+        infinite.append({"__float__": name})  # as new versions of transformers write it
+        return infinite[-1]
 
     try:
         status = path.stat()
@@ -33,7 +41,10 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Config:
         if status.st_size > limit:
             raise ModelError(f"{path} is larger than {limit >> 20} MiB, which no real file of its kind is")
         with path.open("rb") as file:
-            value = json.loads(file.read(limit + 1), parse_constant=refuse_constant)
+            value = json.loads(file.read(limit + 1), parse_constant=constant)
+        open_limit = value.get(OPEN_LIMIT) if isinstance(value, dict) else None
+        if infinite and not (isinstance(open_limit, list) and open_limit[1:] == infinite):
+            raise ValueError("Infinity is not JSON")
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     except ModelError:
@@ -53,8 +64,23 @@ def normalize_config(config: Config) -> Config:
     return made
 
 
+_RENAMED = {
+    "gpt2": {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "intermediate_size",
+    },
+    "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+}
+"""Architecture -> its own names of fields that other families share -> the shared names."""
+
+
 def _normalize_level(config: Config) -> Config:
-    made = dict(config)
+    kind = config.get("model_type")
+    renamed = _RENAMED.get(kind, {}) if isinstance(kind, str) else {}
+    made = {renamed.get(key, key): value for key, value in config.items()}
     old_dtype = made.pop("torch_dtype", None)
     if made.get("dtype") is None and old_dtype is not None:
         made["dtype"] = old_dtype

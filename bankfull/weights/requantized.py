@@ -24,7 +24,9 @@ _CHOICES = (
     "int8, int4, int4:64 (a scale for each 64 columns; or 32, or 128), int8:row (a scale for each row), fp8 (on a GPU) "
     f"or one of {', '.join(_BLOCKS)}"
 )
-_TABLE = re.compile(r"(^|\.)(lm_head|embeddings|embed_\w+)\.weight$")
+_ROUTER = re.compile(r"\.(mlp|block_sparse_moe|feed_forward)\.(gate|router|router\.layer|shared_expert_gate)\.weight$")
+"""Matrices that choose experts: tiny, and a rounded one chooses other experts."""
+_TABLE = re.compile(r"(^|\.)(lm_head|embeddings|embed_\w+|wte|wpe)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ class Requantized:
     """`source` with every matrix stored in the first of `types` whose blocks divide its columns; "keep" always fits and
     leaves a matrix as it is.
 
-    Matrices are the two-dimensional tensors whose names end in ".weight". Embeddings and the head are kept unless
-    `tables` is set: they are often stored with more precision, and small models lose most from quantizing them.
+    Matrices are the two-dimensional tensors whose names end in ".weight", and stacked matrices of experts. Routers of
+    experts are always kept. Embeddings and the head are kept unless `tables` is set: they are often stored with more
+    precision, and small models lose most from quantizing them.
     """
 
     source: TensorSource
@@ -71,12 +74,14 @@ class Requantized:
         return [name for name in self.source.names() if self._meant(name) and self._target(name) is None]
 
     def _meant(self, name: str) -> bool:
+        if _ROUTER.search(name):
+            return False
         return is_matrix(self.source, name) and (self.tables or not _TABLE.search(name))
 
     def _target(self, name: str) -> Scheme | None:
         if not self._meant(name):
             return None
-        columns = self.source.shape(name)[1]
+        columns = self.source.shape(name)[-1]
         for chosen in self.types:
             if chosen == KEEP:
                 return None
@@ -132,7 +137,12 @@ def _types_of(word: str, device: str) -> list[str]:
 
 
 def is_matrix(source: TensorSource, name: str) -> bool:
-    return name.endswith(".weight") and len(source.shape(name)) == 2
+    dimensions = 3 if STACKED.search(name) else 2
+    return name.endswith(".weight") and len(source.shape(name)) == dimensions
+
+
+STACKED = re.compile(r"\.experts\.[a-z]\w*\.weight$")
+"""Names of stacked matrices of experts; matrices of single experts have the expert's number in their name."""
 
 
 def bits_per_weight(source: TensorSource) -> float:
@@ -141,7 +151,7 @@ def bits_per_weight(source: TensorSource) -> float:
     for name in source.names():
         if is_matrix(source, name):
             shape = source.shape(name)
-            bits += 8 * shape[0] * source.scheme(name).row_bytes(shape[1])
+            bits += 8 * math.prod(shape[:-1]) * source.scheme(name).row_bytes(shape[-1])
             elements += math.prod(shape)
     return bits / max(elements, 1)
 

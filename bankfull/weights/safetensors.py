@@ -8,22 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.weights.formats.dense import SCHEMES
+from bankfull.weights.formats.mxfp4 import MXFP4
+from bankfull.weights.fused_experts import FusedExperts
 from bankfull.weights.hf_config import normalize_config, read_json
 from bankfull.weights.qtensor import QTensor, Scheme
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPOSED = "bankfull"
+"""The `model_type` of a model as data, whose configuration may be written before it has weights."""
 MAX_INDEX_BYTES = 64 << 20
 READ_DTYPES = {scheme.name.upper(): scheme for scheme in SCHEMES}
 # Keys of config.json that mark quantized weights, and the method they imply if it is not named.
 QUANTIZED = {"quantization_config": "unnamed", "compression_config": "compressed-tensors", "quantization": "mlx"}
+GPT_OSS = "gpt_oss"
 PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def open_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any], DirectorySource]:
+def open_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any], DirectorySource | FusedExperts]:
     """The normalized configuration, the generation defaults, and the tensors of a model directory."""
     if not (path / "config.json").exists():
         hint = next((name for name in sorted(item.name for item in path.iterdir()) if name.endswith(".gguf")), None)
@@ -32,9 +38,15 @@ def open_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any], Director
     config = read_json(path / "config.json")
     _refuse_quantized(path, config)
     config = normalize_config(config)
+    if config.get("model_type") == COMPOSED and not (path / SINGLE).exists() and not (path / INDEX).exists():
+        raise ModelError(
+            f"{path.name!r} describes a model without weights: train it with `bankfull train lm`, or give it random "
+            "weights with `bankfull make-model`"
+        )
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
-    return config, generation, DirectorySource(path)
+    source = DirectorySource(path)
+    return config, generation, FusedExperts(source) if config.get("model_type") == GPT_OSS else source
 
 
 def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
@@ -46,6 +58,8 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
             if isinstance(found, dict):
                 old_bitsandbytes = any(name.startswith("load_in_") for name in found)
                 method = found.get("quant_method", "bitsandbytes" if old_bitsandbytes else method)
+            if method == MXFP4 and config.get("model_type") == GPT_OSS:
+                continue
             raise ModelError(
                 f"{path} is quantized with '{str(method)[:80]}', which is not read: "
                 "use the unquantized checkpoint, or a GGUF file of it"
@@ -81,13 +95,22 @@ class DirectorySource:
 
     def get(self, name: str) -> QTensor:
         self.scheme(name)
+        return QTensor.dense(self._tensor(name))
+
+    def bytes_of(self, name: str) -> Tensor:
+        """A tensor of bytes, which no scheme describes."""
+        if (dtype := self._describe(name).get_dtype()) != "U8":
+            raise ModelError(f"{self._file(name)} stores '{name}' as {dtype} instead of U8: download it again")
+        return self._tensor(name)
+
+    def _tensor(self, name: str) -> Tensor:
         file = self._file(name)
         try:
-            tensor = self._shards[file].get_tensor(name)
+            tensor: Tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{file} cannot read the tensor '{name}' ({_short(error)}): download it again") from None
         self._read.add(name)
-        return QTensor.dense(tensor)
+        return tensor
 
     def unread(self) -> list[str]:
         return [name for name in self._file_of if name not in self._read]

@@ -65,9 +65,11 @@ def open_model(path: str | Path) -> ModelFiles:
 
 
 def _open_directory(path: Path) -> ModelFiles:
+    from bankfull.weights.conv1d import Conv1DSource
     from bankfull.weights.safetensors import open_directory
 
-    config, generation, source = open_directory(path)
+    config, generation, files = open_directory(path)
+    source: TensorSource = Conv1DSource(files, config) if config.get("model_type") == "gpt2" else files
     return ModelFiles(path, "hf", config, source, generation, {})
 
 

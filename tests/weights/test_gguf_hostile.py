@@ -197,7 +197,7 @@ def test_absurd_tensors_are_refused_by_what_is_wrong(tmp_path: Path, make: Any) 
     assert list(open_container(path).tensors) == ["a", "b"]
 
 
-READ = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+READ = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"}
 
 
 @pytest.mark.parametrize("kind", list(gguf.GGMLQuantizationType), ids=lambda kind: kind.name)

@@ -434,17 +434,18 @@ def test_an_unknown_architecture_is_named_beside_the_known_ones(tmp_path: Path, 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"'falcon'.*gemma2, gemma3, llama, mamba, phi3, qwen2, qwen3, smollm3"):
+    known = r"'falcon'.*gemma2, gemma3, .*llama, mamba, .*phi3, qwen2, .*qwen3, .*smollm3"
+    with pytest.raises(ModelError, match=known):
         open_model(tmp_path / "m.gguf")
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path, make: Any) -> None:
+def test_experts_of_an_architecture_without_them_are_refused(tmp_path: Path, make: Any) -> None:
     def metadata(writer: gguf.GGUFWriter) -> None:
         make.tiny_llama_metadata(writer)
         writer.add_expert_count(8)
 
     with pytest.raises(ModelError, match="mixture of experts"):
-        open_model(make.write_gguf(tmp_path / "m.gguf", "llama", make.tiny_llama_tensors(), 1, metadata))
+        open_model(make.write_gguf(tmp_path / "m.gguf", "qwen2", make.tiny_llama_tensors(), 1, metadata))
 
 
 def test_a_tensor_without_a_translation_keeps_its_name_and_stays_unread(tmp_path: Path, make: Any) -> None:

@@ -158,6 +158,7 @@ def test_any_config_is_normalized_or_refused(config: dict[str, Any]) -> None:
         b"\xff\xfe{",
         b'{"a": NaN}',
         b'{"a": Infinity}',
+        b'{"a": Infinity, "time_step_limit": [0.0, Infinity]}',
         b"[" * 100000,
         b'{"a":' * 100000,
         b'{"a": ' + b"9" * 5000 + b"}",
@@ -170,6 +171,12 @@ def test_a_file_that_is_not_a_json_object_is_refused(tmp_path: Path, content: by
     with pytest.raises(ModelError, match=r"config\.json") as caught:
         read_json(path)
     assert len(str(caught.value)) < 400
+
+
+def test_an_open_limit_of_the_time_steps_may_be_infinite(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"time_step_limit": [0.0, Infinity]}')
+    assert read_json(path) == {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
 
 
 def test_an_oversized_or_missing_file_is_refused_unread(tmp_path: Path) -> None:

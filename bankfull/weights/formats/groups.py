@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bankfull.weights.formats import legacy
+from bankfull.weights.formats.mxfp4 import MXFP4, as_q5_0
 from bankfull.weights.scheme import Part, Scheme
 
 if TYPE_CHECKING:
@@ -56,10 +57,12 @@ _TWIN = {scheme.name: _BLOCKS["q8_0" if scheme.name.startswith("int8") else "q4_
 
 
 def as_blocks(weight: QTensor) -> QTensor:
-    """The same values, bit for bit, as q8_0 or q4_0 blocks, each with the scale of its group.
+    """The same values, bit for bit, as q8_0 or q4_0 blocks, each with the scale of its group; MXFP4 as q5_0 blocks.
 
     A weight in any other scheme is returned as it is.
     """
+    if weight.scheme.name == MXFP4:
+        return as_q5_0(weight)
     twin = _TWIN.get(weight.scheme.name)
     if twin is None:
         return weight

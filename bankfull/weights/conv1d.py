@@ -1,0 +1,55 @@
+"""GPT-2 directories store the matrices of their blocks as (inputs, outputs); other families and GGUF store them
+transposed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bankfull.errors import ModelError
+from bankfull.weights.qtensor import QTensor, Scheme
+from bankfull.weights.source import TensorSource
+
+_CONV1D = re.compile(r"(^|\.)(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
+
+
+def is_stored_transposed(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a Hugging Face directory with this configuration stores the matrix as (inputs, outputs)."""
+    return config.get("model_type") == "gpt2" and _CONV1D.search(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Conv1DSource:
+    """A GPT-2 directory's tensors, with the matrices of its blocks as (outputs, inputs)."""
+
+    source: TensorSource
+    config: Mapping[str, Any]
+
+    def names(self) -> list[str]:
+        return self.source.names()
+
+    def has(self, name: str) -> bool:
+        return self.source.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self.source.shape(name)
+        return shape[::-1] if is_stored_transposed(self.config, name) else shape
+
+    def scheme(self, name: str) -> Scheme:
+        return self.source.scheme(name)
+
+    def get(self, name: str) -> QTensor:
+        found = self.source.get(name)
+        if not is_stored_transposed(self.config, name):
+            return found
+        if not found.is_dense or len(found.shape) != 2:
+            raise ModelError(f"Tensor {name} has shape {found.shape}, but it must be an unquantized matrix.")
+        return QTensor.dense(found.parts["data"].T.contiguous())
+
+    def unread(self) -> list[str]:
+        return self.source.unread()
+
+    def release(self) -> None:
+        self.source.release()
