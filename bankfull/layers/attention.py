@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, stack
@@ -24,6 +25,7 @@ from bankfull.ops import (
     write_pages,
     write_pages_int8,
 )
+from bankfull.state.mask import Mask, Sight
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 from bankfull.state.storage import LayerStates
 
@@ -40,6 +42,16 @@ class Heads:
     """A token attends to itself and the window - 1 tokens before it; None: to all tokens before it."""
     cap: float | None = None
     """Soft cap of the attention scores: cap * tanh(score / cap)."""
+    block: int = 0
+    """Tokens of a block, aligned to position 0, that see each other in both directions; 0 = causal. The same in all
+    layers of a model, and without a window."""
+    mask: Mask | None = None
+    """A sparse mask, instead of a window."""
+
+    @property
+    def sight(self) -> Sight:
+        """What a query sees, as attention operations and pages take it."""
+        return self.window if self.mask is None else self.mask
 
 
 Norm = Callable[[Tensor], Tensor]
@@ -60,13 +72,21 @@ class Attention:
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         state: StateSpec | None = None,
+        sinks: Tensor | None = None,
+        rotates_first: bool = False,
     ) -> None:
+        """`sinks`: one logit for each head, which only adds to the denominator of its softmax. `rotates_first`: RoPE
+        comes before the norms of queries and keys, not after them."""
+        if heads.mask is not None and build.kit.device == "cuda":
+            raise ModelError("Sparse attention masks have no GPU kernel yet; run this model with device='cpu'.")
         self.heads, self.rope = heads, rope
         self.q, self.k, self.v = q, k, v
         self.out: Product = out
         self.q_norm, self.k_norm = q_norm, k_norm
+        self.rotates_first = rotates_first
+        self.sinks = None if sinks is None else sinks.to(build.at_least_float32)
         self.rounded = build.pages is torch.int8
-        own = Paged(_pages(heads, build.pages), heads.window)
+        own = Paged(_pages(heads, build.pages), heads.sight)
         self.states: tuple[StateSpec, ...] = (own if state is None else state,)
         self._rotate = build.bind(rotate)
         self._write = build.bind(write_pages_int8 if self.rounded else write_pages, pages=build.pages)
@@ -75,7 +95,7 @@ class Attention:
         self.adapter: Product | None = None
         """A branch that is added to queries, keys and values."""
         self.norms_of_heads = _norms(q_norm, k_norm)
-        plain = not self.rounded and (self.norms_of_heads is None) == (q_norm is None)
+        plain = not self.rounded and not rotates_first and (self.norms_of_heads is None) == (q_norm is None)
         self._all = build.bind_if_offered(attend, heads=heads, pages=build.pages) if plain else None
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> PagedMeta:
@@ -91,6 +111,7 @@ class Attention:
             batch.lengths,
             batch.partition,
             batch.ancestors,
+            self.heads.block,
         )
 
     def norms(self, rows: int) -> bool:
@@ -110,9 +131,13 @@ class Attention:
         return q + to_q, k + to_k, v + to_v
 
     def _turned(self, q: Tensor, k: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        if angles is not None and self.rotates_first:
+            q, k = self._rotate(q, *angles), self._rotate(k, *angles)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k) if angles is None else (self._rotate(q, *angles), self._rotate(k, *angles))
+        if angles is not None and not self.rotates_first:
+            q, k = self._rotate(q, *angles), self._rotate(k, *angles)
+        return q, k
 
     def projected(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of normed rows (tokens, heads, size), as attention reads them."""
@@ -120,20 +145,24 @@ class Attention:
         return *self._turned(q, k, angles), v
 
     def run(self, x: Any, states: LayerStates, meta: PagedMeta, angles: Angles | None) -> Tensor:
+        return self.out(self.mixed(x, states, meta, angles))
+
+    def mixed(self, x: Any, states: LayerStates, meta: PagedMeta, angles: Angles | None) -> Tensor:
+        """The values that each head attends to, before the output projection."""
         h = self.heads
         (state,) = states
         q, k, v = self._project(x)
         if self._all is not None:
-            mixed = self._all(
-                q, k, v, state["k"], state["v"], meta, angles, self.norms_of_heads, h.scale, h.window, h.cap
-            )
-            return self.out(mixed.flatten(1))
+            pages = state["k"], state["v"]
+            y = self._all(q, k, v, *pages, meta, angles, self.norms_of_heads, h.scale, h.sight, h.cap, self.sinks)
+            return y.flatten(1)
         q, k = self._turned(q, k, angles)
         scales = (state["k_scale"], state["v_scale"]) if self.rounded else ()
         self._write(k, state["k"], *scales[:1], meta.slots)
         self._write(v, state["v"], *scales[1:], meta.slots)
-        mixed = self._attend(q, state["k"], state["v"], meta, h.scale, h.window, h.cap, *scales)
-        return self.out(mixed.flatten(1))
+        held = scales or (None, None)
+        y = self._attend(q, state["k"], state["v"], meta, h.scale, h.sight, h.cap, *held, self.sinks)
+        return y.flatten(1)
 
 
 def _norms(q_norm: Norm | None, k_norm: Norm | None) -> HeadNorms | None:

@@ -15,6 +15,9 @@ from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
 
+MOST_EXPERTS = 1 << 16
+"""The most experts that a file may hold tensor by tensor: far above any real model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Build:
@@ -40,6 +43,11 @@ class Build:
     def matrices(self) -> torch.dtype:
         """Dtype of matrices that are not in blocks."""
         return torch.bfloat16 if self.kit.activations == BF16 else self.dtype
+
+    @property
+    def at_least_float32(self) -> torch.dtype:
+        """Dtype of values that are never rounded to 16 bits."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     def at(self, name: str | int) -> Build:
         return replace(self, prefix=self._full(str(name)))
@@ -70,6 +78,21 @@ class Build:
         if self.kit.device == "cpu" and "native" in self.kit.prefer:
             found = as_blocks(found)  # the native kernels take quantization groups as blocks
         return found.to(self.device)
+
+    def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
+        """Matrices of `count` experts as one tensor (count, *shape). `name` has a place for the expert's number,
+        "experts.{}.up_proj.weight"; a file may hold the whole tensor instead, named "experts.up_proj.weight"."""
+        whole = name.replace("{}.", "")
+        if name == whole or self.has(whole) or count > MOST_EXPERTS:
+            return self.weight(whole, (count, *shape))
+        parts = [self.weight(name.format(expert), shape) for expert in range(count)]
+        if len({part.scheme for part in parts}) > 1:
+            schemes = ", ".join(sorted({part.scheme.name for part in parts}))
+            raise ModelError(
+                f"The experts' tensors {self._full(name.format('*'))} are stored as {schemes}; use a checkpoint that "
+                "stores them alike."
+            )
+        return QTensor.stacked(parts).reshape_leading(count, shape[0])
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""

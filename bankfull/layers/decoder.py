@@ -38,11 +38,15 @@ class Block:
     before_feed: Norm | None = None
     after_mixer: Module | None = None
     after_feed: Module | None = None
+    add_branches: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Parallel residual (GPT-NeoX): both branches read the block's input, and this operation adds them."""
+    normed_stream: bool = False
+    """The residual of each branch is its normed input (MiniMax)."""
     norm_last: bool = False
     """Post-norm (early OPT): the `before_*` norms are applied to the sum, and their result is the stream."""
 
     def __post_init__(self) -> None:
-        if self.norm_last:
+        if self.norm_last or self.normed_stream:
             return
         for norm, reader in ((self.before_mixer, self.mixer), (self.before_feed, self.feed)):
             if isinstance(norm, RMSNorm) and isinstance(reader, Reader):
@@ -64,12 +68,20 @@ class Block:
         x, inner = self.before_mixer.join(*stream)
         if entering is not None:
             entering.append(x)
+        if self.normed_stream:
+            assert isinstance(inner, Tensor)
+            x = inner
         branch = self.mixer.run(inner, states, meta, angles)
         if self.after_mixer is not None:
             branch = self.after_mixer(branch)
         if self.feed is None or self.before_feed is None:
             return x, branch
+        if self.add_branches is not None:
+            return x, self.add_branches(branch, self.feed(self.before_feed(x)))
         x, inner = self.before_feed.join(x, branch)
+        if self.normed_stream:
+            assert isinstance(inner, Tensor)
+            x = inner
         branch = self.feed(inner)
         return x, branch if self.after_feed is None else self.after_feed(branch)
 
@@ -113,6 +125,19 @@ class Head:
         return self.cap is None and self.project.norms_for_best(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedDiffusion:
+    """A model that predicts the tokens at masked positions instead of the next token."""
+
+    mask: int
+    """Id of the mask token."""
+    block: int
+    """`Heads.block` of its attention layers: tokens of a block that see each other, or `WHOLE_SEQUENCE`."""
+    shifted: bool = False
+    """Whether the hidden state of a position predicts the token of the next one, as in a model that was initialized
+    from an autoregressive one; else it predicts the token of its own position."""
+
+
 @dataclass(slots=True)
 class Decoder:
     """A model: `forward` returns the hidden states after the last norm, `head` turns them into logits."""
@@ -125,6 +150,8 @@ class Decoder:
     norm: Norm
     head: Head
     ropes: Mapping[str, Rope]
+    diffusion: MaskedDiffusion | None = None
+    """Set for a diffusion language model."""
     before_best: Norm = field(init=False)
     """The last norm as `best` uses it, where only the head reads it."""
 

@@ -158,11 +158,20 @@ def _rounds(weight: QTensor) -> bool:
 
 
 def split_linear(
-    build: Build, inner: int, outers: list[int], bias: bool = False, int8_when_batched: Sequence[bool] = ()
+    build: Build,
+    inner: int,
+    outers: list[int],
+    bias: bool = False,
+    int8_when_batched: Sequence[bool] = (),
+    order: Tensor | None = None,
 ) -> list[Linear]:
-    """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy."""
+    """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy. `order`: the rows
+    of the file in the order in which the layers have them, for files that interleave rows; the rows are copied."""
     whole = build.weight("weight", (sum(outers), inner))
     biases = build.tensor("bias", (sum(outers),)) if bias else None
+    if order is not None:
+        order = order.to(build.device)
+        whole, biases = whole.rows(order), None if biases is None else biases[order]
     parts, first = [], 0
     for outer, batched in zip(outers, int8_when_batched or [False] * len(outers), strict=True):
         own = slice(first, first + outer)

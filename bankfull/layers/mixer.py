@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
+from bankfull.ops import RecurrentMeta
 from bankfull.state.spec import StateSpec
 from bankfull.state.storage import LayerStates
 
@@ -29,3 +30,9 @@ class Mixer(Protocol):
     def run(self, x: Any, states: LayerStates, meta: Any, angles: Angles | None) -> Tensor:
         """Safe to capture. `x` are normed rows; a mixer that is a `Reader` may get them `Unnormed`."""
         ...
+
+
+def recurrent_plan(batch: Batch) -> RecurrentMeta:
+    """The plan of every mixer that keeps only recurrent state."""
+    assert batch.read is not None and batch.write is not None, "a batch without slots for recurrent state"
+    return RecurrentMeta(batch.q_start, batch.kept, batch.read, batch.write, batch.starts, batch.kepts)

@@ -19,17 +19,23 @@ def activation(name: str) -> str:
 class GatedMLP:
     """down(f(gate(x)) * up(x))"""
 
-    def __init__(self, build: Build, gate: Linear, up: Linear, down: Linear, kind: str) -> None:
+    def __init__(self, build: Build, gate: Linear, up: Linear, down: Linear, kind: str, stacks: bool = True) -> None:
+        """`stacks`: whether gate and up may become one matrix."""
         self.kind = activation(kind)
         self.gate, self.up, self.down = gate, up, down
         self._mul = build.bind(activate_mul)
-        both = stack(build, (gate, up))
+        both = stack(build, (gate, up)) if stacks else None
         self.both = None if both is None else GatedLinear(build, both, self.kind)
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if self.both is not None:
             return self.down(self.both(x))
-        return self.down(self._mul(self.gate(x), self.up(x), self.kind))
+        return self.down(self.multiply(self.gate(x), self.up(x)))
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        """f(gate) * up"""
+        product: Tensor = self._mul(gate, up, self.kind)
+        return product
 
     def norms(self, rows: int) -> bool:
         return self.both is not None and self.both.norms(rows)

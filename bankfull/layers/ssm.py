@@ -11,8 +11,9 @@ from torch import Tensor
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, split_linear
-from bankfull.layers.mixer import Angles
-from bankfull.ops import RecurrentMeta, activate, activate_mul, causal_conv, selective_scan
+from bankfull.layers.mixer import Angles, recurrent_plan
+from bankfull.layers.norm import RMSNorm
+from bankfull.ops import RecurrentMeta, activate, activate_mul, causal_conv_silu, selective_scan
 from bankfull.state.spec import Recurrent, StateSpec, TensorSpec
 from bankfull.state.storage import LayerStates
 
@@ -33,11 +34,18 @@ class MambaShape:
 class MambaMixer:
     rope: str | None = None
 
-    def __init__(self, build: Build, shape: MambaShape, *, bias: bool, conv_bias: bool) -> None:
+    def __init__(
+        self, build: Build, shape: MambaShape, *, bias: bool, conv_bias: bool, norm_eps: float | None = None
+    ) -> None:
+        """`norm_eps`: where time steps, B and C are normed after their projection (Jamba), the eps of these norms."""
         inner = shape.inner
         self.shape = shape
         self.into, self.gate = split_linear(build.at("in_proj"), shape.hidden, [inner, inner], bias)
-        self.project = Linear(build.at("x_proj"), inner, shape.rank + 2 * shape.state)
+        # A CPU's tape norms whole results, so each part that is normed gets a product of its own.
+        self.parts = (shape.rank, shape.state, shape.state)
+        apart = norm_eps is not None and not build.kit.stacks
+        sizes = list(self.parts) if apart else [sum(self.parts)]
+        self.project = split_linear(build.at("x_proj"), inner, sizes)
         self.step = Linear(build.at("dt_proj"), shape.rank, inner, bias=True)
         self.out = Linear(build.at("out_proj"), inner, shape.hidden, bias)
         self.kernel = build.tensor("conv1d.weight", (inner, 1, shape.width))[:, 0]
@@ -53,19 +61,23 @@ class MambaMixer:
         conv = TensorSpec("conv", (inner, shape.width - 1), dtype)
         ssm = TensorSpec("ssm", (inner, shape.state), dtype)
         self.states: tuple[StateSpec, ...] = (Recurrent((conv, ssm)),)
-        self._conv = build.bind(causal_conv)
+        names = zip(("dt_layernorm", "b_layernorm", "c_layernorm"), self.parts, strict=True)
+        self.norms_of_parts = None if norm_eps is None else [RMSNorm(build.at(name), n, norm_eps) for name, n in names]
+        self._conv = build.bind(causal_conv_silu)
         self._scan = build.bind(selective_scan)
         self._activate = build.bind(activate)
         self._gate = build.bind(activate_mul)
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> RecurrentMeta:
-        assert batch.read is not None and batch.write is not None, "a batch without slots for recurrent state"
-        return RecurrentMeta(batch.q_start, batch.kept, batch.read, batch.write, batch.starts, batch.kepts)
+        return recurrent_plan(batch)
 
     def run(self, x: Tensor, states: LayerStates, meta: RecurrentMeta, angles: Angles | None) -> Tensor:
-        shape, (state,) = self.shape, states
-        u = self._activate(self._conv(self.into(x), self.kernel, self.kernel_bias, state["conv"], meta), "silu")
-        low, b, c = self.project(u).split((shape.rank, shape.state, shape.state), dim=-1)
+        (state,) = states
+        u = self._conv(self.into(x), self.kernel, self.kernel_bias, state["conv"], meta)
+        made = [product(u) for product in self.project]
+        low, b, c = made if len(made) > 1 else made[0].split(self.parts, dim=-1)
+        if self.norms_of_parts is not None:
+            low, b, c = (norm(part) for norm, part in zip(self.norms_of_parts, (low, b, c), strict=True))
         delta = self._activate(self.step(low), "softplus")
         y = self._scan(u, delta, self.decay, b, c, self.skip, state["ssm"], meta)
         return self.out(self._gate(self.gate(x), y, "silu"))

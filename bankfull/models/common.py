@@ -11,7 +11,7 @@ from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.decoder import Block, Decoder, Head, Module
+from bankfull.layers.decoder import Block, Decoder, Feed, Head, Module
 from bankfull.layers.linear import Embedding, Linear
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
@@ -84,14 +84,23 @@ def head_norms(fields: ConfigFields, build: Build, heads: Heads, offset: float =
     return {name: RMSNorm(build.at(name), heads.size, eps, offset) for name in ("q_norm", "k_norm")}
 
 
-def gated_mlp(fields: ConfigFields, build: Build, activation: str = "hidden_act") -> GatedMLP:
-    hidden, inner, bias = fields.size("hidden_size"), fields.size("intermediate_size"), fields.flag("mlp_bias")
+def gated_mlp(
+    fields: ConfigFields,
+    build: Build,
+    activation: str = "hidden_act",
+    inner: int | None = None,
+    stacks: bool = True,
+) -> GatedMLP:
+    """`inner`: the layer's width, where it is not the model's. `stacks`: as for `GatedMLP`."""
+    hidden, bias = fields.size("hidden_size"), fields.flag("mlp_bias")
+    inner = fields.size("intermediate_size") if inner is None else inner
     return GatedMLP(
         build,
         Linear(build.at("gate_proj"), hidden, inner, bias, int8_when_batched=True),
         Linear(build.at("up_proj"), hidden, inner, bias, int8_when_batched=True),
         Linear(build.at("down_proj"), inner, hidden, bias),  # rounding it would cost a third of all accuracy loss
         fields.text(activation),
+        stacks,
     )
 
 
@@ -100,6 +109,19 @@ def rope_of(fields: ConfigFields, build: Build, heads: Heads) -> Rope:
     fields.only("partial_rotary_factor", 1)
     scaling, made_for = fields.object_or_none("rope_scaling"), fields.size("max_position_embeddings")
     return Rope(build, heads.size, fields.number("rope_theta"), scaling, made_for)
+
+
+def partial_rope(fields: ConfigFields, build: Build, heads: Heads) -> Rope:
+    """RoPE over the first dimensions of a head only."""
+    scaling, made_for = fields.object_or_none("rope_scaling"), fields.size("max_position_embeddings")
+    return Rope(build, rotated_size(fields, heads), fields.number("rope_theta"), scaling, made_for)
+
+
+def rotated_size(fields: ConfigFields, heads: Heads) -> int:
+    part = fields.number("partial_rotary_factor")
+    if not 0 < part <= 1:
+        raise ModelError(f"The model's configuration has partial_rotary_factor = {part}, which is not in (0, 1].")
+    return int(heads.size * part)
 
 
 def tied_head(config: Config) -> tuple[str, ...]:
@@ -127,11 +149,18 @@ def decoder(
     embed_scale: float = 1.0,
     norm_offset: float = 0.0,
     cap: float | None = None,
+    logit_scale: float = 1.0,
+    norm_name: str = "norm",
 ) -> Decoder:
     """Blocks between an embedding, a last norm and a head. `root`: the prefix of all names but the head's."""
     root = root or build.at("model")
     vocab, hidden = fields.size("vocab_size"), fields.size("hidden_size")
     embed = Embedding(root.at("embed_tokens"), vocab, hidden, embed_scale)
+
+    norm = RMSNorm(root.at(norm_name), hidden, fields.number("rms_norm_eps"), norm_offset)
+    if logit_scale != 1.0:
+        assert not norm_offset, "the norm's weight carries the scale"
+        norm.weight = norm.weight * logit_scale
 
     def embed_tokens(batch: Batch) -> Tensor:
         return embed(batch.tokens)
@@ -142,7 +171,7 @@ def decoder(
         fields.size("max_position_embeddings"),
         embed=embed_tokens,
         blocks=blocks,
-        norm=RMSNorm(root.at("norm"), hidden, fields.number("rms_norm_eps"), norm_offset),
+        norm=norm,
         head=head_of(fields, build, embed, cap),
         ropes=ropes,
     )
@@ -155,8 +184,13 @@ def prenorm_decoder(
     mixer: Callable[[int, Build], Mixer],
     feed: Callable[[ConfigFields, Build], Module] = gated_mlp,
     rope: Callable[[ConfigFields, Build, Heads], Rope] = rope_of,
+    feed_of: Callable[[int, Build], Feed] | None = None,
+    **more: Any,
 ) -> Decoder:
-    """Llama's structure, which most families share: x + mix(norm(x)), then x + feed(norm(x)), and one RoPE."""
+    """Llama's structure, which most families share: x + mix(norm(x)), then x + feed(norm(x)), and one RoPE.
+
+    `feed_of` replaces `feed` where layers differ: it gets the layer's number and the names below the layer. `more`:
+    arguments of `decoder`."""
     hidden, eps = fields.size("hidden_size"), fields.number("rms_norm_eps")
 
     def block(layer: int) -> Block:
@@ -164,10 +198,10 @@ def prenorm_decoder(
         return Block(
             mixer(layer, at.at("self_attn")),
             before_mixer=RMSNorm(at.at("input_layernorm"), hidden, eps),
-            feed=feed(fields, at.at("mlp")),
+            feed=feed(fields, at.at("mlp")) if feed_of is None else feed_of(layer, at),
             before_feed=RMSNorm(at.at("post_attention_layernorm"), hidden, eps),
         )
 
     # RoPE comes last: by then the file's tensors have confirmed the sizes that it allocates.
     blocks = [block(layer) for layer in range(fields.layers())]
-    return decoder(fields, build, blocks, {"global": rope(fields, build, heads)})
+    return decoder(fields, build, blocks, {"global": rope(fields, build, heads)}, **more)

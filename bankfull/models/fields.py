@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from bankfull.errors import ModelError
@@ -11,7 +12,7 @@ from bankfull.models.registry import Config
 MAX_SIZE = 1 << 31
 MAX_LAYERS = 1 << 14
 """The most layers: far above any real model. Lists with a value per layer are allocated before a tensor is checked."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class ConfigFields:
@@ -49,6 +50,32 @@ class ConfigFields:
     def number_or_none(self, name: str) -> float | None:
         return None if self._values.get(name) is None else self.number(name)
 
+    def limits(self, name: str) -> tuple[float, float]:
+        """A lower and an upper bound; the upper one may be infinite."""
+        value = self._demand(name)
+        if isinstance(value, list | tuple):  # transformers writes an infinite number as an object
+            value = [inf if v == {"__float__": "Infinity"} else v for v in value]
+        fine = isinstance(value, list) and len(value) == 2
+        if not fine or any(not isinstance(v, int | float) or isinstance(v, bool) for v in value):
+            raise self._wrong(name, "a list of two numbers")
+        low, high = float(value[0]), float(value[1])
+        if not 0.0 <= low <= high:
+            raise self._wrong(name, "two numbers from 0 up, the second not below the first")
+        return low, high
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        value = self._demand(name)
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise self._wrong(name, f"a list of {count} numbers")
+        if any(not isinstance(v, int | float) or isinstance(v, bool) or not 0 <= v < 1e300 for v in value):
+            raise self._wrong(name, f"a list of {count} numbers from 0 up")
+        return [float(v) for v in value]
+
+    def is_text(self, name: str, text: str) -> bool:
+        """Whether a field that is usually a number holds this text."""
+        value = self._values.get(name)
+        return isinstance(value, str) and value == text
+
     def flag(self, name: str) -> bool:
         value = self._demand(name)
         if not isinstance(value, bool):
@@ -60,6 +87,11 @@ class ConfigFields:
         if not isinstance(value, str):
             raise self._wrong(name, "text")
         return value
+
+    def raw(self, name: str, default: Any) -> Any:
+        """A value of any type, for a reader that checks it itself."""
+        value = self._values.get(name)
+        return default if value is None else value
 
     def object_or_none(self, name: str) -> dict[str, Any] | None:
         value = self._values.get(name)
@@ -79,6 +111,13 @@ class ConfigFields:
             if not any(value is s or (type(value) is type(s) and value == s) for s in supported):
                 raise self._unsupported(name, value, supported)
         return values[:layers]
+
+    def layer_numbers(self, name: str) -> set[int]:
+        """A list of layers, counted from 0; empty where the file has none."""
+        values = self._values.get(name) or []
+        if not isinstance(values, list) or any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values):
+            raise self._wrong(name, "a list of layer numbers, counted from 0")
+        return set(values)
 
     def only(self, name: str, *supported: Any) -> None:
         """Refuse a value whose computation is not implemented. The field may be absent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.linear import Embedding
-from bankfull.layers.norm import AddThen, RMSNorm
+from bankfull.layers.mixer import Mixer
+from bankfull.layers.norm import RMSNorm
 from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import ConfigFields
@@ -36,23 +37,25 @@ LONGEST = 1 << 17
 
 def build_mamba(config: Config, build: Build) -> Decoder:
     fields = ConfigFields(config, MAMBA)
-    fields.only("hidden_act", "silu", "swish")
-    hidden, vocab, eps = fields.size("hidden_size"), fields.size("vocab_size"), fields.number("layer_norm_epsilon")
+    hidden = fields.size("hidden_size")
     inner = fields.size_or_none("intermediate_size") or int(fields.number("expand") * hidden)
     rank = math.ceil(hidden / 16) if config.get("time_step_rank", "auto") == "auto" else fields.size("time_step_rank")
     shape = MambaShape(hidden, inner, fields.size("state_size"), rank, fields.size("conv_kernel"))
     bias, conv_bias = fields.flag("use_bias"), fields.flag("use_conv_bias")
+    return backbone(fields, build, lambda at: MambaMixer(at, shape, bias=bias, conv_bias=conv_bias))
+
+
+def backbone(fields: ConfigFields, build: Build, mixer: Callable[[Build], Mixer]) -> Decoder:
+    """The structure of Mamba and Mamba-2: blocks of a norm and a mixer, without feed-forward layers."""
+    fields.only("hidden_act", "silu", "swish")
+    hidden, vocab, eps = fields.size("hidden_size"), fields.size("vocab_size"), fields.number("layer_norm_epsilon")
     root = build.at("backbone")
     embed = Embedding(root.at("embeddings"), vocab, hidden)
     # Branches run in the model's dtype; the residual stream may be wider, from the embedding to the last norm.
     stream = torch.promote_types(build.dtype, torch.float32) if fields.flag("residual_in_fp32") else build.dtype
 
-    last_norm = RMSNorm(replace(root, dtype=stream).at("norm_f"), hidden, eps)
-
     def block(at: Build) -> Block:
-        mixer = MambaMixer(at.at("mixer"), shape, bias=bias, conv_bias=conv_bias)
-        norm = RMSNorm(at.at("norm"), hidden, eps)
-        return Block(mixer, before_mixer=AddThen(at, lambda x: norm(x.to(build.dtype))))
+        return Block(mixer(at.at("mixer")), before_mixer=RMSNorm(at.at("norm"), hidden, eps))
 
     def embed_tokens(batch: Batch) -> Tensor:
         return embed(batch.tokens).to(stream)
@@ -63,7 +66,7 @@ def build_mamba(config: Config, build: Build) -> Decoder:
         LONGEST,
         embed=embed_tokens,
         blocks=[block(root.at("layers").at(i)) for i in range(fields.layers())],
-        norm=AddThen(root, lambda x: last_norm(x).to(build.dtype)),
+        norm=RMSNorm(root.at("norm_f"), hidden, eps),
         head=head_of(fields, build, embed),
         ropes={},
     )

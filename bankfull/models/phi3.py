@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bankfull.errors import ModelError
-from bankfull.layers.attention import Attention, Heads
+from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.linear import Linear, split_linear
 from bankfull.layers.mlp import GatedMLP
-from bankfull.layers.rope import Rope
-from bankfull.models.common import TRANSFORMER, heads_of, prenorm_decoder, same_window, tied_head
+from bankfull.models.common import TRANSFORMER, heads_of, partial_rope, prenorm_decoder, same_window, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 
@@ -35,15 +33,6 @@ def fused_mlp(fields: ConfigFields, build: Build) -> GatedMLP:
     gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner], int8_when_batched=(True, True))
     down = Linear(build.at("down_proj"), inner, hidden)
     return GatedMLP(build, gate, up, down, fields.text("hidden_act"))
-
-
-def partial_rope(fields: ConfigFields, build: Build, heads: Heads) -> Rope:
-    """RoPE over the first dimensions of a head only."""
-    part = fields.number("partial_rotary_factor")
-    if not 0 < part <= 1:
-        raise ModelError(f"The model's configuration has partial_rotary_factor = {part}, which is not in (0, 1].")
-    scaling, made_for = fields.object_or_none("rope_scaling"), fields.size("max_position_embeddings")
-    return Rope(build, int(heads.size * part), fields.number("rope_theta"), scaling, made_for)
 
 
 FAMILY = Family(build_phi3, tied_head)

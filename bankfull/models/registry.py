@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -16,16 +17,40 @@ Config = Mapping[str, Any]
 
 #: model_type -> file. A table instead of imports, so that only the needed family is imported.
 FAMILIES = {
+    "bankfull": "composed",
+    "Dream": "dream",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "falcon_h1": "falcon_h1",
     "gemma2": "gemma",
     "gemma3": "gemma",
     "gemma3_text": "gemma",
+    "glm": "glm",
+    "glm4": "glm",
+    "gpt2": "gpt2",
+    "gpt_neox": "gpt_neox",
+    "gpt_oss": "gpt_oss",
+    "granite": "granite",
+    "hunyuan_v1_dense": "hunyuan",
+    "llada": "llada",
+    "granitemoehybrid": "granite_hybrid",
+    "jamba": "jamba",
     "llama": "llama",
     "mamba": "mamba",
+    "mamba2": "mamba2",
+    "minimax": "minimax",
     "mistral": "llama",
+    "mixtral": "mixtral",
+    "olmoe": "olmoe",
+    "olmo2": "olmo2",
     "opt": "opt",
     "phi3": "phi3",
     "qwen2": "qwen",
+    "qwen2_moe": "qwen_moe",
     "qwen3": "qwen",
+    "qwen3_moe": "qwen_moe",
+    "sdar": "sdar",
+    "qwen3_next": "qwen3_next",
     "smollm3": "smollm3",
 }
 
@@ -43,8 +68,10 @@ class Family:
 def family_of(config: Config) -> Family:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
+        near = get_close_matches(str(kind)[:80], FAMILIES, n=1, cutoff=0.5)
+        hint = f"the nearest of the {len(FAMILIES)} supported ones is {near[0]!r}" if near else "use another model"
         raise ModelError(
-            f"Architecture {repr(kind)[:80]} is not supported; supported are {', '.join(sorted(FAMILIES))}."
+            f"Architecture {repr(kind)[:80]} is not supported; {hint} (docs/architectures.md lists them all)."
         )
     family = import_module(f"bankfull.models.{FAMILIES[kind]}").FAMILY
     assert isinstance(family, Family)

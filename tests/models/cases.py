@@ -3,42 +3,14 @@ contexts, and no weight at its usual starting value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import transformers as tf
 
-LENGTH = 45
-"""Tokens that every test runs: over two pages, and past every window and original context below."""
-SIZES: dict[str, Any] = {
-    "vocab_size": 53,
-    "hidden_size": 48,
-    "intermediate_size": 41,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.models import cases_classic, cases_experts, cases_latent, cases_linear, cases_recurrent, cases_shared
+from tests.models.shapes import LENGTH, SIZES, WHOLE_BLOCKS, Case, model, rope
 
-
-Case = Callable[[], Any]
-"""Makes the model of the reference."""
-
-
-def model(kind: str, **settings: Any) -> Case:
-    def make() -> Any:
-        config = getattr(tf, f"{kind}Config")(**{**SIZES, **settings})
-        return getattr(tf, f"{kind.removesuffix('Text')}ForCausalLM")(config)
-
-    return make
-
-
-def rope(kind: str, **values: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 10000.0, **values}
-
+__all__ = ["BLOCKED", "CASES", "FAMILIES", "LENGTH", "SIZES", "Case", "model", "rope"]
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 LONG = rope(
@@ -181,6 +153,12 @@ CASES: dict[str, Case] = {
         tie_word_embeddings=False,
         residual_in_fp32=False,
     ),
+    **cases_classic.CASES,
+    **cases_experts.CASES,
+    **cases_latent.CASES,
+    **cases_linear.CASES,
+    **cases_recurrent.CASES,
+    **cases_shared.CASES,
 }
 
 FAMILIES = (
@@ -195,14 +173,28 @@ FAMILIES = (
     "phi3-long",
     "opt",
     "mamba",
+    "mamba2",
+    "jamba",
+    "granitemoehybrid",
+    "falcon-h1",
+    "gpt2",
+    "gpt-neox",
+    "olmo2",
+    "granite",
+    "glm4",
+    "hunyuan-shared",
+    "qwen2-moe",
+    *cases_latent.FAMILIES,
+    "minimax-factors",
+    "qwen3-next-mixed",
 )
 """One case of each kind, for tests that try many things with it."""
 
-WHOLE_BLOCKS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 BLOCKED: dict[str, Case] = {
     "llama-blocks": model("Llama", **WHOLE_BLOCKS),
     "gemma2-blocks": model("Gemma2", **{**GEMMA, **WHOLE_BLOCKS, "head_dim": 16}),
     "phi3-blocks": model("Phi3", **PHI3, **WHOLE_BLOCKS),
     "mamba-blocks": mamba(hidden_size=64, time_step_rank=32),
+    **cases_experts.BLOCKED,
 }
 """Rows that are whole numbers of quantization blocks."""

@@ -47,7 +47,7 @@ def saved(name: str) -> Saved:
             parameter.copy_(0.2 * noise if parameter.dim() > 1 else parameter + 0.3 * noise)
         for module in reference.modules():
             if hasattr(module, "A_log"):
-                ladder = torch.arange(1.0, module.A_log.shape[1] + 1).log()
+                ladder = torch.arange(1.0, module.A_log.shape[-1] + 1).log()
                 module.A_log.copy_(ladder + 0.3 * torch.randn_like(module.A_log))
     path = _folder() / name
     reference.save_pretrained(path)

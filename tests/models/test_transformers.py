@@ -16,6 +16,7 @@ from bankfull.models.gemma import GEMMA3
 from bankfull.ops import RecurrentMeta
 from bankfull.runtime import naive
 from bankfull.weights.source import open_model
+from tests.models import cases_latent
 from tests.models.cases import CASES
 from tests.models.oracle import CPU, PASSES, TOKENS, TOLERANCE, build, error, ours, reference_logits, saved
 
@@ -65,6 +66,28 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("phi3-long", {"partial_rotary_factor": 1.0, "rope_scaling": None}),
     ("opt", {"activation_function": "gelu"}),
     ("mamba", {"layer_norm_epsilon": 1e-2}),
+    ("gpt2", {"activation_function": "relu"}),
+    ("gpt2-odd", {"scale_attn_by_inverse_layer_idx": False}),
+    ("gpt-neox", {"use_parallel_residual": False}),
+    ("gpt-neox", {"partial_rotary_factor": 0.25}),
+    ("gpt-neox", {"qkv_by_head": False}),
+    ("olmo2", {"rms_norm_eps": 1e-3}),
+    ("granite", {"residual_multiplier": 0.23}),
+    ("granite", {"embedding_multiplier": 3.1}),
+    ("granite", {"attention_multiplier": 0.31}),
+    ("granite", {"logits_scaling": 0.71}),
+    ("granite", {"rms_norm_eps": 1e-3}),
+    ("glm4", {"partial_rotary_factor": 1.0}),
+    ("hunyuan-v1-dense", {"rope_scaling": None}),
+    *cases_latent.WRONG,
+    ("minimax", {"hidden_act": "relu"}),
+    ("minimax-factors", {"full_attn_alpha_factor": 3.0}),
+    ("minimax-factors", {"linear_attn_beta_factor": 0.7}),
+    ("minimax-factors", {"mlp_alpha_factor": 2.0}),
+    ("minimax-factors", {"sliding_window": 10}),
+    ("qwen3-next", {"partial_rotary_factor": 0.5}),
+    ("qwen3-next", {"norm_weight_offset": 0.0}),
+    ("qwen3-next-mixed", {"norm_topk_prob": True}),
 ]
 
 

@@ -1,0 +1,146 @@
+"""A mixture of experts as a feed-forward layer: a router, stacked experts, and optionally a shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bankfull.layers.build import Build
+from bankfull.layers.linear import Linear
+from bankfull.layers.mlp import activation
+from bankfull.ops import (
+    Operation,
+    RoutingRule,
+    add,
+    add_gated,
+    expert_mlp,
+    expert_mlp_bf16,
+    expert_mlp_int8,
+    route,
+)
+from bankfull.ops.reference.experts import CLAMPED_SWIGLU
+from bankfull.ops.reference.linear import GROUP
+from bankfull.ops.registry import BF16, INT8, INT8_FEW
+from bankfull.weights.qtensor import QTensor
+
+__all__ = ["CLAMPED_SWIGLU", "ExpertNames", "Experts", "ExpertsShape", "RoutingRule"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Tensor names below the layer. "{}" is the expert's number; `Build.stacked` also finds whole tensors."""
+
+    router: str = "gate"
+    gate: str = "experts.{}.gate_proj"
+    up: str = "experts.{}.up_proj"
+    down: str = "experts.{}.down_proj"
+    gate_up: str | None = None
+    """One tensor (experts, 2 inner, hidden) that holds gate, then up; None = two tensors."""
+    choice_bias: str | None = None
+    """Vector that is added to the scores for the choice of experts; None = the family has none."""
+
+
+MIXTRAL_NAMES = ExpertNames(gate="experts.{}.w1", up="experts.{}.w3", down="experts.{}.w2")
+"""Names below `block_sparse_moe` in Mixtral's files and those of its descendants."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    hidden: int
+    inner: int
+    """Width of one expert."""
+    rule: RoutingRule
+    kind: str = "silu"
+    """Activation by its name in checkpoints, or CLAMPED_SWIGLU."""
+    router_bias: bool = False
+    bias: bool = False
+    """Whether gate, up and down of each expert have biases."""
+
+
+class Experts:
+    """A feed-forward layer (`Feed`): the weighted sum of each token's experts, plus the shared expert if there is one.
+
+    `shared`: a feed-forward layer that every token passes. `shared_gate`: a layer with one output, whose sigmoid
+    scales the shared expert's result."""
+
+    def __init__(
+        self,
+        build: Build,
+        shape: ExpertsShape,
+        names: ExpertNames | None = None,
+        *,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        names = names or ExpertNames()
+        rule, hidden, inner = shape.rule, shape.hidden, shape.inner
+        self.shape, self.rule = shape, rule
+        self.kind = shape.kind if shape.kind == CLAMPED_SWIGLU else activation(shape.kind)
+        self.shared, self.shared_gate = shared, shared_gate
+        self.router = Linear(build.at(names.router), hidden, rule.experts, shape.router_bias)
+        self.choice_bias: Tensor | None = None
+        if names.choice_bias is not None:  # a rounded bias would choose other experts
+            precise = torch.promote_types(build.dtype, torch.float32)
+            self.choice_bias = build.tensor(names.choice_bias, (rule.experts,), precise)
+        down = build.stacked(f"{names.down}.weight", rule.experts, (hidden, inner))
+        if names.gate_up is None:
+            gate, up = (
+                build.stacked(f"{name}.weight", rule.experts, (inner, hidden)) for name in (names.gate, names.up)
+            )
+        else:
+            both = build.stacked(f"{names.gate_up}.weight", rule.experts, (2 * inner, hidden))
+            gate, up = (both.of_each(part) for part in (slice(0, inner), slice(inner, 2 * inner)))
+        self._operation = _operation(build, (gate, up, down))
+        facts = {"weight": gate, "weights": (gate, up, down)}
+        self._experts = build.bind(self._operation, **facts)
+        self.gate, self.up, self.down = (
+            build.kit.prepare(self._operation, one, dtype=build.dtype, **facts) for one in (gate, up, down)
+        )
+        self.gate_bias, self.up_bias, self.down_bias = (
+            build.tensor(f"{name.replace('{}.', '')}.bias", (rule.experts, size)) if shape.bias else None
+            for name, size in ((names.gate, inner), (names.up, inner), (names.down, hidden))
+        )
+        self._route = build.bind(route, experts=rule.experts)
+        self._add = build.bind(add)
+        self._add_gated = build.bind(add_gated)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self._route(self.router(x), self.choice_bias, self.rule)
+        y: Tensor = self._experts(
+            x,
+            chosen,
+            weights,
+            self.gate,
+            self.up,
+            self.down,
+            self.gate_bias,
+            self.up_bias,
+            self.down_bias,
+            self.kind,
+        )
+        if self.shared is None:
+            return y
+        beside = self.shared(x)
+        both = self._add(y, beside) if self.shared_gate is None else self._add_gated(y, beside, self.shared_gate(x))
+        assert isinstance(both, Tensor)
+        return both
+
+
+def _readable(build: Build, stored: list[QTensor]) -> list[QTensor]:
+    """The matrices in formats that the device's kernels read. GPU kernels cannot read GGUF blocks of experts, and the
+    torch body would wait for the device in every layer: they are dequantized at load."""
+    facts = {"dtype": build.dtype, "weight": stored[0], "weights": tuple(stored)}
+    if build.kit.device != "cuda" or not build.kit.prefer or build.kit.offers(expert_mlp, **facts):
+        return stored
+    return [QTensor.dense(one.dequantize(build.matrices).contiguous()) for one in stored]
+
+
+def _operation(build: Build, weights: tuple[QTensor, QTensor, QTensor]) -> Operation:
+    """The operation for the format of activations: int8 only where all of the experts' matrices are rounded."""
+    if build.kit.activations == BF16:
+        return expert_mlp_bf16
+    rounds = all(not weight.is_dense and weight.shape[-1] % GROUP == 0 for weight in weights)
+    return expert_mlp_int8 if rounds and build.kit.activations in (INT8, INT8_FEW) else expert_mlp

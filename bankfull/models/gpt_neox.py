@@ -1,0 +1,106 @@
+"""GPT-NeoX and Pythia: attention and feed-forward side by side, RoPE over a part of each head, layer norms, biases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ModelError
+from bankfull.layers.attention import Attention, Heads
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Block, Decoder, Head
+from bankfull.layers.linear import Embedding, Linear, split_linear
+from bankfull.layers.mlp import MLP
+from bankfull.layers.norm import AddThen, LayerNorm
+from bankfull.models.common import partial_rope
+from bankfull.models.fields import ConfigFields
+from bankfull.models.registry import Config, Family
+from bankfull.ops import add
+from bankfull.weights.qtensor import QTensor
+
+GPT_NEOX = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "attention_bias": True,
+    "use_parallel_residual": True,
+    "tie_word_embeddings": False,
+    "qkv_by_head": True,
+}
+
+
+def build_gpt_neox(config: Config, build: Build) -> Decoder:
+    fields = ConfigFields(config, GPT_NEOX)
+    hidden, inner, vocab = (fields.size(name) for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    eps, bias = fields.number("layer_norm_eps"), fields.flag("attention_bias")
+    count = fields.size("num_attention_heads")
+    if hidden % count:
+        raise ModelError(
+            f"The model's configuration has a hidden_size of {hidden}, which is no multiple of its {count} heads."
+        )
+    heads = Heads(count, count, hidden // count, (hidden // count) ** -0.5)
+    order = by_part(heads) if fields.flag("qkv_by_head") else None
+    plus = build.bind(add) if fields.flag("use_parallel_residual") else None
+    root = build.at("gpt_neox")
+    tokens = Embedding(root.at("embed_in"), vocab, hidden)
+
+    def norm(at: Build) -> AddThen:
+        return AddThen(at, LayerNorm(at, hidden, eps))
+
+    def block(at: Build) -> Block:
+        own, feed = at.at("attention"), at.at("mlp")
+        q, k, v = split_linear(
+            own.at("query_key_value"), hidden, [hidden] * 3, bias, int8_when_batched=(True, True, False), order=order
+        )
+        return Block(
+            Attention(own, heads, q, k, v, Linear(own.at("dense"), hidden, hidden, bias, int8_when_batched=True)),
+            before_mixer=norm(at.at("input_layernorm")),
+            feed=MLP(
+                feed,
+                Linear(feed.at("dense_h_to_4h"), hidden, inner, True, int8_when_batched=True),
+                Linear(feed.at("dense_4h_to_h"), inner, hidden, True),
+                fields.text("hidden_act"),
+            ),
+            before_feed=norm(at.at("post_attention_layernorm")),
+            add_branches=plus,
+        )
+
+    def embed(batch: Batch) -> Tensor:
+        return tokens(batch.tokens)
+
+    blocks = [block(root.at("layers").at(layer)) for layer in range(fields.layers())]
+    return Decoder(
+        vocab,
+        hidden,
+        fields.size("max_position_embeddings"),
+        embed=embed,
+        blocks=blocks,
+        norm=norm(root.at("final_layer_norm")),
+        head=_head(fields, build, tokens),
+        ropes={"global": partial_rope(fields, build, heads)},
+    )
+
+
+def by_part(heads: Heads) -> Tensor:
+    """Files hold queries, keys and values head by head; this order puts queries first, then keys, then values."""
+    return torch.arange(3 * heads.count * heads.size).view(heads.count, 3, heads.size).transpose(0, 1).flatten()
+
+
+def _head(fields: ConfigFields, build: Build, embed: Embedding) -> Head:
+    vocab, hidden = embed.table.shape
+    weight, at = embed.table if fields.flag("tie_word_embeddings") else None, build.at("embed_out")
+
+    def stored() -> QTensor:
+        return at.weight("weight", (vocab, hidden)) if weight is None else weight
+
+    return Head(build, Linear(at, hidden, vocab, weight=weight, int8_when_batched=True), stored)
+
+
+def ignored(config: Config) -> tuple[str, ...]:
+    """A tied head's copy of the embedding, and the masks that early files contain."""
+    return (r"^embed_out\.weight$", r"\.attention\.(masked_)?bias$")
+
+
+FAMILY = Family(build_gpt_neox, ignored)
