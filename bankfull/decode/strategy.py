@@ -18,7 +18,7 @@ from bankfull.ops.registry import Kit
 from bankfull.sample.logits import Sampled
 from bankfull.sample.table import PLAIN, SamplingTable
 from bankfull.state.spec import StateSpec
-from bankfull.types import Work
+from bankfull.types import CanvasShape, Work
 
 Ship = Callable[[Sequence[int] | np.ndarray], Tensor]
 
@@ -137,6 +137,8 @@ class Verdict:
     path: Tensor | None = None
     """Like `tokens`: the row's line after which each token was sampled. The first one is 0; the next ones are the lines
     of accepted drafts, in ascending order. None if drafts are chains: then path[i, j] = j."""
+    denoised: bool = False
+    """Diffusion: `counts` are tokens of finished blocks, 0 for the other rows. Their state is computed again."""
 
 
 class DraftTree:
@@ -304,6 +306,10 @@ class Strategy(Protocol):
     """Whether `follow` is called."""
     taps: tuple[int, ...] = ()
     """Layers of the target model whose entering hidden states `follow` reads."""
+    mask: int | None = None
+    """Diffusion: the mask token, which fills the places after the known tokens of a row."""
+    canvas: CanvasShape | None = None
+    """Diffusion: the blocks that are denoised. Set after `prepare`."""
     ahead: int = 0
     """KV slots per decoding row that `propose` writes, from the row's newest token on. The scheduler reserves them
     where memory allows (`OwnSteps.room`); a row without them gets no good drafts, and correct tokens."""
@@ -361,7 +367,7 @@ class Strategy(Protocol):
         return None
 
 
-def stack(flat: Tensor, widths: Sequence[int], fill: int) -> Tensor:
+def stack(flat: Tensor, widths: Sequence[int], fill: float) -> Tensor:
     """Lines, `widths` of each row, as a padded rectangle (rows, widest)."""
     widest = max(widths)
     if widest == 1:

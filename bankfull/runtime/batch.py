@@ -182,11 +182,12 @@ def bare_batch(tokens: Tensor, positions: Tensor) -> Batch:
 
 
 def wanted_lines(work: Sequence[Work], q_start: np.ndarray) -> np.ndarray:
-    """Tokens whose logits are wanted: the last one of each sequence that samples, and its drafts."""
-    wanted = np.array([w.drafts + 1 if w.sample else 0 for w in work], np.int64)
-    ends = np.repeat(q_start[1:], wanted)
+    """Tokens whose logits are wanted: the last one of each sequence that samples, and its drafts; or those that predict
+    the positions of a block."""
+    wanted = np.array([w.lines for w in work], np.int64)
+    begins = q_start[:-1] + np.array([w.first if w.block else w.count + w.drafts - w.lines for w in work], np.int64)
     within = np.arange(int(wanted.sum())) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-    return ends - np.repeat(wanted, wanted) + within
+    return np.repeat(begins, wanted) + within
 
 
 def tokens_before(work: Sequence[Work], rows: Rows) -> Tensor:

@@ -154,7 +154,7 @@ class Captured:
         recurrent = self.eager.layout.recurrent is not None
         self._kept = torch.zeros(len(self.lines), dtype=torch.int32, device=rows.device) if recurrent else None
         """Slots of recurrent state that a row writes: none for padding rows, so they change no sequence's state."""
-        self._chooses = chooser is not None and not recurrent
+        self._chooses = chooser is not None
         # Scans of a recurrence read lengths and slots of the host, which differ from step to step.
         self._chunks = Chunks(self.eager, rows) if self.eager.layout.paged and not recurrent else None
         there = {"pin_memory": True} if rows.device.type == "cuda" else {"device": rows.device}
@@ -231,19 +231,21 @@ class Captured:
     def _best(self, batch: Batch, size: int) -> None:
         """A whole step of greedy rows, from gathering to appending."""
         self._gather(batch, size, 1)
-        self._append(self.eager.best(batch))
+        self._append(batch, self.eager.best(batch))
 
     def _draw(self, batch: Batch, hidden: Tensor, size: int) -> None:
         assert self._chooser is not None
         scores = self.eager.model.head(hidden).float()
-        self._append(self._chooser(scores, self.lines[:size], self._rows.sampling, batch.positions + 1))
+        self._append(batch, self._chooser(scores, self.lines[:size], self._rows.sampling, batch.positions + 1))
 
-    def _append(self, chosen: Tensor) -> None:
+    def _append(self, batch: Batch, chosen: Tensor) -> None:
         from bankfull.ops.triton.steps import append_tokens
 
         rows = self._rows
         lines = self.lines[: len(chosen)]
         append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached, self._tokens_out, self._turn)
+        if batch.write is not None:
+            rows.slot.index_copy_(0, lines, batch.write[:, 0])
 
     def _choice(self, size: int, kind: str) -> None:
         """A greedy choice includes the step; a drawn one reads the step's hidden states."""
@@ -318,9 +320,11 @@ class Captured:
         if not self._choices:
             return None
 
-        def step(lines: Sequence[int]) -> Tensor:
+        def step(lines: Sequence[int], slots: Sequence[int] = ()) -> Tensor:
             size = padded(len(lines), rows.count)
             self._send(list(lines), [1] * len(lines), 1)
+            if self._kept is not None:
+                self._send_slots(self.steps[StepKind(size, 1)].batch, [(slot,) for slot in slots])
             facts = rows.sampling.facts
             kind = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
             if kind == DRAWN:

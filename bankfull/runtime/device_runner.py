@@ -6,9 +6,9 @@ result. Neither waits for the device: `Step.wait` does.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Strategy, Verdict, View
 from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
-from bankfull.ops import move_tokens
+from bankfull.ops import OPERATIONS, move_tokens
 from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch, newest_lines
@@ -128,7 +128,7 @@ class DeviceRunner:
         eager = Eager(model, layout, self.storage.layers, taps=checked_taps(strategy, len(model.mixers)))
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         drafts = max(strategy.width(0), guesses) if strategy.trees else 0
-        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts)
+        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts, strategy.mask)
         self._move = move_tokens.body if kit is None else kit.bind(move_tokens)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
         self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
@@ -175,7 +175,8 @@ class DeviceRunner:
             if plan.guesses:
                 strategy.replace([guess.row for guess in plan.guesses])
             if choosing is not None:
-                landed.chosen = choosing(decoding := [w.row for w in plan.work])
+                slots = () if self.layout.recurrent is None else ([w.slots[0] for w in plan.work],)
+                landed.chosen = choosing(decoding := [w.row for w in plan.work], *slots)
                 strategy.skip(decoding)
             elif plan.work:
                 step.batch, step.hidden = self._run(plan.work)
@@ -243,8 +244,8 @@ class DeviceRunner:
 
     def _choose(self, batch: Batch, hidden: Tensor, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict:
         index = batch.logit_index
-        widths = [w.drafts + 1 for w in work]
-        lines = [w.row for w in work for _ in range(w.drafts + 1)]
+        widths = [w.lines for w in work]
+        lines = [w.row for w in work for _ in range(w.lines)]
         mask = None
         if masks:
             packed = np.full((len(lines), self.rows.sampling.words), -1, np.int32)
@@ -267,9 +268,9 @@ class DeviceRunner:
     def _commit(self, batch: Batch, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
         rows = self.rows
-        counts = np.array([w.count for w in work], np.int64)
+        counts = np.array([w.kept for w in work], np.int64)
         accepted = None
-        if verdict is not None and verdict.counts is not None:
+        if verdict is not None and verdict.counts is not None and not verdict.denoised:
             accepted = verdict.counts - 1
             if len(chosen) < len(work):
                 accepted = accepted.new_zeros(len(work)).index_copy_(0, rows.index(chosen), accepted)
@@ -306,7 +307,7 @@ class DeviceRunner:
         self, batch: Batch, hidden: Tensor, work: Sequence[Work], verdict: Verdict, proposes: int | None
     ) -> None:
         """Drafts of the next step for the rows that have sampled, after their tokens were committed."""
-        rows, host_rows, widths = self.rows, [w.row for w in work], [w.drafts + 1 for w in work]
+        rows, host_rows, widths = self.rows, [w.row for w in work], [w.lines for w in work]
 
         def newest() -> Tensor:
             return newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)
@@ -371,6 +372,7 @@ class DeviceRunner:
                 None
                 if verdict.path is None or (sampled.logprobs is None and landed.shown is None)
                 else fetch(verdict.path),
+                verdict.denoised,
             )
         for i, (at, *columns) in landed.scored.items():
             own, ids, values = (fetch(column) for column in columns)
@@ -427,7 +429,7 @@ class DeviceRunner:
             return result
         if landed.verdict is not None:
             _read_tokens(plan.work, landed.verdict, result)
-            if landed.verdict.counts is not None and not self._exact:
+            if landed.verdict.counts is not None and not landed.verdict.denoised and not self._exact:
                 self._forget_rejected(plan, landed.verdict.counts.tolist())
             if landed.shown is not None and landed.verdict.counts is not None:
                 path = None if landed.verdict.path is None else landed.verdict.path.tolist()
@@ -465,8 +467,9 @@ def captured_widths(strategy: Strategy, widths: Sequence[int] = ()) -> list[int]
 
 
 def _trusts_host(kit: Kit) -> bool:
-    """Whether any operation that reads lengths takes the host's. All torch bodies do."""
-    return any(kit.chosen.get(name, Counter())[BODY] for name in ("paged_attention", "causal_conv", "selective_scan"))
+    """Whether any operation that reads lengths, which are in its `meta`, takes the host's. All torch bodies do."""
+    chosen = (name for name, kinds in kit.chosen.items() if kinds[BODY])
+    return any("meta" in signature(OPERATIONS[name].body).parameters for name in chosen)
 
 
 def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
@@ -488,4 +491,4 @@ def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None
                 ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []
                 values = top_values[k][: len(ids)] if top_values is not None else []
                 extra.logprobs.append(TokenLogprobs(own[k], tuple(ids), tuple(values)))
-        line += work[i].drafts + 1
+        line += work[i].lines

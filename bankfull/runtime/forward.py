@@ -59,9 +59,10 @@ class Forward(Protocol):
 
 
 class ChoosingStep(Protocol):
-    def __call__(self, rows: Sequence[int], /) -> list[int] | Tensor:
-        """Run one token of each of these rows and append the next one; NO_TOKEN where no token can be chosen. A tensor
-        is in host memory, valid after the work has been waited for."""
+    def __call__(self, rows: Sequence[int], slots: Sequence[int] = (), /) -> list[int] | Tensor:
+        """Run one token of each of these rows and append the next one; NO_TOKEN where no token can be chosen. `slots`:
+        for a model with recurrent state, the slot that each row's next state goes to. A tensor is in host memory,
+        valid after the work has been waited for."""
         ...
 
 

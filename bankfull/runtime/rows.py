@@ -72,10 +72,11 @@ class Rows:
         device: torch.device,
         ship: Ship | None = None,
         tree_drafts: int = 0,
+        blank: int | None = None,
     ) -> None:
         """`ship` copies arrays to a device that does not share the host's memory. `tree_drafts`: the most drafts of a
-        row, if they may be trees."""
-        self.device, self.count, self.ship = device, count, ship
+        row, if they may be trees. `blank`: the token of all places after the known ones, when a sequence enters."""
+        self.device, self.count, self.ship, self.blank = device, count, ship, blank
         lines = count if ship is None else count + 1
         self.tokens = torch.zeros(lines, max_len + 1, dtype=torch.long, device=device)
         self.known = torch.zeros(lines, dtype=torch.long, device=device)
@@ -145,6 +146,8 @@ class Rows:
             if job.pool is None:
                 sampled.append(enter)
             if self.host is not None:
+                if self.blank is not None:
+                    self.host.tokens[row] = self.blank
                 self.host.tokens[row, : len(enter.tokens)] = enter.tokens
                 self.host.known[row], self.host.slot[row] = len(enter.tokens), enter.slot
         if self.ship is not None:
@@ -165,6 +168,8 @@ class Rows:
         n, total = len(enters), int(count.sum())
         (row, lengths, computed, slot), starts = there[: 4 * n].view(4, n), there[4 * n : 5 * n]
         owners, places = each_of(lengths, starts, total)
+        if self.blank is not None:
+            self.tokens.index_fill_(0, row, self.blank)
         self.tokens[row[owners], places] = there[5 * n :]
         for table, values in ((self.known, lengths), (self.reached, computed), (self.slot, slot)):
             table.index_copy_(0, row, values)
@@ -173,6 +178,8 @@ class Rows:
         """The same for one sequence with fewer launches: its first token waits for each of them."""
         row, count = enter.row, len(enter.tokens)
         there = ship(np.array((count, enter.computed, enter.slot, *enter.tokens), np.int64))
+        if self.blank is not None:
+            self.tokens[row].fill_(self.blank)
         self.tokens[row, :count].copy_(there[3:])
         for i, table in enumerate((self.known, self.reached, self.slot)):
             table[row].copy_(there[i])

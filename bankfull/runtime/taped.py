@@ -47,7 +47,7 @@ class Taped:
 
     def choosing(self, rows: Rows) -> ChoosingStep | None:
         """A step that also chooses tokens, for rows whose sampling parameters the kernel supports."""
-        if self._layout.recurrent is not None or rows.host is None:
+        if rows.host is None:
             return None
         tables = [
             (table.data_ptr(), table.shape[1], size) for table, size in zip(rows.tables, rows.page_tokens, strict=True)
@@ -60,11 +60,12 @@ class Taped:
                 rows.tokens.data_ptr(),
                 rows.known.data_ptr(),
                 rows.computed.ctypes.data,
+                0 if self._layout.recurrent is None else rows.slot.data_ptr(),
                 tables,
                 params_at(rows.sampling),
             )
         )
-        return None if run is None else lambda lines: run(lines, self.timed)
+        return None if run is None else lambda lines, slots=(): run(lines, slots, self.timed)
 
 
 def record(eager: Eager, kit: Kit) -> tuple[Recorder, Tensor, Tensor | None]:

@@ -37,6 +37,8 @@ class Purpose(IntEnum):
     """Acceptance of a draft token by the rejection rule."""
     RESIDUAL = 3
     """The token that replaces rejected drafts."""
+    REMASK = 4
+    """The order in which masked positions of a diffusion model are fixed, where it is random."""
 
 
 class NumberKey(NamedTuple):

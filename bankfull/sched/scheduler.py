@@ -17,6 +17,7 @@ from itertools import count
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
+from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
@@ -25,7 +26,7 @@ from bankfull.sched.shares import COMPANY_STEPS, Holdings, Tenants, batch_share,
 from bankfull.sched.sketch import Sketch
 from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
-from bankfull.types import Enter, Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
+from bankfull.types import Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
 Drafts = int | Mapping[int, int]
 """The most draft tokens of each decoding row, or of single rows by their number."""
@@ -40,9 +41,11 @@ class Scheduler:
         state: StateManager,
         clock: Callable[[], float] = time.monotonic,
         ahead: int = 0,
+        canvas: Canvas | None = None,
     ) -> None:
-        """`ahead`: KV slots that a proposer of drafts writes after the tokens of a step, for each row that samples."""
-        self._ahead = ahead
+        """`ahead`: KV slots that a proposer of drafts writes after the tokens of a step, for each row that samples.
+        `canvas`: set for a diffusion model."""
+        self._ahead, self.canvas = ahead, canvas
         self.config = config = config.suited()
         self.state = state
         self.policy = policy_of(config)
@@ -72,6 +75,8 @@ class Scheduler:
         if request.id in self._by_request:
             raise RequestError(f"Request id {request.id!r} is already in use; give every request an id of its own.")
         check_request(request, self.waiting, self.config, self.state)
+        if self.canvas is not None:
+            self.canvas.check(request, self.config.step_tokens, self.state)
         now = self._clock()
         batch = self.policy.is_batch(request)
         siblings = []
@@ -88,7 +93,8 @@ class Scheduler:
             self._waiting.arrive(seq)
         self._by_request[request.id] = siblings
         self._tenants.add(request.tenant, len(siblings), now)
-        adopt(siblings)
+        if self.canvas is None:  # else they share the prompt through the prefix cache, where it has one
+            adopt(siblings)
 
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
         """End a request, or one of its samples, at any moment; launched work for it is dropped when it settles."""
@@ -163,7 +169,8 @@ class Scheduler:
         decoding: list[Sequence] = []
         filling: list[Sequence] = []
         for seq in running:
-            (decoding if seq.missing <= 1 else filling).append(seq)
+            decodes = seq.missing <= 1 if self.canvas is None else self.canvas.decodes(seq)
+            (decoding if decodes else filling).append(seq)
         rows = len(decoding)
         if step.batch:
             company = step.plan.step - self._company < COMPANY_STEPS
@@ -225,6 +232,8 @@ class Scheduler:
 
     def _serve(self, seq: Sequence, step: Sketch, drafts: Drafts) -> bool:
         """Give `seq` its share of the step; False when it could use one but memory is short."""
+        if self.canvas is not None:
+            return self._denoise(self.canvas, seq, step)
         if seq.children:
             self._fork_children(seq, step)
         missing = seq.missing
@@ -249,21 +258,23 @@ class Scheduler:
             reserved = self._insist(seq, upto, step)
             if reserved is None:
                 return False
-        for group, first, pages in reserved.pages:
-            step.plan.pages.append(PageEdit(group, seq.row, first, pages))
         step.prompts |= not seq.batch and (missing > 1 or seq.start < seq.prompt_len)
-        work = Work(seq.row, seq.start, size, most, sample, reserved.slots)
-        step.plan.work.append(work)
-        step.served.append(seq)
-        step.fixed.add(seq.row)
-        seq.turn = step.plan.step
+        step.give(seq, Work(seq.row, seq.start, size, most, sample), reserved)
         if size > 1:
             self._filling.append(seq)
-        step.budget -= size + most
         if timed is not None:
             timed.take(size, scored)
-        step.spare -= most
-        seq.launch(work)
+        return True
+
+    def _denoise(self, canvas: Canvas, seq: Sequence, step: Sketch) -> bool:
+        """Give a diffusion model's sequence a step. Its next step depends on the result of the one in flight."""
+        work = None if seq.flying else canvas.work(seq, step.budget)
+        if work is None:
+            return True
+        if (reserved := self._insist(seq, seq.start + work.count + work.drafts, step)) is None:
+            return False
+        step.prompts |= not seq.batch and seq.start < canvas.border(seq.prompt_len)
+        step.give(seq, work, reserved)
         return True
 
     def _share_of(self, seq: Sequence, missing: int, budget: int) -> int:
@@ -379,7 +390,8 @@ class Scheduler:
 
     def _lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
         # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.
-        return self.state.lack(match, len(seq.tokens), self.config.step_tokens, self.running)
+        length = len(seq.tokens) if self.canvas is None else self.canvas.end(seq)
+        return self.state.lack(match, length, self.config.step_tokens, self.running)
 
     def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
         """Give `seq` a row, and describe it to the runner."""
@@ -391,18 +403,7 @@ class Scheduler:
         seq.begin(self._free_rows.pop(), state, computed)
         self._running.enter(seq)
         plan = step.plan
-        plan.enter.append(
-            Enter(
-                seq.request.id,
-                seq.row,
-                tuple(seq.tokens),
-                computed,
-                seq.prompt_len,
-                seq.child,
-                state.slot,
-                seq.request.payload,
-            )
-        )
+        plan.enter.append(seq.entry(state.slot))
         plan.pages.extend(PageEdit(g, seq.row, 0, tuple(table)) for g, table in enumerate(state.tables) if table)
         step.fixed.add(seq.row)
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from bankfull.state.manager import SequenceState, StateManager
 from bankfull.state.prefix import Chain
-from bankfull.types import Finish, Output, Request, Work
+from bankfull.types import Enter, Finish, Output, Request, Work
 
 Order = tuple[bool, float, int]
 """Batch work last, then the policy's rank, then arrival: smaller runs first and is preempted last. Unique."""
@@ -48,6 +48,8 @@ class Sequence:
     """The last step that served it."""
     admitted: bool = False
     """Whether it has ever had a row."""
+    denoised: int = 0
+    """Diffusion: steps since it got its row."""
     cached: int = 0
     """Prompt tokens found in the prefix cache at its first admission."""
 
@@ -80,20 +82,28 @@ class Sequence:
 
     def launch(self, work: Work) -> None:
         self.flying.append(work)
-        self.start += work.count
+        self.start += work.kept
+        self.denoised += 1
         self.drafted += work.drafts
         self.sampled += work.sample
 
     def land(self, accepted: int) -> None:
         """The oldest launched work has settled with `accepted` drafts."""
         work = self.flying.popleft()
-        self.computed += work.count + accepted
+        self.computed += work.kept + accepted
         self.start += accepted
         self.drafted -= work.drafts
         self.sampled -= work.sample
 
     def begin(self, row: int, state: SequenceState, computed: int) -> None:
-        self.row, self.state, self.computed, self.start = row, state, computed, computed
+        self.row, self.state, self.computed, self.start, self.denoised = row, state, computed, computed, 0
+
+    def entry(self, slot: int) -> Enter:
+        """What the runner learns of the sequence when it takes its row."""
+        request = self.request
+        return Enter(
+            request.id, self.row, tuple(self.tokens), self.computed, self.prompt_len, self.child, slot, request.payload
+        )
 
     def give_up(self) -> None:
         """Loses its row and state; the tokens stay, and will be computed again."""
@@ -141,7 +151,9 @@ def settle_sequence(seq: Sequence, step: int, tokens: list[int], output: Output,
             output.finish = Finish.LENGTH
             break
     # Drafts behind an end are not part of the sequence, though the device has accepted them.
-    accepted = min(len(tokens) - 1, len(output.tokens)) if tokens else 0
+    # The state of a denoised block is computed again, now that all its tokens are known.
+    verified = tokens and not seq.flying[0].block
+    accepted = min(len(tokens) - 1, len(output.tokens)) if verified else 0
     seq.land(accepted)
     # A row that ends may have one more step in flight, which reads the slot that the device has accepted.
     last_use = step if output.finish is None else state.launched

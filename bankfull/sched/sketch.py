@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from bankfull.sched.pace import Room
 from bankfull.sched.sequence import Sequence
-from bankfull.types import StepPlan
+from bankfull.state.manager import Reserved
+from bankfull.types import PageEdit, StepPlan, Work
 
 
 @dataclass(slots=True)
@@ -34,6 +35,18 @@ class Sketch:
     """In the order of plan.work."""
     fixed: set[int] = field(default_factory=set)
     """Rows that the plan already mentions: their sequences can no longer be preempted in this step."""
+
+    def give(self, seq: Sequence, work: Work, reserved: Reserved) -> None:
+        """Make `work` part of the step, in the places reserved for it."""
+        work.slots = reserved.slots
+        self.plan.pages.extend(PageEdit(group, seq.row, first, pages) for group, first, pages in reserved.pages)
+        self.plan.work.append(work)
+        self.served.append(seq)
+        self.fixed.add(seq.row)
+        self.budget -= work.count + work.drafts
+        self.spare -= work.drafts
+        seq.turn = self.plan.step
+        seq.launch(work)
 
     @contextmanager
     def budget_of(self, tokens: int) -> Iterator[None]:

@@ -24,8 +24,8 @@ from bankfull.runtime.naive import hidden_states
 from bankfull.runtime.rows import Rows
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
+from bankfull.synthetic.random_weights import random_model
 from bankfull.types import Work
-from benchmarks.gpu.weights import random_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32

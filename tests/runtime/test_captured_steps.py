@@ -20,8 +20,8 @@ from bankfull.runtime.naive import generate
 from bankfull.runtime.rows import Rows
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
+from bankfull.synthetic.random_weights import random_model
 from bankfull.weights.requantized import Requantized
-from benchmarks.gpu.weights import random_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16

@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from bankfull.collector import garbage_collector_off
 from bankfull.errors import BankfullError, RequestError
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.fleet.reports import routing_figures
@@ -178,7 +179,7 @@ class Worker:
             while self._configured is None:
                 self._inbox.wait(None)
             try:
-                facts = self._load(self._configured)
+                facts = garbage_collector_off()(self._load)(self._configured)
             except BankfullError as error:
                 self._say(Failed(str(error)))
                 _leave(2)
@@ -240,7 +241,7 @@ class Worker:
             dtype=str(loaded.build.dtype).removeprefix("torch."),
             device=loaded.device.kind,
             ceilings=known[1] if known is not None else None,
-            groups=[(group.page_tokens, group.window or 0) for group in loaded.layout.paged],
+            groups=[(group.page_tokens, group.extent or 0) for group in loaded.layout.paged],
             snapshots=state.snapshots.block if state.snapshots is not None else 0,
             weights=files.fingerprint(),
         )

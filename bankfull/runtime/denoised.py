@@ -1,0 +1,69 @@
+"""What a diffusion language model changes when an engine is built: its strategy, its pages and its steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
+from bankfull.decode.diffusion import Denoising
+from bankfull.decode.strategy import Strategy
+from bankfull.errors import ConfigError
+from bankfull.layers.decoder import Decoder
+from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+
+log = logging.getLogger("bankfull")
+
+LONGEST_STEP = 4096
+"""Default tokens of a step at most, for a model that computes the whole sequence in each step."""
+LARGEST_PAGE = 64
+"""Tokens of a page at most, where a page must hold whole blocks."""
+
+
+def suited_strategy(model: Decoder, strategy: Strategy, run: RunConfig, choice: SpeculativeChoice) -> Strategy:
+    """The given strategy, or denoising for a diffusion model; options that do not fit the model are refused."""
+    if isinstance(strategy, Denoising):
+        return strategy
+    if model.diffusion is None:
+        if run.diffusion:
+            Denoising(DiffusionChoice.parse(run.diffusion)).prepare(model)
+        return strategy
+    if choice.name not in ("auto", "off"):
+        raise ConfigError(
+            f"speculative={choice.name!r} is not for a diffusion model, which predicts several tokens in each step "
+            "already; leave it out."
+        )
+    made = Denoising(DiffusionChoice.parse(run.diffusion))
+    if made.choice.cache == "block":
+        log.warning("cache=block is lossy: known tokens keep the state that they had beside other tokens.")
+    return made
+
+
+def suited_state(model: Decoder, state: StateConfig) -> StateConfig:
+    """Pages that hold whole blocks, so that a page's tokens determine its state; else no prefix cache. A model that
+    sees the whole sequence has no state that another sequence could use."""
+    if model.diffusion is None or not state.prefix_cache:
+        return state
+    block = model.diffusion.block
+    if state.page_tokens % block == 0:
+        return state
+    if block <= LARGEST_PAGE and block % state.page_tokens == 0:
+        return replace(state, page_tokens=block)
+    if block != WHOLE_SEQUENCE:
+        log.warning(f"no prefix cache: pages of {state.page_tokens} tokens do not hold whole blocks of {block}.")
+    return replace(state, prefix_cache=False)
+
+
+def suited_steps(model: Decoder, sched: SchedConfig, asked: int, max_len: int | None) -> SchedConfig:
+    """Steps that hold a whole sequence where the model needs it. `asked`: the user's step_tokens, 0 = none."""
+    if model.diffusion is None:
+        return sched
+    block = model.diffusion.block
+    if block == WHOLE_SEQUENCE:
+        longest = min(max_len or model.max_positions, LONGEST_STEP)
+        return sched if asked else replace(sched, step_tokens=max(sched.step_tokens, longest))
+    if sched.step_tokens < block:
+        raise ConfigError(
+            f"step_tokens={sched.step_tokens} is less than the {block} tokens of the model's blocks; raise it."
+        )
+    return sched
