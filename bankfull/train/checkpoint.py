@@ -30,7 +30,7 @@ class TrainingProgress:
     seconds: float = 0.0
     """Time spent in training, over all runs."""
     measured: list[dict[str, Any]] = field(default_factory=list)
-    """Step, loss and acceptance by position of each measurement."""
+    """Step, loss and figures on held-out data (a drafter: acceptance by position) of each measurement."""
 
 
 def save_checkpoint(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ class Schedule:
     """Highest learning rate."""
     seed: int
     measure_every: int
-    """Steps between two measurements of the acceptance."""
+    """Steps between two measurements on held-out data."""
 
     def rate_at(self, step: int) -> float:
         warm = max(1, round(self.steps * WARM_UP))
@@ -79,9 +80,30 @@ def train(
     deadline: float | None,
     note: Callable[[int, str], None],
 ) -> TrainingProgress:
-    """Train until all steps are done or the deadline (on the monotonic clock) has passed. `note` gets the number of
-    steps and a note."""
-    parameters = trainer.parameters()
+    """Train a drafter until all steps are done or the deadline (on the monotonic clock) has passed. `note` gets the
+    number of steps and a note."""
+
+    def loss(step: int) -> torch.Tensor:
+        return trainer.loss(train_on.examples(schedule.chosen(step, len(train_on.sequences))))
+
+    def figures() -> dict[str, Any]:
+        return {"acceptance": measure(trainer, held_out).by_position}
+
+    return optimize(trainer.parameters(), loss, figures, _shown_acceptance, schedule, folder, deadline, note)
+
+
+def optimize(
+    parameters: Mapping[str, torch.Tensor],
+    loss_of: Callable[[int], torch.Tensor],
+    figures: Callable[[], dict[str, Any]],
+    shown: Callable[[dict[str, Any]], str],
+    schedule: Schedule,
+    folder: Path,
+    deadline: float | None,
+    note: Callable[[int, str], None],
+) -> TrainingProgress:
+    """Minimize `loss_of` (a step) over the parameters, from the folder's checkpoint if there is one. `figures` measures
+    on held-out data, and `shown` is its text for `note`."""
     optimizer = torch.optim.AdamW(list(parameters.values()), lr=schedule.rate, betas=(0.9, 0.99), weight_decay=0.0)
     progress = load_checkpoint(folder, parameters, optimizer)
     begun, before = time.monotonic(), progress.seconds
@@ -95,11 +117,10 @@ def train(
         saved = time.monotonic()
 
     def record() -> None:
-        found = measure(trainer, held_out).by_position
-        loss = _mean(losses)
-        progress.measured.append({"step": progress.step, "loss": loss, "acceptance": found})
+        found, loss = figures(), _mean(losses)
+        progress.measured.append({"step": progress.step, "loss": loss, **found})
         losses.clear()
-        note(progress.step, _note(loss, found))
+        note(progress.step, _note(loss, shown(found)))
         save()
 
     if not progress.measured:
@@ -107,7 +128,7 @@ def train(
     while progress.step < schedule.steps and not _past(deadline):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate_at(progress.step)
-        loss = trainer.loss(train_on.examples(schedule.chosen(progress.step, len(train_on.sequences))))
+        loss = loss_of(progress.step)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), LONGEST_GRADIENT)
@@ -118,7 +139,7 @@ def train(
             record()
             continue
         if progress.step % NOTE_EVERY == 0:
-            note(progress.step, _note(_mean(losses[-NOTE_EVERY:]), progress.measured[-1]["acceptance"]))
+            note(progress.step, _note(_mean(losses[-NOTE_EVERY:]), shown(progress.measured[-1])))
         if time.monotonic() - saved > CHECKPOINT_SECONDS:
             save()
     if progress.step < schedule.steps:
@@ -134,6 +155,9 @@ def _mean(losses: Sequence[torch.Tensor]) -> float | None:
     return float(torch.stack(list(losses)).mean()) if losses else None
 
 
-def _note(loss: float | None, acceptance: Sequence[float]) -> str:
-    right = " ".join(f"{chance:.2f}" for chance in acceptance)
-    return f"acceptance {right}" if loss is None else f"loss {loss:.3f}, acceptance {right}"
+def _shown_acceptance(figures: dict[str, Any]) -> str:
+    return f"acceptance {' '.join(f'{chance:.2f}' for chance in figures['acceptance'])}"
+
+
+def _note(loss: float | None, figures: str) -> str:
+    return figures if loss is None else f"loss {loss:.3f}, {figures}"

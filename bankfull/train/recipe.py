@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bankfull.errors import ConfigError
 from bankfull.weights.hf_config import read_json
@@ -38,6 +39,21 @@ class TrainingRecipe:
     """Sizes of the drafter."""
 
 
+@dataclass(frozen=True, slots=True)
+class LmRecipe:
+    """The training of a language model from a configuration."""
+
+    kind: str
+    config: str
+    """Digest of the configuration."""
+    task: dict[str, Any]
+    """Name and settings of the task."""
+    seed: int
+    steps: int
+    batch: int
+    rate: float
+
+
 def shape_of_run(folder: Path, kind: str) -> dict[str, int] | None:
     """The drafter's sizes in the recipe of an earlier run, if there is one of this kind."""
     path = folder / RECIPE
@@ -49,7 +65,7 @@ def digest_of(prompts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16]
 
 
-def open_folder(folder: Path, recipe: TrainingRecipe) -> None:
+def open_folder(folder: Path, recipe: TrainingRecipe | LmRecipe) -> None:
     """Create the directory with its recipe, or refuse one that belongs to another recipe."""
     path = folder / RECIPE
     try:

@@ -1,0 +1,102 @@
+"""A composed model in training: the same layers as the served one, over whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from bankfull.errors import ModelError
+from bankfull.layers.mlp import activation
+from bankfull.models.blocks import LayerPlan, plans_of
+from bankfull.models.fields import ConfigFields
+from bankfull.models.kinds import DEFAULTS, FeedShape
+from bankfull.models.registry import Config
+from bankfull.ops import activate, route
+from bankfull.train.lm.attention import SequencePass
+from bankfull.train.lm.mixers import MIXERS
+from bankfull.train.lm.weights import Weights, initial_weights
+from bankfull.weights.safetensors import COMPOSED
+
+
+class TrainedModel:
+    """`parameters` are all that an optimizer step changes; their names are those of the checkpoint."""
+
+    def __init__(self, config: Config, seed: int, device: torch.device) -> None:
+        if config.get("model_type") != COMPOSED:
+            raise ModelError(
+                f"Architecture {str(config.get('model_type'))[:80]!r} cannot be trained here; write it as a model of "
+                f"type {COMPOSED!r}, or start from a preset."
+            )
+        fields = ConfigFields(config, DEFAULTS)
+        self.config, self.device = config, device
+        self.eps, self.hidden, self.vocab = (
+            fields.number("rms_norm_eps"),
+            fields.size("hidden_size"),
+            fields.size("vocab_size"),
+        )
+        self.theta = fields.number("rope_theta")
+        if fields.object_or_none("rope_scaling") is not None:
+            raise ModelError("A model with 'rope_scaling' cannot be trained here; leave it out of the configuration.")
+        self.plans = plans_of(config)
+        self.parameters = {
+            name: value.to(device).requires_grad_() for name, value in initial_weights(config, seed).items()
+        }
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(sequences, tokens, vocabulary) from ids (sequences, tokens)."""
+        w = Weights(self.parameters)
+        x = w["model.embed_tokens.weight"][tokens]
+        run = SequencePass(tokens.shape[1], self.device, self.eps, self.theta, len(self.plans))
+        for layer, plan in enumerate(self.plans):
+            x = self._layer(w.at("model").at("layers").at(layer), x, plan, run, layer)
+        x = self._normed(x, w.at("model"), "norm")
+        table = w.get("lm_head.weight")
+        return linear(x, w["model.embed_tokens.weight"] if table is None else table)
+
+    def _layer(self, w: Weights, x: Tensor, plan: LayerPlan, run: SequencePass, layer: int) -> Tensor:
+        inner = self._normed(x, w, "mixer_norm")
+        places = [w.at("mixer")] if len(plan.mixers) == 1 else [w.at("mixer").at(i) for i in range(len(plan.mixers))]
+        for at, mixer in zip(places, plan.mixers, strict=True):
+            x = x + MIXERS[mixer.kind](at, inner, mixer.shape, run, layer)
+        if plan.feed.kind == "none":
+            return x
+        return x + FEEDS[plan.feed.kind](w.at("feed"), self._normed(x, w, "feed_norm"), plan.feed)
+
+    def _normed(self, x: Tensor, w: Weights, name: str) -> Tensor:
+        return rms_norm(x, (self.hidden,), w[f"{name}.weight"], self.eps)
+
+
+def _gated(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
+    return w.linear("down_proj", _activated(w.linear("gate_proj", x), shape) * w.linear("up_proj", x))
+
+
+def _dense(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
+    return w.linear("down_proj", _activated(w.linear("up_proj", x), shape))
+
+
+def _experts(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
+    """Every expert computes every token: simple, and fast enough for few small experts."""
+    assert shape.rule is not None
+    rows = x.flatten(0, 1)
+    weights, chosen = route(w.linear("gate", rows), None, shape.rule)
+    shares = torch.zeros(len(rows), shape.rule.experts, device=x.device).scatter(1, chosen.long(), weights)
+    y = _gated(w.at("shared_expert"), rows, shape) if shape.shared else torch.zeros_like(rows)
+    for i in range(shape.rule.experts):
+        y = y + shares[:, i, None] * _gated(w.at("experts").at(i), rows, shape)
+    return y.view_as(x)
+
+
+def _activated(x: Tensor, shape: FeedShape) -> Tensor:
+    made: Tensor = activate(x, activation(shape.activation))
+    return made
+
+
+FEEDS: dict[str, Callable[[Weights, Tensor, Any], Tensor]] = {
+    "gated": _gated,
+    "dense": _dense,
+    "experts": _experts,
+}
