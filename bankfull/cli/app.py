@@ -34,8 +34,9 @@ COMMANDS = (
     "quality",
     "doctor",
     "key",
+    "make-model",
 )
-"""Commands: each is a function in the module of the same name."""
+"""Commands: each is a function in the module of the same name, with an underscore for a dash."""
 GROUPS = ("batch", "bench", "cluster", "data", "train")
 """Groups of commands: each is a `typer.Typer` in the module of the same name."""
 
@@ -52,7 +53,8 @@ def make_app(names: Sequence[str] = (*COMMANDS, *GROUPS)) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(common_options)
     for name in names:
-        command = getattr(import_module(f"bankfull.cli.{name}"), name)
+        module = name.replace("-", "_")
+        command = getattr(import_module(f"bankfull.cli.{module}"), module)
         if name in GROUPS:
             app.add_typer(command, name=name)
         else:

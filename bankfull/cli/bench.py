@@ -172,6 +172,38 @@ def speculative(
     measure(engine, ways, sets, output_len, concurrency, reps, seed, temperature, chart, json)
 
 
+def diffusion(
+    *,
+    engine: EngineOptions,
+    ways: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="KEY=VALUE[,KEY=VALUE]",
+            help="A way of denoising (see --diffusion); may be given several times.",
+            show_default="threshold=1, 0.9 and 0.7",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts, one on each line of a text file.", show_default="random token ids")
+    ] = None,
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 1,
+    reps: Annotated[int, typer.Option(min=1, help="Repetitions of each way, after one warm-up.")] = 3,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Measure denoising of a diffusion model: tokens/s and tokens per forward pass beside what they cost.
+
+    The cost is the share of tokens that differ from one token per step, and the KL divergence of the predictions from
+    those without a cache, which is 0 where the cache is exact.
+    """
+    from bankfull.cli.diffusion import measure
+
+    measure(engine, ways, prompts, prompt_len, output_len, concurrency, reps, seed, json)
+
+
 def serve(
     *,
     url: Url = LOCAL,
@@ -350,6 +382,6 @@ def compare(
     return 1 if all(row.problem for comparison in found for row in comparison.rows) else 0
 
 
-COMMANDS = (latency, throughput, speculative, serve, sweep, compare)
+COMMANDS = (latency, throughput, speculative, diffusion, serve, sweep, compare)
 for command in COMMANDS:
     bench.command(command.__name__)(flat(command))

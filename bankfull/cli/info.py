@@ -18,7 +18,10 @@ Title = str
 
 def info(
     model: Annotated[
-        str, typer.Argument(help="A model directory, a .gguf file, a hub id (org/name), or a short name (smollm2).")
+        str,
+        typer.Argument(
+            help="A model directory, a config.json, a .gguf file, a hub id (org/name), or a short name (smollm2)."
+        ),
     ] = "smollm2",
     *,
     roofline: Annotated[
@@ -30,10 +33,12 @@ def info(
     """Describe a model: its shape, its size, its state per token, and the cost of a token."""
     from bankfull.cli.terminal import print_table
     from bankfull.limits.model.info import describe
+    from bankfull.limits.model.recipe import config_without_weights, files_for_config
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model
 
-    files = open_model(locate(model))
+    bare = config_without_weights(model)
+    files = open_model(locate(model)) if bare is None else files_for_config(bare, model)
     found = describe(files, dtype=dtype)
     bounds = _rooflines(files, found.dtype, found.context_length) if roofline else {}
     if json:

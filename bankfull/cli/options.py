@@ -117,13 +117,25 @@ class EngineOptions:
             help="Speculative decoding: off; ngram or suffix (draft tokens are looked up in the sequence itself; "
             "options width, least, adaptive); draft:MODEL (a smaller model with the same vocabulary; depth, breadth, "
             "quantize, rule); medusa:DIR (trained heads; nodes, tree, rule); eagle:DIR (a trained layer; depth, nodes, "
-            "branch, tree); streaming:DIR (trained streams in the top layers; nodes, tree); tree-streaming:DIR (the "
-            "same with trees by confidence; nodes); lookahead (the model's own n-grams; window, ngram, guesses); "
+            "branch, tree); mtp (the checkpoint's own multi-token-prediction module; width); streaming:DIR (trained "
+            "streams in the top layers; nodes, tree); tree-streaming:DIR (the same with trees by confidence; nodes); "
+            "lookahead (the model's own n-grams; window, ngram, guesses); "
             "jacobi (width); chain:NAME:MODEL (suffix first, else NAME); auto (suffix on a CPU, where its expected "
             "gain exceeds 5%). rule=same keeps the tokens of plain decoding, rule=rejection (draft) its distribution; "
             "rule=typical is lossy.",
         ),
     ] = None
+    diffusion: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY=VALUE[,KEY=VALUE]",
+            show_default="threshold=0.9",
+            help="Denoising of a diffusion model (LLaDA, Dream, SDAR): threshold (each step fixes every token with a "
+            "higher confidence; 1: only the most confident one), tokens (at least this many), order (confidence or "
+            "random), block (positions denoised together), and where tokens see the whole sequence length (mask tokens "
+            "after the prompt) and cache=block (lossy; refresh: steps until all is computed again).",
+        ),
+    ] = ""
 
     def rounding(self) -> dict[str, str]:
         """The given options that change results, under the names of RunConfig."""
@@ -145,8 +157,9 @@ class EngineOptions:
         import logging
 
         logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
-        from bankfull.cli.startup import garbage_collector_off, read_text_while_torch_loads
+        from bankfull.cli.startup import read_text_while_torch_loads
         from bankfull.cli.terminal import say
+        from bankfull.collector import garbage_collector_off
         from bankfull.familiar import configure
 
         with garbage_collector_off():

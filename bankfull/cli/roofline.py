@@ -10,9 +10,11 @@ import typer
 from bankfull.cli.options import Activations, Dtype, ForecastAcceptance, ForecastSpeculative, Json, KvDtype
 
 if TYPE_CHECKING:
+    from bankfull.limits.charts import Chart
     from bankfull.limits.model.bounds import ModelRoofline
 
 PICTURES = ("svg", "png")
+DEFAULT_MODEL = "smollm2"
 
 
 def roofline(
@@ -22,7 +24,7 @@ def roofline(
             help="A model directory, a config.json, a .gguf file, a hub id (org/name; only its configuration is "
             "read), or a short name (smollm2)."
         ),
-    ] = "smollm2",
+    ] = DEFAULT_MODEL,
     *,
     device: Annotated[
         str,
@@ -49,6 +51,14 @@ def roofline(
     activations: Activations = "auto",
     speculative: ForecastSpeculative = "off",
     acceptance: ForecastAcceptance = None,
+    architectures: Annotated[
+        bool,
+        typer.Option(
+            "--architectures",
+            help="Instead of a model: state and decode time of attention, state-space and hybrid architectures against "
+            "context, at equal parameter count.",
+        ),
+    ] = False,
     draw: Annotated[bool, typer.Option("--draw", help="Draw the charts in the terminal, too.")] = False,
     charts: Annotated[str | None, typer.Option(help="Directory for the charts.", show_default=False)] = None,
     picture: Annotated[str, typer.Option(help="File format of the charts: svg or png.")] = "svg",
@@ -67,6 +77,16 @@ def roofline(
 
     if picture not in PICTURES:
         raise ConfigError(f"--picture {picture[:40]!r} is not a known format; use svg or png.")
+    if architectures:
+        if (model, dtype, quantize, kv_dtype, activations, speculative, prompt) != (
+            DEFAULT_MODEL,
+            *("auto", None, "auto", "auto", "off", None),
+        ):
+            raise ConfigError(
+                "--architectures compares bfloat16 models of its own; leave the model and its options out."
+            )
+        _compare(device, catalogue, batch, context, draw, charts, picture, json)
+        return
     drafter = parse_drafter(speculative, acceptance)
     subject = open_model_or_config(model)
     machine = machine_of(device, catalogue)
@@ -82,14 +102,49 @@ def roofline(
         print(json_text.dumps(found.as_json()))
     else:
         _show(found)
-    if draw and not json:
-        from bankfull.limits.charts import print_chart
+    if charts is not None or (draw and not json):
         from bankfull.limits.model.charts import charts_of
 
-        for chart in charts_of(found).values():
+        _draw(charts_of(found), draw and not json, charts, picture)
+
+
+def _compare(
+    device: str,
+    catalogue: str | None,
+    batch: str,
+    context: str | None,
+    draw: bool,
+    charts: str | None,
+    picture: str,
+    json: bool,
+) -> None:
+    from bankfull.cli.terminal import print_table
+    from bankfull.errors import ConfigError
+    from bankfull.limits.machine.targets import machine_of
+    from bankfull.limits.model.architectures import CONTEXTS, ArchitectureComparison
+    from bankfull.limits.model.bounds import numbers
+
+    batches = numbers(batch, "batch")
+    if len(batches) > 1:
+        raise ConfigError(f"--architectures takes one batch size, not --batch {batch[:40]}.")
+    contexts = CONTEXTS if context is None else numbers(context, "context")
+    found = ArchitectureComparison(machine_of(device, catalogue), batches[0], contexts)
+    if json:
+        print(json_text.dumps(found.as_json()))
+    else:
+        print_table(found.table())
+    _draw(found.charts(), draw and not json, charts, picture)
+
+
+def _draw(made: dict[str, Chart], draw: bool, folder: str | None, picture: str) -> None:
+    """In the terminal, in files, or both."""
+    if draw:
+        from bankfull.limits.charts import print_chart
+
+        for chart in made.values():
             print_chart(chart)
-    if charts is not None:
-        _keep(found, charts, picture)
+    if folder is not None:
+        _keep(made, folder, picture)
 
 
 def _show(found: ModelRoofline) -> None:
@@ -112,13 +167,12 @@ def _show(found: ModelRoofline) -> None:
         say(f"bankfull: {caveat}")
 
 
-def _keep(found: ModelRoofline, folder: str, picture: str) -> None:
+def _keep(made: dict[str, Chart], folder: str, picture: str) -> None:
     from pathlib import Path
 
     from bankfull.cli.terminal import say
     from bankfull.errors import ConfigError
     from bankfull.limits.charts import save
-    from bankfull.limits.model.charts import charts_of
 
     place = Path(folder)
     try:
@@ -127,6 +181,6 @@ def _keep(found: ModelRoofline, folder: str, picture: str) -> None:
         raise ConfigError(
             f"{folder} cannot be made a directory: {error.strerror or error}; choose another one."
         ) from None
-    for name, chart in charts_of(found).items():
+    for name, chart in made.items():
         save(chart, place / f"{name}.{picture}")
         say(f"bankfull: {place / f'{name}.{picture}'} written")

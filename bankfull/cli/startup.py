@@ -1,17 +1,14 @@
 """A short start for commands that run a model.
 
-For the command line alone: a program that imports `bankfull` controls its own imports and garbage collector.
+For the command line alone: a program that imports `bankfull` controls its own imports.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,20 +19,6 @@ if TYPE_CHECKING:
 
 TORCH_LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL))
 """Libraries that `import torch` loads before any of its Python code runs, with the visibility that it gives them."""
-
-
-@contextmanager
-def garbage_collector_off() -> Iterator[None]:
-    """For the time in which modules are imported and a model is loaded."""
-    # Modules and a model's parts live as long as the process. Searching them for garbage again and again took a tenth
-    # of the start, and searching them once at its end another twentieth.
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.unfreeze()  # into the oldest generation; objects that are frozen at exit would be reported as leaked
-        gc.enable()
 
 
 def read_text_while_torch_loads(model: str) -> tuple[Tokenizer, ChatTemplate | None] | None:

@@ -1,4 +1,4 @@
-"""`bankfull train`: train a drafter for one's own model."""
+"""`bankfull train`: train a drafter for one's own model, or a small model from a configuration."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bankfull.cli.options import Activations, Dtype, Json, Threads, flat
+from bankfull.cli.train_lm import lm, recall_study
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,14 +30,15 @@ STATE_GIB = 2.0
 
 train = typer.Typer(
     rich_markup_mode=None,
-    help="Train a drafter for speculative decoding. The model stays as it is, and writes the training text itself.",
+    help="Train a drafter for speculative decoding, or a small language model (lm). For a drafter, the model stays as "
+    "it is and writes the training text itself.",
 )
 
 
 @train.callback(invoke_without_command=True)
 def trained_kinds(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        raise ConfigError(f"Choose a drafter to train: {', '.join(command.__name__ for command in COMMANDS)}.")
+        raise ConfigError(f"Choose what to train: {', '.join(_name(command) for command in COMMANDS)}.")
 
 
 Model = Annotated[
@@ -418,6 +420,10 @@ def _choices_table(report: DrafterReport) -> Any:
     return shown
 
 
-COMMANDS = (medusa, eagle, streaming, draft)
+def _name(command: Callable[..., None]) -> str:
+    return command.__name__.replace("_", "-")
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (medusa, eagle, streaming, draft, lm, recall_study)
 for command in COMMANDS:
-    train.command(command.__name__)(flat(command))
+    train.command(_name(command))(flat(command))

@@ -13,6 +13,7 @@ from bankfull.fleet.prefixes import PrefixIndex, PromptKeys
 from bankfull.fleet.reports import Facts, Load, PrefixChanges, routing_figures
 from bankfull.fleet.routing import routing_policy
 from bankfull.fleet.table import ReplicaTable
+from bankfull.state.mask import extent_of
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
 from bankfull.types import Output
@@ -129,7 +130,7 @@ class FleetFront:
 
 def facts_of(layout: Layout, rows: int, frames: int, step_tokens: int) -> Facts:
     """The properties of an engine that routing uses."""
-    groups = [(group.page_tokens, group.window or 0) for group in layout.paged]
+    groups = [(group.page_tokens, extent_of(group.window) or 0) for group in layout.paged]
     block = layout.block_tokens
     snapshots = block if layout.recurrent else 0
     return Facts("", 0, 0, rows, frames, block, step_tokens, "", "", groups=groups, snapshots=snapshots)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.limits.meter.closed_form import ClosedForm, Windows, features
+from bankfull.limits.meter.closed_form import ClosedForm, Shares, Windows, experts_used, features
 from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops.reference.sight import seen_by_one
 from bankfull.types import Work
 
 LINEAR, HEAD_LINEAR, ATTENTION, SCAN, REST = "linear layers", "head", "attention", "scan", "other operations"
@@ -31,16 +32,28 @@ NOTHING = [[0.0] * len(KINDS)] * 3
 FIXED_FEATURES = 6
 """Number of features before those of the windows; see closed_form."""
 
+RECURRENT = frozenset(
+    (
+        "causal_conv",
+        "causal_conv_silu",
+        "selective_scan",
+        "ssd_scan",
+        "diagonal_scan",
+        "linear_attention",
+        "delta_rule",
+    )
+)
+
 
 def kind_of(operation: str) -> str:
     """Kind of an operation by its name in a ledger."""
     if operation.startswith(f"{HEAD}/"):
         return HEAD_LINEAR
-    if "linear" in operation or "expert" in operation:
+    if operation in RECURRENT:
+        return SCAN
+    if "linear" in operation or "expert" in operation or operation in ("absorb_queries", "head_products"):
         return LINEAR
-    if operation in ("paged_attention", "attend"):
-        return ATTENTION
-    return SCAN if operation in ("causal_conv", "selective_scan") else REST
+    return ATTENTION if operation in ("paged_attention", "attend", "latent_attention") else REST
 
 
 def _terms() -> tuple[str, ...]:
@@ -132,16 +145,18 @@ class StepTimes:
     ) -> None:
         """`forms`: by operation, from `forms_by_operation`. `overlaps`: whether memory and arithmetic overlap, as on a
         GPU; they do not on the threads of a CPU."""
-        self.windows: Windows = next(iter(forms.values())).windows
+        any_form = next(iter(forms.values()))
+        self.windows: Windows = any_form.windows
+        self.shares: Shares = any_form.shares
         self.ceilings, self.peak, self.efficiency = ceilings, peak, efficiency
         self.overlaps, self.layout = overlaps, layout
-        width = FIXED_FEATURES + 2 * len(self.windows)
+        width = FIXED_FEATURES + 2 * len(self.windows) + len(self.shares)
         flops, kept, passing = (np.zeros((width, len(KINDS))) for _ in range(3))
         for operation, form in forms.items():
             column = KINDS.index(kind_of(operation))
             flops[:, column] += form.coefficients[:, 0]
             moved = form.coefficients[:, 1] + form.coefficients[:, 2]
-            lasting = _lasting(width)
+            lasting = _lasting(width, len(self.windows))
             kept[lasting, column] += moved[lasting]
             passing[~lasting, column] += moved[~lasting]
         self._coefficients = np.concatenate((flops, kept, passing), axis=1) / layout.ways
@@ -152,20 +167,20 @@ class StepTimes:
 
     def least(self, step: StepShape) -> float:
         """Shortest time on these ceilings."""
-        return self._ideal(*features_of(step, self.windows))[1]
+        return self._ideal(*features_of(step, self.windows, self.shares))[1]
 
     def likely(self, step: StepShape) -> float:
         spent = TimeBreakdown()
-        self.charge(*features_of(step, self.windows), len(step.counts), step.tokens, spent)
+        self.charge(*features_of(step, self.windows, self.shares), len(step.counts), step.tokens, spent)
         return spent.seconds
 
     def terms(self, step: StepShape) -> np.ndarray:
         """Seconds at the ceilings, by term."""
-        return self._ideal(*features_of(step, self.windows))[0]
+        return self._ideal(*features_of(step, self.windows, self.shares))[0]
 
     def work(self, work: Sequence[Work], spent: TimeBreakdown) -> float:
         """Likely seconds of a planned step, which are added to `spent`."""
-        decoding, prefill = features_of_work(work, self.windows)
+        decoding, prefill = features_of_work(work, self.windows, self.shares)
         return self.charge(decoding, prefill, len(work), sum(w.count + w.drafts for w in work), spent)
 
     def charge(
@@ -215,19 +230,20 @@ class StepTimes:
         return [flat[:size], flat[size : 2 * size], flat[2 * size :]]
 
 
-def _lasting(width: int) -> np.ndarray:
+def _lasting(width: int, windows: int) -> np.ndarray:
     """Features whose bytes are weights or state: the step (weights), logits (head), sequences and kept states
-    (recurrent state), cached tokens. The others are activations or query-key pairs."""
+    (recurrent state), cached tokens, experts used. The others are activations or query-key pairs."""
     mask = np.zeros(width, bool)
     mask[[0, 1, 4, 5]] = True
-    mask[FIXED_FEATURES + 1 :: 2] = True
+    mask[FIXED_FEATURES + 1 : FIXED_FEATURES + 2 * windows : 2] = True
+    mask[FIXED_FEATURES + 2 * windows :] = True
     return mask
 
 
-def features_of(step: StepShape, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+def features_of(step: StepShape, windows: Windows, shares: Shares = ()) -> tuple[np.ndarray, np.ndarray]:
     """Features of the decoding sequences, with those that occur once per step, and features of the prefill ones."""
     prefill = [i for i, count in enumerate(step.counts) if count > 1]
-    whole = features(step, windows)
+    whole = features(step, windows, shares)
     if not prefill:
         return whole, np.zeros(len(whole))
     part = StepShape(
@@ -236,26 +252,30 @@ def features_of(step: StepShape, windows: Windows) -> tuple[np.ndarray, np.ndarr
         0,
         tuple(step.kept[i] for i in prefill),
     )
-    own = features(part, windows)
+    own = features(part, windows, shares)
     own[0] = 0
     return whole - own, own
 
 
-def features_of_work(work: Sequence[Work], windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+def features_of_work(work: Sequence[Work], windows: Windows, shares: Shares = ()) -> tuple[np.ndarray, np.ndarray]:
     """`features_of` for a planned step; decoding sequences are summed in one operation."""
     ones = [w for w in work if w.count + w.drafts == 1]
     many = [w for w in work if w.count + w.drafts != 1]
-    logits = sum(w.drafts + 1 for w in work if w.sample)
-    decoding = np.zeros(FIXED_FEATURES + 2 * len(windows))
+    logits = sum(w.lines for w in work)
+    decoding = np.zeros(FIXED_FEATURES + 2 * len(windows) + len(shares))
     decoding[0], decoding[1] = 1, int(logits > 0)
     decoding[2], decoding[3], decoding[4], decoding[5] = len(ones), logits, len(ones), len(ones)
     if ones and windows:
-        lengths = np.array([w.start for w in ones], np.float64) + 1
+        starts = np.array([w.start for w in ones])
         for i, window in enumerate(windows):
-            seen = float((lengths if window is None else np.minimum(lengths, window)).sum())
+            seen = float(seen_by_one(starts, window).sum())
             decoding[FIXED_FEATURES + 2 * i : FIXED_FEATURES + 2 * i + 2] = seen
+    routed = FIXED_FEATURES + 2 * len(windows)
+    decoding[routed:] = experts_used(len(ones), shares)
     if not many:
         return decoding, np.zeros(len(decoding))
-    prefill = features(StepShape.of(many), windows)
+    prefill = features(StepShape.of(many), windows, shares)
     prefill[0] = prefill[1] = prefill[3] = 0
+    # Both read experts together: decoding is charged with those that the prompts do not use.
+    decoding[routed:] = experts_used(sum(w.count + w.drafts for w in work), shares) - prefill[routed:]
     return decoding, prefill

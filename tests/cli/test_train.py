@@ -111,7 +111,7 @@ def test_a_slice_that_ends_early_says_how_to_go_on(cli: Cli, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "Choose a drafter to train: medusa, eagle, streaming"),
+        ((), "Choose what to train: medusa, eagle, streaming"),
         (("medusa", "nowhere/at/all", "-o", "x"), "nowhere/at/all"),
         (("medusa", "MODEL"), "--output"),
         (("medusa", "MODEL", "-o", "x", "--prompts", "gone.txt"), "gone.txt cannot be read"),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from bankfull.limits.meter.metered import MeteredModel
+from bankfull.weights.conv1d import is_stored_transposed
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -47,7 +48,16 @@ RECURRENT = {
     "time_step_rank": 3,
     "dtype": "float32",
 }
-CONFIGS = {"llama": LLAMA, "windowed": WINDOWED, "mixed": MIXED, "recurrent": RECURRENT}
+EXPERTS = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+}
+CONFIGS = {"experts": EXPERTS, "llama": LLAMA, "windowed": WINDOWED, "mixed": MIXED, "recurrent": RECURRENT}
 
 
 def save_directory(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
@@ -56,8 +66,7 @@ def save_directory(path: Path, config: dict[str, Any], dtype: torch.dtype = torc
     generator = torch.Generator().manual_seed(0)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: (torch.randn(t.shape, generator=generator) * 0.1).to(dtype) for name, t in shapes.items()},
-        path / "model.safetensors",
-    )
+    tensors = {name: (torch.randn(t.shape, generator=generator) * 0.1).to(dtype) for name, t in shapes.items()}
+    stored = {name: t.T.contiguous() if is_stored_transposed(config, name) else t for name, t in tensors.items()}
+    save_file(stored, path / "model.safetensors")
     return path

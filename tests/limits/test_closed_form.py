@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from bankfull.errors import ModelError
-from bankfull.limits.meter.closed_form import closed_form, features, forms_by_operation
+from bankfull.limits.meter.closed_form import closed_form, forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops.cost import Cost
@@ -51,11 +51,17 @@ def test_the_formula_knows_every_window_class() -> None:
     assert closed_form(MeteredModel(CONFIGS["recurrent"])).windows == ()
 
 
-def test_features_of_steps_add_up_to_the_cost_of_the_run() -> None:
-    metered = MeteredModel(CONFIGS["mixed"])
+def test_the_formula_knows_every_routing_class() -> None:
+    assert closed_form(MeteredModel(CONFIGS["experts"])).shares == (3 / 8,)
+    assert closed_form(MeteredModel(CONFIGS["mixed"])).shares == ()
+
+
+@pytest.mark.parametrize("name", ["mixed", "experts"])
+def test_features_of_steps_add_up_to_the_cost_of_the_run(name: str) -> None:
+    metered = MeteredModel(CONFIGS[name])
     formula, pick = closed_form(metered), Random(1)
     steps = [some_step(pick) for _ in range(5)]
-    summed = sum(features(step, formula.windows) for step in steps)
+    summed = sum(formula.features(step) for step in steps)
     exact = sum((metered.cost(step).sum() for step in steps), Cost())
     found = formula.cost_of(summed)
     assert found.flops == pytest.approx(exact.flops, rel=1e-7) and found.bytes == pytest.approx(exact.bytes, rel=1e-7)

@@ -14,9 +14,9 @@ from bankfull.cli.app import run_command
 from bankfull.cli.tune import ROWS, as_json, parse_rows, timings_table
 from bankfull.errors import ConfigError
 from bankfull.limits.tune import ShapeTiming, shapes_of, timings_of
+from bankfull.synthetic.random_weights import random_model
+from bankfull.synthetic.shapes import shape_config
 from bankfull.weights.source import open_model
-from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.weights import random_model
 from tests.tiny import folder_of
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_no_plan_at_all_is_no_timing() -> None:
 
 
 def test_shapes_are_those_of_the_stacked_layers_and_of_the_head() -> None:
-    files = random_model("8b", SHAPES["llama-3-8b"], torch.bfloat16, torch.device("meta"))
+    files = random_model("8b", shape_config("llama-3-8b"), torch.bfloat16, torch.device("meta"))
     found = shapes_of(files)
     assert set(found) == {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)}
     assert found[0] == (28672, 4096)

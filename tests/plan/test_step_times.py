@@ -45,10 +45,11 @@ def test_a_planned_step_and_its_shape_cost_the_same(name: str) -> None:
     for _ in range(40):
         work = some_work(pick, name == "recurrent")
         shape = StepShape.of(work)
-        for one, other in zip(features_of_work(work, times.windows), features_of(shape, times.windows), strict=True):
+        classes = times.windows, times.shares
+        for one, other in zip(features_of_work(work, *classes), features_of(shape, *classes), strict=True):
             np.testing.assert_allclose(one[2:], other[2:])
-        whole = sum(features_of(shape, times.windows))
-        np.testing.assert_allclose(whole, features(shape, times.windows))
+        whole = sum(features_of(shape, *classes))
+        np.testing.assert_allclose(whole, features(shape, *classes))
         assert times.work(work, TimeBreakdown()) == pytest.approx(times.likely(shape))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bankfull.limits.meter.closed_form import STEPS, TOKENS, features, forms_by_operation
+from bankfull.limits.meter.closed_form import STEPS, TOKENS, forms_by_operation
 from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.statistics import per_second
@@ -93,10 +93,10 @@ class KernelCosts:
         self._traffic = traffic
         self._calls = model.cost(StepShape.decode()).calls
         self._forms = forms_by_operation(model)
-        self._windows = next(iter(self._forms.values())).windows
+        self._features = next(iter(self._forms.values())).features
 
     def of(self, label: str, step: StepShape) -> Cost:
-        return self.summed(label, features(step, self._windows))
+        return self.summed(label, self._features(step))
 
     def summed(self, label: str, found: np.ndarray) -> Cost:
         """The cost from features, which may be sums over steps."""

@@ -72,11 +72,11 @@ class StoryPart:
         self.turns += len(own)
         self.drafting += step.drafting
         for w in own:
-            accepted = max(0, step.sampled.get(w.row, 1) - 1)
+            accepted = 0 if w.block else max(0, step.sampled.get(w.row, 1) - 1)
             self.tokens += w.count + accepted
-            if w.drafts:
+            if w.drafts and not w.block:
                 self.drafts.verified(w.drafts, accepted)
-        if not any(w.drafts for w in own):
+        if not any(w.drafts and not w.block for w in own):
             self.plain_steps += 1
             self.plain_seconds += seconds
         mine = {id(w) for w in own}

@@ -1,8 +1,10 @@
 """The cost of a step as a formula: fitted to the meter once per model, then evaluated in microseconds.
 
 Every operation's cost is linear in a few sums over the step's sequences. The features, in order: one per step; one if
-the step computes logits; tokens; rows of logits; sequences; recurrent states kept; and for each window class (layers
-with the same attention window, None = full attention) the query-key pairs and the cached tokens read.
+the step computes logits; tokens; rows of logits; sequences; recurrent states kept; for each window class (layers
+with the same attention window, None = full attention) the query-key pairs and the cached tokens read; and for each
+routing class (layers whose tokens use the same share of their experts) the expected share of experts that the step's
+tokens use. Tokens of a block may see each other (`PagedMeta.block`).
 """
 
 from __future__ import annotations
@@ -15,28 +17,44 @@ import numpy as np
 
 from bankfull.errors import ModelError
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops import RoutingRule
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
-from bankfull.ops.reference.attention import live_from, visible_pairs
+from bankfull.ops.reference.sight import live_tokens, visible_pairs
+from bankfull.state.mask import Mask, Sight, extent_of
 
 if TYPE_CHECKING:
     from bankfull.limits.meter.metered import MeteredModel
 
-Windows = tuple[int | None, ...]
+Windows = tuple[Sight, ...]
+Shares = tuple[float, ...]
+"""Shares of the experts that one token uses."""
 STEPS, TOKENS = 0, 2
 """Indices of features."""
 TOLERANCE = 1e-6
 """Relative error above which a model's cost does not count as linear in the features."""
 
 
-def features(step: StepShape, windows: Windows) -> np.ndarray:
+def features(step: StepShape, windows: Windows, shares: Shares = (), block: int = 0) -> np.ndarray:
     """Features of a step. They add up over steps: the cost of the sum is the sum of the costs."""
-    row = [1, int(step.logits > 0), step.tokens, step.logits, len(step.counts), sum(step.kept)]
+    row: list[float] = [1, int(step.logits > 0), step.tokens, step.logits, len(step.counts), sum(step.kept)]
     pairs = list(zip(step.counts, step.lengths, strict=True))
     for window in windows:
-        row.append(sum(visible_pairs(count, length, window) for count, length in pairs))
-        row.append(sum(length - live_from(count, length, window) for count, length in pairs))
+        row.append(sum(visible_pairs(count, length, window, block) for count, length in pairs))
+        row.append(sum(live_tokens(count, length, window) for count, length in pairs))
+    row += experts_used(step.tokens, shares)
     return np.array(row, np.float64)
+
+
+def shares_of(model: MeteredModel) -> Shares:
+    """The routing classes of a model."""
+    rules = (getattr(block.feed, "rule", None) for block in model.model.blocks)
+    return tuple(sorted({rule.share for rule in rules if isinstance(rule, RoutingRule)}))
+
+
+def experts_used(tokens: float, shares: Shares) -> list[float]:
+    """The expected share of experts that tokens use, for each routing class."""
+    return [1.0 - (1.0 - share) ** tokens for share in shares]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +62,15 @@ class ClosedForm:
     windows: Windows
     coefficients: np.ndarray
     """Shape (features, 3): FLOP, bytes read, bytes written."""
+    shares: Shares = ()
+    block: int = 0
+    """Tokens of a block that see each other; 0 = causal."""
+
+    def features(self, step: StepShape) -> np.ndarray:
+        return features(step, self.windows, self.shares, self.block)
 
     def cost(self, step: StepShape) -> Cost:
-        return self.cost_of(features(step, self.windows))
+        return self.cost_of(self.features(step))
 
     def cost_of(self, summed: np.ndarray) -> Cost:
         """The cost of features, which may be summed over steps."""
@@ -65,9 +89,10 @@ def forms_by_operation(model: MeteredModel) -> dict[str, ClosedForm]:
 
 def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) -> dict[str, ClosedForm]:
     """One form per cost name; a step without the name has zero cost there."""
-    windows: Windows = tuple(sorted({g.window for g in model.layout.paged}, key=lambda w: (w is None, w or 0)))
+    windows: Windows = tuple(sorted({g.window for g in model.layout.paged}, key=_order))
+    shares, block = shares_of(model), 0 if model.model.diffusion is None else model.model.diffusion.block
     steps = list(_probes(windows))
-    known = np.stack([features(step, windows) for step in steps])
+    known = np.stack([features(step, windows, shares, block) for step in steps])
     found = [costs_of(model.cost(step)) for step in steps]
     names = list(dict.fromkeys(name for costs in found for name in costs))
     triples = [[costs.get(name, Cost()) for name in names] for costs in found]
@@ -82,7 +107,11 @@ def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) 
             f"The cost of architecture {model.config.get('model_type')!r} does not follow from tokens, rows and "
             f"context lengths (off by {error.max():.2%}); use MeteredModel.cost for each step instead."
         )
-    return {name: ClosedForm(windows, solved[:, 3 * i : 3 * i + 3]) for i, name in enumerate(names)}
+    return {name: ClosedForm(windows, solved[:, 3 * i : 3 * i + 3], shares, block) for i, name in enumerate(names)}
+
+
+def _order(sight: Sight) -> tuple[bool, int, str]:
+    return sight is None, extent_of(sight) or 0, repr(sight) if isinstance(sight, Mask) else ""
 
 
 def _probes(windows: Windows) -> Iterator[StepShape]:
@@ -96,7 +125,7 @@ def _probes(windows: Windows) -> Iterator[StepShape]:
     yield StepShape.prefill(64)
     yield StepShape.prefill(33, 2, past=70)
     for window in windows:
-        reach = 512 if window is None else window
+        reach = extent_of(window) or 512
         yield StepShape.decode(2, reach)
         yield StepShape.decode(3, 2 * reach + 5)
         yield StepShape.prefill(7, past=reach + 1)

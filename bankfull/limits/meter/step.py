@@ -57,6 +57,6 @@ class StepShape:
         return StepShape(
             counts,
             tuple(w.start + count for w, count in zip(work, counts, strict=True)),
-            sum(w.drafts + 1 for w in work if w.sample),
+            sum(w.lines for w in work),
             tuple(len(w.slots) or 1 for w in work),
         )

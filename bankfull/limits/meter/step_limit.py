@@ -9,7 +9,7 @@ import numpy as np
 
 from bankfull.limits.machine import ceilings as machine
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.limits.meter.closed_form import ClosedForm, closed_form, features
+from bankfull.limits.meter.closed_form import ClosedForm, closed_form
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.roofline import Bound, bound_of
 from bankfull.limits.meter.step import StepShape
@@ -39,7 +39,7 @@ class StepLimit:
         return bound_of(cost, self.peak, self.ceilings.read_at(cost.read))
 
     def features(self, work: Sequence[Work]) -> np.ndarray:
-        return features(StepShape.of(work), self.form.windows)
+        return self.form.features(StepShape.of(work))
 
     def of_work(self, work: Sequence[Work]) -> float:
         return self.seconds(self.features(work)) if work else 0.0

@@ -13,9 +13,11 @@ from functools import cached_property
 from math import ceil, inf
 from typing import Any
 
+import numpy as np
+
 from bankfull.errors import ConfigError
 from bankfull.limits.machine.targets import TargetMachine
-from bankfull.limits.meter.closed_form import closed_form
+from bankfull.limits.meter.closed_form import closed_form, experts_used, shares_of
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.roofline import Bound, Roofline, bound_of, roofline
 from bankfull.limits.meter.step import LARGEST_STEP, StepShape
@@ -28,8 +30,8 @@ from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
 
 MOST_BATCH = 1 << 20
-LINEAR = "linear"
-"""Substring of the names of all operations that multiply by weights."""
+LINEAR, EXPERTS = "linear", "expert"
+"""Substrings of the names of all operations that multiply by weights."""
 NOTHING = 0.02
 """Relative change below which a variant is not listed."""
 LEAST_CURVE, MOST_CURVE = 64, 8192
@@ -45,22 +47,43 @@ class StepTime:
 
 
 class DecodeLine:
-    """Cost of a decode step at one context length. It is linear in the batch size, so two meter runs determine it."""
+    """Cost of a decode step at one context length. It is linear in the batch size, except for experts that no token of
+    the step uses: their bytes are not read."""
 
     def __init__(self, metered: MeteredModel, context: int, only: str = "") -> None:
         """`only`: count only operations whose names contain this."""
-        one, two = (_sum(metered.cost(StepShape.decode(batch, context)), only) for batch in (1, 2))
-        self.each = Cost(two.flops - one.flops, two.read - one.read, two.write - one.write)
-        """Cost of one more sequence."""
-        self.shared = Cost(one.flops - self.each.flops, one.read - self.each.read, one.write - self.each.write)
-        """Cost that does not depend on the batch size: reading the weights."""
+
+        def found(batch: int) -> Cost:
+            return _sum(metered.cost(StepShape.decode(batch, context)), only)
+
+        self._shares = shares_of(metered)
+        self._experts: list[float] = []
+        if self._shares:
+            batches = [1, 2, *(int(times / share) + 3 for share in self._shares for times in (1, 3))]
+            known = np.array([[1.0, batch, *experts_used(batch, self._shares)] for batch in batches])
+            self._experts = np.linalg.lstsq(known, np.array([found(b).read for b in batches]), rcond=None)[0][
+                2:
+            ].tolist()
+        one, two = found(1), found(2)
+        used = self._read_of_experts(2) - self._read_of_experts(1)
+        self.each = Cost(two.flops - one.flops, two.read - one.read - used, two.write - one.write)
+        """Cost of one more sequence, where all experts are used."""
+        unused = sum(self._experts) - self._read_of_experts(1)
+        self.shared = Cost(one.flops - self.each.flops, one.read - self.each.read + unused, one.write - self.each.write)
+        """Cost that does not depend on the batch size: reading the weights, all experts among them."""
+
+    def _read_of_experts(self, batch: float) -> float:
+        """Bytes of the experts that the batch is expected to use."""
+        return sum(read * used for read, used in zip(self._experts, experts_used(batch, self._shares), strict=True))
 
     def cost(self, batch: float) -> Cost:
-        return self.shared + self.each * batch
+        unused = sum(self._experts) - self._read_of_experts(batch)
+        return self.shared + self.each * batch + Cost(read=-unused)
 
 
 def _sum(ledger: Ledger, only: str) -> Cost:
-    return sum((cost for name, cost in ledger.total.items() if only in name), Cost())
+    parts = (only, EXPERTS) if only == LINEAR else (only,)
+    return sum((cost for name, cost in ledger.total.items() if any(part in name for part in parts)), Cost())
 
 
 @dataclass(frozen=True, slots=True)

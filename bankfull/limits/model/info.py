@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bankfull.errors import ModelError
-from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.metered import MeteredModel, RequestedShapes
 from bankfull.limits.meter.step import StepShape
+from bankfull.limits.model.kv_saving import KvSaving, kv_savings
+from bankfull.state.mask import Sight
 from bankfull.state.spec import Layout
 from bankfull.text.load import load_tokenizer
 from bankfull.weights.source import ModelFiles
@@ -34,7 +36,7 @@ class PagedState:
     """State that grows by `token_bytes` per token, up to the attention window if there is one."""
 
     layers: int
-    window: int | None
+    window: Sight
     token_bytes: int
 
 
@@ -87,6 +89,8 @@ class ModelInfo:
     """Why the tokenizer could not be loaded."""
     chat_template: bool
     costs: tuple[TokenCost, ...]
+    savings: tuple[KvSaving, ...] = ()
+    """Of a model as data: its KV cache beside that of the same model without savings."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,6 +117,7 @@ def describe(files: ModelFiles, *, dtype: str | None = None) -> ModelInfo:
         tokenizer_problem=problem,
         chat_template=template,
         costs=_costs(metered),
+        savings=kv_savings(files.config, metered),
     )
 
 
@@ -141,6 +146,8 @@ def _state(layout: Layout) -> StateInfo:
 
 def _tokenizer(files: ModelFiles) -> tuple[TokenizerInfo | None, str | None, bool]:
     """A model without a usable tokenizer is still described, with the reason."""
+    if isinstance(files.source, RequestedShapes):
+        return None, "only the configuration is known", False
     try:
         tokenizer, template = load_tokenizer(files)
     except ModelError as error:

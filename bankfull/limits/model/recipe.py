@@ -22,6 +22,7 @@ from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.hf_config import normalize_config, read_json
 from bankfull.weights.hub import config_from_hub, looks_like_hub_id
 from bankfull.weights.locate import locate
+from bankfull.weights.presets import preset
 from bankfull.weights.requantized import Requantized, block_types, parse_quantization
 from bankfull.weights.scheme import Scheme
 from bankfull.weights.source import ModelFiles, open_model
@@ -89,7 +90,7 @@ def _set_windows(metered: MeteredModel, windows: tuple[int | None, ...]) -> None
     """Set the attention window of each layer. Model families know only their own pattern, so the layers are changed."""
     for mixer, window in zip(metered.model.mixers, windows, strict=True):
         if isinstance(mixer, Attention) and isinstance(pages := mixer.states[0], Paged):
-            mixer.heads = replace(mixer.heads, window=window)
+            mixer.heads = replace(mixer.heads, window=window, mask=None)
             mixer.states = (replace(pages, window=window),)
     metered.layout = layout_of(metered.model.states(), metered.layout.block_tokens)
 
@@ -98,15 +99,23 @@ def open_model_or_config(name: str) -> ModelFiles | Config:
     """Open a model's files, or only its configuration: a config.json is enough, and for a hub id nothing else is
     downloaded."""
     path = Path(name).expanduser()
-    if path.suffix == ".json" and path.is_file():
-        return _read_config(path)
-    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        return _read_config(path / "config.json")
+    if (own := config_without_weights(name)) is not None:
+        return own
     if looks_like_hub_id(name) and not name.endswith(".gguf") and not path.exists() and not path.parent.is_dir():
         config = config_from_hub(name)
         if config is not None:
             return _read_config(config)
     return open_model(locate(name))
+
+
+def config_without_weights(name: str) -> Config | None:
+    """The configuration of a preset, a config.json, or a directory that has one and no weights; None otherwise."""
+    path = preset(name) or Path(name).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return _read_config(path)
+    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        return _read_config(path / "config.json")
+    return None
 
 
 def _read_config(path: Path) -> Config:
@@ -133,8 +142,8 @@ def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = N
     return Recipe(unrounded, run, files.config, schemes, dtype, pages, activations)
 
 
-def files_for_config(config: Config) -> ModelFiles:
-    """The files that a configuration would have: all tensors dense, in the configured dtype."""
+def files_for_config(config: Config, name: str = "config.json") -> ModelFiles:
+    """The files that a configuration would have: all tensors dense, in the configured dtype. `name`: as shown."""
     saved = str(config.get("dtype") or "bfloat16").removeprefix("torch.")
     known = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
     if saved not in known:
@@ -142,4 +151,4 @@ def files_for_config(config: Config) -> ModelFiles:
             f"The configuration has the unknown dtype {saved[:40]!r}; use one of {', '.join(sorted(known))}."
         )
     shapes = MeteredModel(config, dtype=saved).shapes
-    return ModelFiles(Path("config.json"), "hf", {**config, "dtype": saved}, shapes, {}, {})
+    return ModelFiles(Path(name), "hf", {**config, "dtype": saved}, shapes, {}, {})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from bankfull.limits.model.kv_saving import GROUPED
 from bankfull.limits.units import arithmetic_rate, duration, scaled
 
 if TYPE_CHECKING:
@@ -46,10 +47,19 @@ def info_table(info: ModelInfo) -> Table:
     line("weights", f"{scaled(info.total_bytes, 'B')} ({stored})")
     line("context", f"{info.context_length} tokens")
     for paged in info.state.paged:
-        reach = "all tokens" if paged.window is None else f"last {paged.window} tokens"
+        reach = "all tokens" if paged.window is None else str(paged.window)
+        reach = f"last {reach} tokens" if isinstance(paged.window, int) else reach
         line("state per token", f"{scaled(paged.token_bytes, 'B')} ({paged.layers} layers, {reach}, {info.dtype})")
     if info.state.recurrent_layers:
         line("state per sequence", f"{scaled(info.state.slot_bytes, 'B')} ({info.state.recurrent_layers} layers)")
+    for saving in info.savings:
+        claim = "" if saving.claim is None else f"; claimed: {saving.claim:g}x"
+        line(
+            f"state at context {saving.context}",
+            f"{scaled(saving.bytes, 'B')}; MHA and full attention: {scaled(saving.plain_bytes, 'B')}, "
+            f"{saving.factor:.1f}x; {GROUPED} KV heads and full attention: {scaled(saving.grouped_bytes, 'B')}, "
+            f"{saving.grouped_factor:.1f}x{claim}",
+        )
     if info.tokenizer is None:
         line("tokenizer", f"none: {info.tokenizer_problem}")
     else:

@@ -12,7 +12,10 @@ from bankfull.layers.attention import Attention
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.model.memory import weight_bytes
 from bankfull.limits.model.recipe import Recipe, files_for_config, recipe_of
+from bankfull.models.blocks import with_full_attention
 from bankfull.models.registry import Config
+from bankfull.state.spec import Shared
+from bankfull.weights.safetensors import COMPOSED
 
 WIDTHS = ("int8", "int4")
 LOCAL_WINDOW, LOCAL_PERIOD = 1024, 6
@@ -39,6 +42,7 @@ def variants_of(base: Recipe, device: str) -> Iterator[Variant]:
     yield from with_other_storage(base, metered, device)
     yield from with_other_key_heads(base, metered)
     yield from with_other_windows(base, metered)
+    yield from without_savings(base, metered)
 
 
 # -- the same weights and state in fewer bytes
@@ -111,12 +115,23 @@ def _takes_key_heads(recipe: Recipe, count: int) -> bool:
 
 def with_other_windows(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
     """Other attention windows."""
-    windows = [mixer.heads.window if isinstance(mixer, Attention) else None for mixer in metered.model.mixers]
+    windows = [mixer.heads.sight if isinstance(mixer, Attention) else None for mixer in metered.model.mixers]
     if not any(isinstance(mixer, Attention) for mixer in metered.model.mixers):
         return
+    if any(isinstance(spec, Shared) for states in metered.model.states() for spec in states):
+        return  # a window would change only the layers that own their keys and values
     if any(window is not None for window in windows):
         yield Variant("full attention in every layer", replace(base, windows=(None,) * len(windows)), trained=True)
         return
     pattern = tuple(None if layer % LOCAL_PERIOD == LOCAL_PERIOD - 1 else LOCAL_WINDOW for layer in range(len(windows)))
     name = f"window of {LOCAL_WINDOW} tokens in {LOCAL_PERIOD - 1} of {LOCAL_PERIOD} layers"
     yield Variant(name, replace(base, windows=pattern), trained=True)
+
+
+def without_savings(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
+    """A model as data with plain attention: what its windows, KV heads and sharing save."""
+    if base.config.get("model_type") != COMPOSED or not metered.layout.paged:
+        return
+    plain = replace(base, config=with_full_attention(base.config))
+    if plain.metered().layout.token_bytes != metered.layout.token_bytes:
+        yield Variant("MHA and full attention in every layer, nothing shared", plain, trained=True)
