@@ -85,7 +85,7 @@ class LlamaCpp:
         return self._run(once).seconds
 
     def _rate(self, work: Work, setting: Setting, by_itself: bool = False) -> float:
-        if work.measure == "output":
+        if work.measure == "output" or (work.measure == "decode" and work.requests > 1):
             return self._batch_rate(work, setting)
         repeat = () if by_itself else ("-r", str(work.repetitions))
         # The first token comes with the prompt, so `new` tokens take one step less.
@@ -123,6 +123,8 @@ class LlamaCpp:
         ]
         said = self._run(command).said
         lines = [line for line in said.splitlines() if line.startswith("{")]
+        if work.measure == "decode":
+            return float(_found(said, lambda: json.loads(lines[0])["speed_tg"]))
         return work.requests * work.new / float(_found(said, lambda: json.loads(lines[0])["t"]))
 
     def _common(self, setting: Setting) -> list[str]:

@@ -53,7 +53,7 @@ class Work:
         first = worker.work(several[1], 1)
         if whole <= first:
             raise EngineFailed(f"{self.new} tokens took no longer than one; the machine is too busy to measure")
-        return (self.new - 1) / (whole - first)
+        return self.requests * (self.new - 1) / (whole - first)
 
     def turn(self, fresh: FreshPrompts) -> Turn:
         def prompts() -> Prompts:
@@ -68,6 +68,7 @@ WORKS = {
     for work in (
         Work("decode", "decode", 32, 128, repetitions=3),
         Work("decode64", "decode", 32, 64, repetitions=3),
+        Work("decode64x8", "decode", 32, 64, 8, repetitions=3),
         Work("prefill512", "prefill", 512, 1),
         Work("prefill2048", "prefill", 2048, 1),
         Work("batch8", "output", 128, 128, 8),
@@ -75,9 +76,9 @@ WORKS = {
         Work("batch64", "output", 128, 128, 64),
     )
 }
-FOR_SHAPES = "decode64"
-"""Default work for shapes: large shapes take long, and decoding is what they are for."""
-FOR_MODELS = ",".join(name for name in WORKS if name != FOR_SHAPES)
+FOR_SHAPES = "decode64,decode64x8"
+"""Default works for shapes: large shapes take long, and decoding is what they are for."""
+FOR_MODELS = ",".join(name for name in WORKS if name not in FOR_SHAPES.split(","))
 
 
 class FreshPrompts:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -23,9 +24,9 @@ from bankfull.ops.cost import Cost
 from bankfull.runtime.device import open_device
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
+from bankfull.synthetic.random_weights import RandomWeights, random_model
+from bankfull.synthetic.shapes import shape_config, with_layers
 from bankfull.types import Request, StepPlan
-from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.weights import RandomWeights, random_model
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -40,6 +41,20 @@ class Setup:
     rows: int = 256
     step_tokens: int = 8192
     max_len: int = 4096
+    layers: int | None = None
+    """Layers of a shortened model; None = all."""
+    diffusion: str = ""
+    """Options of denoising, for diffusion models."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = shape_config(self.shape)
+        return config if self.layers is None else with_layers(config, self.layers)
+
+    @property
+    def label(self) -> str:
+        """The model's name, for display."""
+        return self.shape if self.layers is None else f"{self.shape} ({self.layers} layers)"
 
     @property
     def weights(self) -> str:
@@ -92,8 +107,10 @@ class Session:
         opened = open_device(device)
         begun = perf_counter()
         dtype: torch.dtype = getattr(torch, setup.dtype)
-        files = random_model(setup.shape, SHAPES[setup.shape], dtype, opened.torch, weights=weights)
-        run = RunConfig(device=device, dtype=setup.dtype, quantize=setup.quantize, speculative="off")
+        files = random_model(setup.shape, setup.config, dtype, opened.torch, weights=weights)
+        run = RunConfig(
+            device=device, dtype=setup.dtype, quantize=setup.quantize, speculative="off", diffusion=setup.diffusion
+        )
         sched = SchedConfig(rows=setup.rows, step_tokens=setup.step_tokens)
         self.made: Assembled = assemble(
             files, run, sched, StateConfig(), max_len=setup.max_len, device=opened, strategy=strategy

@@ -28,11 +28,11 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.decode.verify import verify
 from bankfull.layers.decoder import Decoder
 from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.synthetic.random_weights import RandomWeights
+from bankfull.synthetic.shapes import shape_config
 from bankfull.weights.qtensor import QTensor
 from benchmarks.gpu.engine import Session, Setup
-from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timeline import trace_decode
-from benchmarks.gpu.weights import DEVIATION, RandomWeights
 
 ACCEPTANCE = (0.8, 0.7, 0.6, 0.5)
 """Probability that the draft of each depth is right if those before it are."""
@@ -65,7 +65,7 @@ class KnownWeights(RandomWeights):
         self._read.add(name)
         rows = super().get(EMBEDDING).dequantize(self._dtype)
         if name == EMBEDDING:
-            return QTensor.dense(rows * (EMBEDDED / DEVIATION))
+            return QTensor.dense(rows * (EMBEDDED * rows.shape[1] ** 0.5))
         after = next_tokens(len(rows), False).to(rows.device)
         return QTensor.dense(torch.empty_like(rows).index_copy_(0, after, rows))
 
@@ -153,7 +153,7 @@ def measure(session: Session, batch: int, prompt: int, outputs: int, reps: int) 
 
 def check(session: Session, outputs: int = 16) -> None:
     """The model's answer is the known one."""
-    tied = bool(SHAPES[session.setup.shape]["tie_word_embeddings"])
+    tied = bool(shape_config(session.setup.shape)["tie_word_embeddings"])
     after = next_tokens(session.made.model.vocab, tied)
     prompt = session.prompt(8)
     expected, newest = [], prompt[-1]
@@ -168,7 +168,7 @@ def check(session: Session, outputs: int = 16) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     about = "Tokens per second with drafts of forced acceptance, beside plain decoding, with random weights."
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.forced", description=about)
-    parser.add_argument("--shape", default="llama-3-8b", choices=sorted(SHAPES), help="shape of the model")
+    parser.add_argument("--shape", default="llama-3-8b", help="shape of the model, as for bankfull make-model")
     parser.add_argument("--batch", default="1,8", help="sequences that decode together, comma-separated")
     parser.add_argument("--drafts", default="31", help="draft tokens of the tree, comma-separated")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step_tokens=2048,
         max_len=asked.prompt + asked.outputs + TAIL + 8,
     )
-    tied = bool(SHAPES[asked.shape]["tie_word_embeddings"])
+    tied = bool(shape_config(asked.shape)["tie_word_embeddings"])
     strategies: list[Strategy] = [Plain(), *(KnownAnswer(tied, int(number)) for number in asked.drafts.split(","))]
     plain: dict[int, Rate] = {}
     report: list[dict[str, object]] = []

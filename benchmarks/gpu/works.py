@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from bankfull.errors import ConfigError
 from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.model.memory import sequence_bytes
 from bankfull.limits.statistics import Spread, spread
 from benchmarks.gpu.cover import covered
 from benchmarks.gpu.engine import Session, Setup
+from benchmarks.gpu.peer import PeerLoad
 from benchmarks.gpu.timeline import Timeline, trace_all, trace_decode
 
-TOKENS, MILLISECONDS = "tok/s", "ms"
+TOKENS, MILLISECONDS, STEP_TIME = "tok/s", "ms", "ms a step"
 TRACED_STEPS = 8
 
 
@@ -45,11 +47,14 @@ class Work:
     setup: Setup
     measure: Callable[[Session, Ceilings], Figure]
     trace: Callable[[Session], Timeline]
+    peer: PeerLoad | None = None
+    """The same load for another engine; None = there is no equivalent."""
 
 
 def decode(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, outputs: int, reps: int) -> Figure:
     """Tokens per second while all sequences of the batch decode and no prefill runs."""
     rates, limits, times = [], [], []
+    state = sequence_bytes(session.made.layout, prompt + outputs)
     for rep in range(reps + 1):
         trace = session.run(session.prompts(batch, prompt), outputs)
         begin, end = trace.all_started, trace.first_ended
@@ -62,7 +67,24 @@ def decode(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, out
             rates.append(tokens / (end - begin))
             times.append((end - begin) / steps)
             limits.append(tokens / session.least(shapes, ceilings))
-    return Figure(spread(rates), TOKENS, spread(limits).median, {"ms a step": 1e3 * spread(times).median})
+    return Figure(
+        spread(rates),
+        TOKENS,
+        spread(limits).median,
+        {STEP_TIME: 1e3 * spread(times).median, "bytes of state per sequence": float(state)},
+    )
+
+
+def by_context(session: Session, ceilings: Ceilings, *, contexts: Sequence[int], outputs: int, reps: int) -> Figure:
+    """Time per token of one sequence after the longest context, beside those after the others."""
+    times, limit = {}, 0.0
+    for context in contexts:
+        found = decode(session, ceilings, batch=1, prompt=context, outputs=outputs, reps=reps)
+        assert found.limit is not None
+        times[context], limit = found.more[STEP_TIME], 1e3 / found.limit
+    more = {f"ms at {context}": value for context, value in times.items()}
+    more["% from the fastest to the slowest"] = 100 * (max(times.values()) / min(times.values()) - 1)
+    return Figure(spread([times[contexts[-1]]]), MILLISECONDS, limit, more)
 
 
 def prefill(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, reps: int) -> Figure:
@@ -132,14 +154,23 @@ def decode_work(title: str, setup: Setup, *, batch: int, prompt: int, outputs: i
     def trace(session: Session) -> Timeline:
         return trace_decode(session, session.prompts(batch, prompt), outputs, min(TRACED_STEPS, outputs // 2))
 
-    return Work(title, setup, partial(decode, batch=batch, prompt=prompt, outputs=outputs, reps=reps), trace)
+    measure = partial(decode, batch=batch, prompt=prompt, outputs=outputs, reps=reps)
+    return Work(title, setup, measure, trace, PeerLoad(batch, prompt, decodes=True))
 
 
 def prefill_work(title: str, setup: Setup, *, batch: int, prompt: int, reps: int) -> Work:
     def trace(session: Session) -> Timeline:
         return trace_all(session, session.prompts(batch, prompt), 1)
 
-    return Work(title, setup, partial(prefill, batch=batch, prompt=prompt, reps=reps), trace)
+    measure = partial(prefill, batch=batch, prompt=prompt, reps=reps)
+    return Work(title, setup, measure, trace, PeerLoad(batch, prompt, decodes=False))
+
+
+def context_work(title: str, setup: Setup, *, contexts: Sequence[int], outputs: int, reps: int) -> Work:
+    def trace(session: Session) -> Timeline:
+        return trace_decode(session, [session.prompt(contexts[-1])], outputs, min(TRACED_STEPS, outputs // 2))
+
+    return Work(title, setup, partial(by_context, contexts=contexts, outputs=outputs, reps=reps), trace)
 
 
 def first_token_work(title: str, setup: Setup, *, prompt: int, reps: int) -> Work:
@@ -162,7 +193,7 @@ LLAMA = Setup("llama-3-8b")
 LLAMA_PROMPTS = Setup("llama-3-8b", step_tokens=16384)
 """For prefill alone: the more tokens share a step, the less time is lost between steps. With other sequences
 decoding, a step of half that length halves their wait."""
-TINY = Setup("tiny", dtype="float32", rows=8, step_tokens=64, max_len=256)
+TINY = Setup("qwen3-8b-tiny", dtype="float32", rows=8, step_tokens=64, max_len=256)
 MIXED = {"requests": 256, "shortest": 100, "longest": 1024, "outputs": 256}
 ONE = {"batch": 1, "prompt": 128, "outputs": 384, "reps": 5}
 
@@ -193,16 +224,12 @@ TINY_WORKS: dict[str, Work] = {
     "tiny-offline": mixed_work("tiny, 12 requests", TINY, offline, **TINY_MIXED, reps=2),
     "tiny-host": mixed_work("tiny, device idle time", TINY, host_share, **TINY_MIXED, reps=2),
     "tiny-int4": decode_work(
-        "tiny, batch 1", Setup("tiny", "int4:32,tables", "float32", 8, 64, 256), batch=1, prompt=16, outputs=24, reps=2
+        "tiny, batch 1",
+        Setup("qwen3-8b-tiny", "int4:32,tables", "float32", 8, 64, 256),
+        batch=1,
+        prompt=16,
+        outputs=24,
+        reps=2,
     ),
 }
 """Works that test the benchmark itself."""
-
-
-def chosen(names: str) -> dict[str, Work]:
-    known = WORKS | TINY_WORKS
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in known:
-            raise ConfigError(f"The work {name[:40]!r} is unknown; choose from {', '.join(known)}.")
-    return {name: known[name] for name in wanted}

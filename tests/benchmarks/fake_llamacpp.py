@@ -27,7 +27,7 @@ def main() -> None:
         print(json.dumps([{"avg_ts": sum(samples) / 3, "samples_ts": samples}]))
     else:
         print("what it says before")
-        print(json.dumps({"t": 2.0 / factor, "speed": 1.0}))
+        print(json.dumps({"t": 2.0 / factor, "speed": 1.0, "speed_tg": 50.0 * factor}))
         print("what it says behind")
 
 

@@ -25,7 +25,9 @@ def test_the_right_paths_are_as_long_as_the_wanted_acceptance_makes_them() -> No
 
 def test_steps_accept_as_many_drafts_as_are_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    arguments = "--shape tiny --device cpu --dtype float32 --batch 2 --drafts 7 --prompt 9 --outputs 90 --reps 1"
+    arguments = (
+        "--shape qwen3-8b-tiny --device cpu --dtype float32 --batch 2 --drafts 7 --prompt 9 --outputs 90 --reps 1"
+    )
     assert main([*arguments.split(), "--json", str(file)]) == 0
     plain, drafted = json.loads(file.read_text())
     assert (plain["tokens_per_step"], plain["gain"]) == (1.0, 1.0)

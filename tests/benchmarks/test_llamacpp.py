@@ -75,6 +75,15 @@ def test_batches_are_timed_by_llama_batched_bench_as_a_whole(tmp_path: Path) -> 
     assert [option(call, name) for name in ("-npp", "-ntg", "-npl", "-t", "-tb")] == ["128", "127", "8", "3", "3"]
 
 
+def test_decoding_of_several_streams_is_timed_without_their_prompts(tmp_path: Path) -> None:
+    peer, work = engine(tmp_path), Work("several", "decode", 32, 64, 8)
+    peer.get_ready(work, FRESH)
+    assert peer.rate(work, work.turn(FRESH)) == 100.0  # of all streams together, without flash attention
+    call = calls(tmp_path / "bin")[-1]
+    assert call[0] == "llama-batched-bench"
+    assert [option(call, name) for name in ("-npp", "-ntg", "-npl")] == ["32", "63", "8"]
+
+
 def test_attention_and_build_are_whichever_was_faster(tmp_path: Path) -> None:
     slow, fast = programs(tmp_path / "slow"), programs(tmp_path / "quick", "fast")
     peer = engine(tmp_path, slow, fast)

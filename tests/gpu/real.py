@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.attention import Heads
-from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
+from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, RoutingRule, Unnormed
 from bankfull.ops.reference.attention import TREE_TOKENS
 from bankfull.runtime.trees import paths_of
 from bankfull.weights.formats import SCHEMES
@@ -308,7 +308,8 @@ def attend(draw: Draw, tokens: int) -> Made:
             q, k, v = fused.split((s.heads, s.kv, s.kv), 1)
             norms = draw.pick.choice((None, HeadNorms(draw.normal(s.head), draw.normal(s.head), 1e-6, 0.0)))
             angles = _angles(draw, tokens, s.head // 2)
-            args = (q, k, v, k_pages, v_pages, meta, angles, norms, heads.scale, window, cap)
+            sinks = draw.pick.choice((None, draw.normal(s.heads, dtype=torch.float32)))
+            args = (q, k, v, k_pages, v_pages, meta, angles, norms, heads.scale, window, cap, sinks)
             yield mix.name, Case(args, draw.dtype, {"heads": heads, "pages": draw.dtype}, written=(3, 4))
 
 
@@ -326,7 +327,9 @@ def paged_attention(draw: Draw, tokens: int) -> Made:
                 if pages is torch.int8:
                     (k_pages, k_scales), (v_pages, v_scales) = _rounded(k_pages), _rounded(v_pages)
                     scales = k_scales, v_scales
-                args = (draw.normal(tokens, s.heads, s.head), k_pages, v_pages, meta, heads.scale, window, cap, *scales)
+                sinks = draw.pick.choice((None, draw.normal(s.heads, dtype=torch.float32)))
+                q, held = draw.normal(tokens, s.heads, s.head), scales or (None, None)
+                args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *held, sinks)
                 # Over rounded pages a provider may multiply in bfloat16, as tiles do.
                 provided = torch.bfloat16 if pages is torch.int8 else None
                 facts = {"heads": heads, "pages": pages}
@@ -354,7 +357,7 @@ def write_pages_int8(draw: Draw, tokens: int) -> Made:
     yield "", Case(args, draw.dtype, {"pages": torch.int8}, written=(1, 2))
 
 
-def _recurrent(draw: Draw, tokens: int) -> Iterator[tuple[str, RecurrentMeta, int]]:
+def recurrent(draw: Draw, tokens: int) -> Iterator[tuple[str, RecurrentMeta, int]]:
     steps = [[1] * tokens, [tokens]] if tokens <= 64 else [[1] * (tokens // 2), [tokens // 8] * 8]
     for counts in steps:
         kept = [draw.pick.randint(1, min(count, 4)) for count in counts]
@@ -374,34 +377,108 @@ def _recurrent(draw: Draw, tokens: int) -> Iterator[tuple[str, RecurrentMeta, in
         yield f"{len(counts)} sequences", meta, 1 + len(counts) + sum(kept)
 
 
-def _state(draw: Draw, *shape: int) -> Tensor:
+def state_slots(draw: Draw, *shape: int) -> Tensor:
     state = draw.normal(*shape, dtype=torch.float32)
     state[0] = 0
     return state
 
 
 def causal_conv(draw: Draw, tokens: int) -> Made:
-    for label, meta, slots in _recurrent(draw, tokens):
+    for label, meta, slots in recurrent(draw, tokens):
         x = draw.normal(int(meta.q_start[-1]), SIZES.channels)
         weight, bias = draw.normal(SIZES.channels, 4), draw.pick.choice((None, draw.normal(SIZES.channels)))
-        args = (x, weight, bias, _state(draw, slots, SIZES.channels, 3), meta)
+        args = (x, weight, bias, state_slots(draw, slots, SIZES.channels, 3), meta)
         yield label, Case(args, draw.dtype, written=(3,))
 
 
 def selective_scan(draw: Draw, tokens: int) -> Made:
-    for label, meta, slots in _recurrent(draw, tokens):
+    for label, meta, slots in recurrent(draw, tokens):
         total, channels, size = int(meta.q_start[-1]), SIZES.channels, 16
         delta = torch.nn.functional.softplus(draw.normal(total, channels))
         a = -draw.normal(channels, size, dtype=torch.float32).exp()
         b, c = draw.normal(total, size), draw.normal(total, size)
         x, d = draw.normal(total, channels), draw.normal(channels, dtype=torch.float32)
-        args = (x, delta, a, b, c, d, _state(draw, slots, channels, size), meta)
+        args = (x, delta, a, b, c, d, state_slots(draw, slots, channels, size), meta)
         yield label, Case(args, draw.dtype, written=(6,))
+
+
+def causal_conv_silu(draw: Draw, tokens: int) -> Made:
+    return causal_conv(draw, tokens)
+
+
+def ssd_scan(draw: Draw, tokens: int) -> Made:
+    """Mamba-2's heads: 64 channels, 128 numbers each, one group."""
+    heads, size, groups, n = 24, 64, draw.pick.choice((1, 8)), 128
+    for label, meta, slots in recurrent(draw, tokens):
+        total = int(meta.q_start[-1])
+        whole = draw.normal(total, heads * size + 2 * groups * n + heads)
+        x, b, c, dt = whole.split((heads * size, groups * n, groups * n, heads), dim=1)
+        b, c = (part.unflatten(1, (groups, n)) for part in (b, c))
+        a, d, bias = (
+            -draw.normal(heads, dtype=torch.float32).exp(),
+            *(draw.normal(heads, dtype=torch.float32) for _ in range(2)),
+        )
+        state = state_slots(draw, slots, heads, size, n)
+        limits = draw.pick.choice(((0.0, float("inf")), (0.01, 0.5)))
+        args = (x.unflatten(1, (heads, size)), dt, a, b, c, d, bias, limits, state, meta)
+        yield label, Case(args, draw.dtype, written=(8,))
+
+
+def gated_rms_norm(draw: Draw, tokens: int) -> Made:
+    columns, groups = 5120, draw.pick.choice((1, 8))
+    whole = draw.normal(tokens, columns + 80)
+    args = (draw.normal(tokens, columns), whole[:, :columns], draw.normal(columns), 1e-5, groups)
+    yield "", Case((*args, draw.pick.choice((True, False))), draw.dtype)
+
+
+def diagonal_scan(draw: Draw, tokens: int) -> Made:
+    for label, meta, slots in recurrent(draw, tokens):
+        total, channels, pairs = int(meta.q_start[-1]), SIZES.channels, 32
+        turn = draw.normal(pairs, channels, dtype=torch.float32)
+        decay = torch.stack((0.9 * turn.cos(), 0.9 * turn.sin()))
+        out, d = draw.normal(2, pairs, channels, dtype=torch.float32), draw.normal(channels, dtype=torch.float32)
+        args = (draw.normal(total, channels), decay, out, d, state_slots(draw, slots, 2, pairs, channels), meta)
+        yield label, Case(args, draw.dtype, written=(4,))
+
+
+def scale_columns(draw: Draw, tokens: int) -> Made:
+    yield "", Case((draw.normal(tokens, SIZES.channels), draw.normal(SIZES.channels)), draw.dtype)
+
+
+def route(draw: Draw, tokens: int) -> Made:
+    """Equal logits among them, which must not change places."""
+    for rule in (RoutingRule(128, 8, renormalize=True), RoutingRule(256, 8, "sigmoid", True, 2.5, 8, 4, 2)):
+        order = draw.normal(tokens, rule.experts).argsort(-1)
+        logits = (order // 2 * 0.125 - 4).to(draw.dtype)
+        yield f"{rule.experts} experts", Case((logits, None, rule), draw.dtype, {"experts": rule.experts})
+
+
+def add_gated(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    args = draw.normal(tokens, s.hidden), draw.normal(tokens, s.hidden), draw.normal(tokens, 1)
+    yield "shared", Case(args, draw.dtype)
+
+
+def expert_mlp(draw: Draw, tokens: int) -> Made:
+    experts, per_token, hidden, inner = 32, 4, 2048, 768
+    names = ("int8_row", "int4_g128") if tokens in RARE and draw.dtype is torch.bfloat16 else ()
+    for scheme in (BY_DTYPE[draw.dtype], *(SCHEMES[name] for name in names)):
+        gate, up, down = (
+            weight_of(scheme, experts * outer, columns).reshape_leading(experts, outer)
+            for outer, columns in ((inner, hidden), (inner, hidden), (hidden, inner))
+        )
+        chosen = draw.normal(tokens, experts).argsort(-1)[:, :per_token].to(torch.int32)
+        weights = draw.normal(tokens, per_token, dtype=torch.float32).softmax(-1)
+        args = (draw.normal(tokens, hidden), chosen, weights, gate, up, down, None, None, None, "silu")
+        yield scheme.name, Case(args, draw.dtype, {"weight": gate, "weights": (gate, up, down)})
 
 
 GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
     function.__name__: function
     for function in (
+        route,
+        add_gated,
+        expert_mlp,
         linear,
         best_output,
         gated_linear,
@@ -424,6 +501,15 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         write_pages,
         write_pages_int8,
         causal_conv,
+        causal_conv_silu,
         selective_scan,
+        ssd_scan,
+        gated_rms_norm,
+        diagonal_scan,
+        scale_columns,
     )
 }
+
+from tests.gpu import real_latent, real_linear  # noqa: E402  (last: they draw with what stands above)
+
+GENERATORS |= real_latent.GENERATORS | real_linear.GENERATORS

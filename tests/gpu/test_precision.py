@@ -13,8 +13,8 @@ from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime import naive
-from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.weights import random_model
+from bankfull.synthetic.random_weights import random_model
+from bankfull.synthetic.shapes import shape_config, with_layers
 from tests.gpu.place import CUDA, DEVICE, require_device
 from tests.tiny import VOCAB, folder_of
 
@@ -54,7 +54,7 @@ def _check(
     assert ours <= BODIES * bodies + FLOOR, f"{ours:.2e} nats, the bodies {bodies:.2e}"
 
 
-@pytest.mark.parametrize("shape", ("llama", "gemma", "mamba"))
+@pytest.mark.parametrize("shape", ("llama", "gemma", "mamba", "mamba2", "s4", "hybrid"))
 def test_tiny_models_stay_near(shape: str, record_property: Callable[[str, object], None]) -> None:
     [tokens] = random_prompts(1, 100, seed=8)
     assert max(tokens) < VOCAB
@@ -62,6 +62,6 @@ def test_tiny_models_stay_near(shape: str, record_property: Callable[[str, objec
 
 
 def test_a_model_of_real_width_stays_near(record_property: Callable[[str, object], None]) -> None:
-    shape: Mapping[str, Any] = SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 10} if CUDA else SHAPES["tiny"]
+    shape: Mapping[str, Any] = with_layers(shape_config("qwen3-0.6b"), 10) if CUDA else shape_config("qwen3-8b-tiny")
     tokens = [1 + i * 7919 % (shape["vocab_size"] - 1) for i in range(500 if CUDA else 60)]
     _check(lambda: random_model("middle", shape, torch.bfloat16, DEVICE), tokens, MIDDLE, record_property)
