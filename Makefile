@@ -101,7 +101,7 @@ figures: install ## Write the figures of docs/figures.toml into README.md and do
 lint: tools ## Style, formatting, types and import rules
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(WORKERS)
 	$(BIN)/lint-imports
 
 test: tools lint ## Lint, then the quick tests

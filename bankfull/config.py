@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from bankfull.errors import ConfigError
 
@@ -139,6 +140,8 @@ class RunConfig:
     """Speculative decoding: `NAME[:MODEL][,key=value...]` (`SpeculativeChoice`). It changes the speed; the tokens are
     the same where a row's arithmetic does not depend on the number of rows, as in float32 on a CPU. The option `rule`
     may choose the same distribution instead (rejection), or a lossy rule (typical)."""
+    diffusion: str = ""
+    """Diffusion language models: `key=value[,key=value...]` (`DiffusionChoice`); empty = the defaults."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth not in (0, 1):
@@ -155,7 +158,78 @@ class RunConfig:
             raise ConfigError(f"quantize={self.quantize!r} is not the name of a weight type; use 'int8' or 'int4'.")
         if not isinstance(self.speculative, str):
             raise ConfigError(f"speculative={self.speculative!r} is not a name; use one of {', '.join(SPECULATIVE)}.")
+        if not isinstance(self.diffusion, str):
+            raise ConfigError(f"diffusion={self.diffusion!r} is not a text of options; use 'threshold=0.9'.")
         SpeculativeChoice.parse(self.speculative)
+        DiffusionChoice.parse(self.diffusion)
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionChoice:
+    """Options of denoising, for diffusion language models."""
+
+    text: str = ""
+    """The options as they were given."""
+    order: str = "confidence"
+    """Which masked positions of a block are fixed first: confidence or random."""
+    tokens: int = 1
+    """Positions that each step fixes, at least."""
+    threshold: float | None = 0.9
+    """Each step also fixes every position whose confidence is above it; 1: none. None where the order is random."""
+    block: int = 0
+    """Positions that are denoised together; 0 = the model's own block, or USUAL_BLOCK."""
+    length: int = 128
+    """Mask tokens that a sequence sees after its prompt, at most, where tokens see the whole sequence."""
+    cache: str = "none"
+    """Where tokens see the whole sequence. none: each step computes all tokens (exact); block: the state of known
+    tokens is kept (lossy)."""
+    refresh: int = 8
+    """With cache=block: steps after which all tokens are computed again; 0 = never."""
+
+    USUAL_BLOCK: ClassVar[int] = 32
+    VALUES: ClassVar[dict[str, tuple[str, ...]]] = {"order": ("confidence", "random"), "cache": ("none", "block")}
+
+    def given(self, name: str) -> bool:
+        return any(part.partition("=")[0].strip() == name for part in self.text.split(","))
+
+    @staticmethod
+    def parse(text: str) -> DiffusionChoice:
+        """From `key=value[,key=value...]`; empty = the defaults."""
+        shown, options = f"diffusion={text[:80]!r}", {}
+        known = ("order", "tokens", "threshold", "block", "length", "cache", "refresh")
+        for part in (part.strip() for part in text.split(",") if part.strip()):
+            key, _, value = (side.strip() for side in part.partition("="))
+            if key not in known:
+                raise ConfigError(f"{shown} has no option {key[:40]!r}; its options are {', '.join(known)}.")
+            options[key] = DiffusionChoice._value(shown, key, value)
+        if options.get("order") == "random":
+            if "threshold" in options:
+                raise ConfigError(f"{shown}: a random order takes no threshold; leave one of them out.")
+            options["threshold"] = None
+        return DiffusionChoice(text, **options)
+
+    @staticmethod
+    def _value(shown: str, key: str, value: str) -> Any:
+        if key in DiffusionChoice.VALUES:
+            if value not in DiffusionChoice.VALUES[key]:
+                raise ConfigError(
+                    f"{shown}: {key} must be {' or '.join(DiffusionChoice.VALUES[key])}, not {value[:40]!r}."
+                )
+            return value
+        if key == "threshold":
+            if not re.fullmatch(r"(0?\.[0-9]{1,9}|1(\.0{1,9})?|0)", value):
+                raise ConfigError(f"{shown}: threshold must be a number from 0 to 1, not {value[:40]!r}.")
+            return float(value)
+        least = 0 if key == "refresh" else 1
+        if not value.isascii() or not value.isdigit() or not least <= int(value[:9]) <= MOST_DENOISED:
+            raise ConfigError(
+                f"{shown}: {key} must be a whole number from {least} to {MOST_DENOISED}, not {value[:40]!r}."
+            )
+        return int(value)
+
+
+MOST_DENOISED = 65536
+"""Largest value of an option of denoising that counts positions or steps."""
 
 
 SPECULATIVE_VARIABLE = "BANKFULL_SPECULATIVE"
@@ -174,6 +248,7 @@ SPECULATIVE: dict[str, SpeculativeOptions] = {
     "draft": {"depth": 4, "breadth": 1, "quantize": "", "rule": "same", "adaptive": True},
     "medusa": {"nodes": 8, "tree": "sparse", "rule": "same", "adaptive": True},
     "eagle": {"depth": 4, "nodes": 12, "branch": 4, "tree": "dynamic", "adaptive": True},
+    "mtp": {"width": 2, "adaptive": True},
     "streaming": {"nodes": 8, "tree": "sparse", "adaptive": True},
     "tree-streaming": {"nodes": 8, "adaptive": True},
     "chain": {},
@@ -230,11 +305,6 @@ class SpeculativeChoice:
                     f"{shown}: rule=rejection needs sampled drafts, and those of a lookup are not; drop it."
                 )
             return SpeculativeChoice(name, then.options, model, then)
-        if name == "mtp":
-            raise ConfigError(
-                f"{shown} needs a model with multi-token-prediction modules, and no family that has them is built yet; "
-                "choose another way."
-            )
         if name not in SPECULATIVE:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
         if bool(model) != (name in WITH_MODEL) and (model or name not in BUNDLED):

@@ -75,6 +75,8 @@ class Engine(Generic[RunnerKind]):
         self.on_settle: list[Callable[[StepPlan, StepResult], None]] = []
         """Called with every step and its results when they have arrived, before they are processed."""
         self.no_drafts = "it is off" if drafting is None and strategy.idle else ""
+        if strategy.canvas is not None:
+            self.no_drafts = "the model denoises blocks of tokens"
         """Why no draft tokens are verified, as a clause; empty if they may be."""
         self._clock = clock
         self._inflight: deque[tuple[StepPlan, Future[StepResult], float, dict[int, Key]]] = deque()
@@ -187,7 +189,7 @@ class Engine(Generic[RunnerKind]):
         self.scheduler.took(plan, seconds)
         self._free_at = now
         for work, tokens in zip(plan.work, result.tokens, strict=True):
-            if work.drafts:
+            if work.drafts and not work.block:
                 self.totals.verified(work.drafts, max(0, len(tokens) - 1))
         if self.adaptive is not None:
             self._measure(self.adaptive, plan, result, seconds)

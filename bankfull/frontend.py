@@ -17,6 +17,7 @@ from bankfull.errors import RequestError
 from bankfull.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from bankfull.runtime.device_runner import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
+from bankfull.sample.denoised import refuse_beside_denoising
 from bankfull.sample.generated import checked_generated, end_of
 from bankfull.sample.grammar import GrammarCompiler, Matcher
 from bankfull.sample.params import SamplingParams
@@ -135,6 +136,8 @@ class Frontend:
         `generated`: tokens that each sample has generated on another engine. The samples continue exactly as if this
         engine had generated them, except those whose numbers are in `finished`. Deltas and logprobs begin with the
         first new token; the text and the token ids of the result are whole."""
+        if self.engine.scheduler.canvas is not None:
+            refuse_beside_denoising(params, pool)
         text, ids = self.encode(prompt)
         generates = pool is None and params.max_tokens != 0
         limit = self._limit(len(ids), params, generates)

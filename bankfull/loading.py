@@ -20,6 +20,7 @@ from bankfull.decode.drafting import Drafting
 from bankfull.decode.eagle import Eagle
 from bankfull.decode.lookahead import Jacobi, Lookahead
 from bankfull.decode.medusa import Medusa
+from bankfull.decode.mtp import MultiTokenPrediction
 from bankfull.decode.plain import Plain
 from bankfull.decode.rules import RULES, TYPICAL, AcceptanceRule
 from bankfull.decode.strategy import OwnModel, Strategy
@@ -30,15 +31,18 @@ from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.eagle import build_eagle
+from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
+from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
 from bankfull.runtime.device import Device, available_memory, open_device
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
+from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout, Recurrent, joined_states, layout_of
@@ -160,7 +164,7 @@ def assemble(
         native.set_threads(run.threads)
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
-    sched = sched.suited(**device.suits)
+    asked, sched = sched.step_tokens, sched.suited(**device.suits)
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
     if run.activations == "auto" and build.kit.activations == INT8_FEW:
@@ -170,13 +174,15 @@ def assemble(
             shown(inner_weights(files.source)),
         )
     model = build_weights(files, build, device)
+    strategy = suited_strategy(model, strategy, run, choice)
+    state, sched = suited_state(model, state), suited_steps(model, sched, asked, max_len)
     strategy.prepare(model)
     phases.end("weights")
     refuse_other_size(model, strategy)
     refuse_pages_without_use(layout_of(model.states(), state.page_tokens), run.kv_dtype)
     layout = layout_of(joined_states(model.states(), strategy.states()), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
-    drafting = host_drafting(choice, device, layout, depth)
+    drafting = None if strategy.canvas is not None else host_drafting(choice, device, layout, depth)
     guesses = 0 if drafting is None else drafting.width
     adaptive = adaptive_width(choice, strategy)
     widths = (*(() if adaptive is None else strategy.widths()), *halved(guesses))
@@ -223,7 +229,8 @@ def assemble(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
         ) from error
     phases.end("state and captured steps")
-    scheduler = Scheduler(sched, manager, ahead=strategy.ahead)
+    canvas = None if strategy.canvas is None else Canvas(strategy.canvas, sizes.max_len)
+    scheduler = Scheduler(sched, manager, ahead=strategy.ahead, canvas=canvas)
     engine = Engine(scheduler, runner, strategy, depth, drafting=drafting, adaptive=adaptive)
     if engine.no_drafts and choice.name == "auto":
         engine.no_drafts = no_automatic_drafts(device, layout) or engine.no_drafts
@@ -248,6 +255,8 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
     if choice.name == "eagle":
         sizes = choice.number("depth"), str(choice.options["tree"]), choice.number("nodes"), choice.number("branch")
         return Eagle(partial(build_eagle, read_eagle(choice.model)), *sizes)
+    if choice.name == "mtp":
+        return MultiTokenPrediction(partial(build_mtp, target.config), choice.number("width"))
     if choice.name == "lookahead":
         return Lookahead(*(choice.number(key) for key in ("window", "ngram", "guesses")))
     if choice.name == "jacobi":

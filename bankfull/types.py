@@ -72,6 +72,25 @@ class Work:
     slots: tuple[int, ...] = ()
     """Slots that receive the recurrent state after each of the last 1 + drafts tokens; empty for models without
     recurrent state."""
+    keeps: int | None = None
+    """Tokens by which the computed part of the sequence grows: state beyond it is computed again. Below 0 it shrinks.
+    None: `count`, and the accepted drafts."""
+    block: int = 0
+    """Diffusion: positions after the known tokens whose masked tokens this step predicts; the drafts are the mask
+    tokens and partly denoised tokens from there on. 0 = the drafts follow the last known token."""
+    first: int = 0
+    """Diffusion: the number, within the sequence's tokens of the step, of the one that predicts the block's first
+    position."""
+
+    @property
+    def lines(self) -> int:
+        """Positions whose logits are wanted."""
+        return (self.block or self.drafts + 1) if self.sample else 0
+
+    @property
+    def kept(self) -> int:
+        """Tokens by which the computed part grows, accepted drafts aside."""
+        return self.count if self.keeps is None else self.keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +208,23 @@ class Output:
     extra: Any = None
     cached: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasShape:
+    """How a diffusion model's sequences are denoised."""
+
+    sight: int
+    """Tokens of a block that see each other in attention, aligned to position 0."""
+    whole: bool
+    """Whether tokens see the whole sequence, whatever `sight` is."""
+    block: int
+    """Positions that are denoised together."""
+    length: int
+    """Mask tokens that a sequence sees after its prompt, at most, where tokens see the whole sequence."""
+    shifted: bool = False
+    """Whether a position's token is predicted from the position before it."""
+    cached: bool = False
+    """Whether the state of known tokens is kept although later tokens change (lossy)."""
+    refresh: int = 0
+    """Steps after which such state is computed anew; 0 = never."""

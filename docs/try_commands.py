@@ -33,12 +33,13 @@ COMMAND_SECONDS, START_SECONDS = 600, 180
 
 NOT_RUN = (
     (r"docker ", "needs a Docker engine"),
+    (r"LLaDA-8B|SDAR-4B", "needs a checkpoint of several GB"),
     (
         r"make (test-gpu|bench-gpu)|benchmarks\.gpu (?!--list)|benchmarks\.gpu\.|--device cuda|bankfull tune",
         "needs a GPU",
     ),
     (r"make test(\s|$)", "takes 20 minutes; CI runs it"),
-    (r"make bench( |$)", "builds llama.cpp and installs vLLM; takes hours"),
+    (r"make bench( |$)|benchmarks\.cpu_peers --shape", "builds llama.cpp and installs vLLM; takes hours"),
     (r"make (soak|test-clients)", "takes half an hour, or installs several GB of clients"),
     (r"benchmarks\.plan_accuracy|--verify", "takes minutes on a machine that does nothing else"),
     (r"bankfull bench compare", "needs another engine's server"),

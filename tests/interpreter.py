@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ def compute_as_a_device_does() -> None:
     let_loops_run_to_a_loaded_number()
     round_bfloat16_to_nearest()
     multiply_bfloat16()
+    find_numpy_types_at_once()
+    type_tuples_when_asked()
+    search_modules_once()
 
 
 def let_loops_run_to_a_loaded_number() -> None:
@@ -56,6 +60,60 @@ def multiply_bfloat16() -> None:
         return dot(self, widened(a), widened(b), *rest)
 
     interpreter.InterpreterBuilder.create_dot = multiplied
+
+
+def find_numpy_types_at_once() -> None:
+    """The interpreter makes a table of all types for each look into it."""
+    find = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def remembered(kind: Any) -> Any:
+        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if scalar.name not in known:
+            known[scalar.name] = find(scalar)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = remembered
+
+
+def type_tuples_when_asked() -> None:
+    """Every shape is a tuple, and spelling out its type takes a fifth of all time; the interpreter hardly ever needs
+    it."""
+    made = tl.core.tuple.__init__
+
+    def without_type(self: Any, args: Any, type: Any = None) -> None:
+        if type is None:
+            self.values = list(args)
+        else:
+            made(self, args, type)
+
+    def type_of(self: Any) -> Any:
+        if "_type" not in self.__dict__:
+            self.__dict__["_type"] = tl.core._type_for_tuple_values(self.values)
+        return self.__dict__["_type"]
+
+    def set_type(self: Any, kind: Any) -> None:
+        self.__dict__["_type"] = kind
+
+    tl.core.tuple.__init__ = without_type
+    tl.core.tuple.type = property(type_of, set_type)
+
+
+def search_modules_once() -> None:
+    """Each call of a function within a kernel searches the language's modules for what is to be patched. The names are
+    always the same; below a running kernel they are patched already, so an empty result says nothing."""
+    names: dict[int, list[str]] = {}
+
+    def patched(package: Any, builder: Any, scope: Any) -> None:
+        if not names.get(id(package)):
+            members = inspect.getmembers(package)
+            names[id(package)] = [name for name, member in members if tl.core.is_builtin(member)]
+        for name in names[id(package)]:
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patched
 
 
 def _handle(data: np.ndarray, source: Any, kind: Any) -> Any:

@@ -26,6 +26,7 @@ from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.fake import Late
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
+from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
@@ -76,7 +77,9 @@ class Bench:
             guesses=guesses,
         )
         drafting = None if lookup is None else Drafting(lookup, lookup.most, self.depth, None)
-        scheduler = Scheduler(self.sched, self.manager, ahead=self.strategy.ahead)
+        shape = self.strategy.canvas
+        canvas = None if shape is None else Canvas(shape, self.max_len)
+        scheduler = Scheduler(self.sched, self.manager, ahead=self.strategy.ahead, canvas=canvas)
         self.engine = Engine(
             scheduler, self.runner, self.strategy, self.depth, drafting=drafting, adaptive=self.adaptive
         )

@@ -55,7 +55,7 @@ class Side:
         self.model, kit = built(family, arithmetic)
         self.layout = layout_of(self.model.states(), PAGE)
         each = -(-LONGEST // PAGE)
-        storage = Storage(self.layout, ROWS * each * len(self.layout.paged), 2, CPU)
+        storage = Storage(self.layout, ROWS * each * len(self.layout.paged), 2 * ROWS, CPU)
         storage.frames.zero_()
         self.taped = Taped(Eager(self.model, self.layout, storage.layers), kit)
         self.rows = Rows(ROWS, LONGEST, self.layout, self.model.vocab, CPU)
@@ -75,6 +75,12 @@ class Side:
         for row, params in enumerate(all_params):
             self.rows.sampling.set([entering(row, params, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])])
 
+    def work(self, row: int, count: int = 1) -> Work:
+        """The row's next tokens. A recurrent state moves between two slots of the row."""
+        own = (1 + 2 * row, 2 + 2 * row)
+        slots = () if self.layout.recurrent is None else (own[int(self.rows.slot[row]) == own[0]],)
+        return Work(row, 0, count, sample=True, slots=slots)
+
     def run(self, work: list[Work]) -> list[int]:
         """Batch, hidden states, choice and commit, one after the other."""
         batch = build_batch(work, self.rows, self.layout)
@@ -90,25 +96,26 @@ class Side:
         ).tokens
         for w in work:
             self.rows.computed[w.row] += w.count
+            self.rows.slot[w.row] = w.slots[0] if w.slots else 0
         self.rows.commit(lines, chosen[:, None], None)
         return chosen.tolist()
 
 
 @pytest.mark.parametrize("all_params", PARAMS, ids=["greedy", "top_k", "mixed"])
 @pytest.mark.parametrize("arithmetic", ["int8", "exact"])
-@pytest.mark.parametrize("family", ["llama", "biased", "normed", "fused"])
+@pytest.mark.parametrize("family", ["llama", "biased", "normed", "fused", "mamba", "mamba2", "hybrid"])
 def test_same_tokens_and_rows(family: str, arithmetic: str, all_params: list[SamplingParams]) -> None:
     plain, quick = Side(family, arithmetic, all_params), Side(family, arithmetic, all_params)
     choosing = quick.taped.choosing(quick.rows)
     assert choosing is not None
     for side in (plain, quick):
-        side.run([Work(row, 0, int(side.rows.known[row]), sample=True) for row in range(ROWS)])
+        side.run([side.work(row, int(side.rows.known[row])) for row in range(ROWS)])
     chance = Random(2)
     for _ in range(12):
         rows = chance.sample(range(ROWS), chance.randint(1, ROWS))
-        expected = plain.run([Work(row, 0, 1, sample=True) for row in rows])
-        assert choosing(rows) == expected
-        for name in ("tokens", "known"):
+        work = [plain.work(row) for row in rows]
+        assert choosing(rows, [slot for w in work for slot in w.slots]) == plain.run(work)
+        for name in ("tokens", "known", "slot"):
             assert torch.equal(getattr(plain.rows, name), getattr(quick.rows, name)), name
         assert np.array_equal(plain.rows.computed, quick.rows.computed)
 
@@ -126,13 +133,23 @@ def test_nothing_changes_when_a_row_cannot_go_on() -> None:
     assert np.array_equal(before[2], side.rows.computed)
 
 
+def test_a_recurrent_row_needs_a_slot_and_other_rows_have_none() -> None:
+    for family, slots in (("mamba", []), ("mamba2", [1, 2, 3]), ("mamba", [1, 99]), ("llama", [1, 2])):
+        side = Side(family)
+        choosing = side.taped.choosing(side.rows)
+        assert choosing is not None
+        before = side.rows.tokens.clone(), side.rows.slot.clone()
+        with pytest.raises(ValueError, match="slot"):
+            choosing([0, 1], slots)
+        assert torch.equal(before[0], side.rows.tokens) and torch.equal(before[1], side.rows.slot)
+
+
 def test_only_on_a_whole_tape() -> None:
-    """A capped head decides by its logits, and a recurrent state has slots to keep: those steps stay with Python."""
-    for family in ("capped", "mamba"):
-        model, kit = built(family, "int8")
-        layout = layout_of(model.states(), PAGE)
-        taped = Taped(Eager(model, layout, Storage(layout, 8, 4, CPU).layers), kit)
-        assert taped.choosing(Rows(2, 16, layout, model.vocab, CPU)) is None
+    """A capped head decides by its logits: those steps stay with Python."""
+    model, kit = built("capped", "int8")
+    layout = layout_of(model.states(), PAGE)
+    taped = Taped(Eager(model, layout, Storage(layout, 8, 4, CPU).layers), kit)
+    assert taped.choosing(Rows(2, 16, layout, model.vocab, CPU)) is None
 
 
 @pytest.mark.parametrize("depth", [0, 1])

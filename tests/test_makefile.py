@@ -74,7 +74,7 @@ def test_nothing_is_done_again_when_nothing_has_changed(folder: Path) -> None:
 
 def test_tests_and_checks_get_what_they_need(folder: Path) -> None:
     assert "tools: installing what tests and checks need" in make(folder, "tools").stdout
-    assert {"  pytest", "  transformers", "  ruff", "  mypy"} <= set(asked(folder))
+    assert {"  pytest", "  transformers", "  ruff", "  mypy>=2.4"} <= set(asked(folder))
     for target in (
         "lint",
         "test",

@@ -357,13 +357,15 @@ class Sequence:
     page: int
     scales: tuple[Tensor, ...] = ()
     """Scales of int8 keys and values."""
+    sinks: Tensor | None = None
 
     def attend(self, start: int, stop: int, window: int | None = None, cap: float | None = None) -> Tensor:
         """The queries [start, stop), without later tokens."""
         places = torch.arange(start, stop)
         meta = PagedMeta(np.array([0, stop - start]), np.array([stop]), self.table, places, self.page)
         run, scale = paged_attention.providers["native"].run, self.q.shape[-1] ** -0.5
-        return run(self.q[start:stop], self.k_pages, self.v_pages, meta, scale, window, cap, *self.scales)
+        scales = self.scales or (None, None)
+        return run(self.q[start:stop], self.k_pages, self.v_pages, meta, scale, window, cap, *scales, self.sinks)
 
     def rounded(self) -> Sequence:
         """The same with int8 pages."""
@@ -436,6 +438,28 @@ def test_attention_over_int8_pages_is_the_body_and_keeps_its_bits(
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_sink_takes_its_share_of_every_row_and_keeps_its_bits(dtype: torch.dtype, isa: str) -> None:
+    sequence = sequence_of(300, size=32, values=32)
+    sequence = (
+        sequence.rounded()
+        if dtype is torch.int8
+        else replace(sequence, k_pages=sequence.k_pages.to(dtype), v_pages=sequence.v_pages.to(dtype))
+    )
+    plain = sequence.attend(0, 300)
+    sequence.sinks = torch.tensor([0.5, -3.0, 4.0, 0.0, -1e9, 1e9])
+    whole = sequence.attend(0, 300)
+    for size in (1, 64):
+        cut = [sequence.attend(at, min(at + size, 300)) for at in range(0, 300, size)]
+        assert same_bits(torch.cat(cut), whole), size
+    meta = PagedMeta(np.array([0, 300]), np.array([300]), sequence.table, torch.arange(300), sequence.page)
+    held = (sequence.k_pages, sequence.v_pages, meta, 32**-0.5, None, None, *(sequence.scales or (None, None)))
+    expected = paged_attention.body(sequence.q.double(), *held, sequence.sinks)
+    bound = 1e-5 if dtype is torch.float32 else 0.02
+    torch.testing.assert_close(whole.double(), expected, rtol=bound, atol=bound)
+    assert same_bits(whole[:, 4], plain[:, 4]) and not whole[:, 5].any(), "an extreme sink takes nothing, or everything"
+
+
 def test_attention_does_not_depend_on_threads_nor_on_batch_mates(threads: None) -> None:
     """A long decode is split over threads, and differently beside a prefill: neither affects the bits."""
     lengths, queries = [3000, 200, 1, 777], [1, 200, 1, 3]
@@ -500,6 +524,8 @@ def test_attention_rejects_invalid_page_tables_and_shapes() -> None:
         replace(sequence, scales=rounded.scales).attend(0, 4)
     with pytest.raises(ValueError, match="one per token and head"):
         replace(rounded, scales=(rounded.scales[0], rounded.scales[1][..., :1])).attend(0, 4)
+    with pytest.raises(ValueError, match="one sink each"):
+        replace(rounded, sinks=torch.zeros(5)).attend(0, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -598,7 +624,7 @@ def test_soft_cap_is_exact_to_a_few_units_and_odd(isa: str) -> None:
     assert same_bits(run(-x, 30.0), -run(x, 30.0))
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "softplus"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "softplus", "sigmoid"])
 def test_activations_pass_extremes_on_and_keep_their_bits_wherever_an_element_lies(kind: str, isa: str) -> None:
     x = torch.tensor([-math.inf, -1e30, -100.0, -0.0, 0.0, 100.0, 1e30, math.inf, math.nan])
     run, gated = activate.providers["native"].run, activate_mul.providers["native"].run

@@ -119,28 +119,40 @@ def test_the_meter_returns_the_shapes_and_dtypes_of_the_body(name: str) -> None:
         assert all(t.is_meta for t in on_meta)
 
 
-@pytest.mark.parametrize(("name", "per_token"), [("causal_conv", (0,)), ("selective_scan", (0, 1, 3, 4))])
+CONTINUED = [
+    ("causal_conv", (0,)),
+    ("selective_scan", (0, 1, 3, 4)),
+    ("ssd_scan", (0, 1, 3, 4)),
+    ("diagonal_scan", (0,)),
+    ("linear_attention", (0, 1, 2)),
+    ("delta_rule", (0, 1, 2, 3, 4)),
+]
+"""Recurrent operations and their arguments with one row per token."""
+
+
+@pytest.mark.parametrize(("name", "per_token"), CONTINUED)
 def test_every_kept_slot_continues_its_sequence(name: str, per_token: tuple[int, ...]) -> None:
     """Whatever number of draft tokens was accepted, the slot after them leads to the same outputs and state."""
     continued = 0
     for seed in range(20):
         made = cases.case(name, seed, torch.float64)
-        at, meta = made.written[0], made.args[-1]
+        meta = made.args[-1]
         whole = OPERATIONS[name].body(*made.args)
-        state = made.args[at]
+        states = {at: made.args[at] for at in made.written}
         for i, kept in enumerate(meta.kept.tolist()):
             last = int(meta.q_start[i + 1])
             for j in range(kept - 1):
                 begin = last - kept + 1 + j
-                spare = torch.cat((state, torch.zeros_like(state[:1])))
+                spare = {at: torch.cat((state, torch.zeros_like(state[:1]))) for at, state in states.items()}
                 again = list(made.args)
                 for k in per_token:
                     again[k] = made.args[k][begin:last]
-                again[at] = spare
-                again[-1] = RecurrentMeta(
-                    np.array([0, last - begin]), np.array([1]), meta.write[i, j : j + 1], torch.tensor([[len(state)]])
-                )
+                for at, there in spare.items():
+                    again[at] = there
+                free = torch.tensor([[len(there) - 1]])
+                again[-1] = RecurrentMeta(np.array([0, last - begin]), np.array([1]), meta.write[i, j : j + 1], free)
                 assert_close(OPERATIONS[name].body(*again), whole[begin:last], torch.float64)
-                assert_close(spare[-1], state[meta.write[i, kept - 1]], torch.float64)
+                for at, state in states.items():
+                    assert_close(spare[at][-1], state[meta.write[i, kept - 1]], torch.float64)
                 continued += 1
     assert continued

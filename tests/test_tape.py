@@ -13,9 +13,12 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bankfull.layers.attention import Attention
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.layers.linear import Linear
+from bankfull.layers.shared import SharedAttention
 from bankfull.models.registry import build_model
 from bankfull.ops import Kit, activate, activate_mul, kit_for, native
 from bankfull.progress import PROGRESS
@@ -66,8 +69,32 @@ CONFIGS = {
         ffn_dim=96,
         word_embed_proj_dim=32,
     ),
+    "parallel": lambda: transformers.GPTNeoXConfig(**_COMMON, num_attention_heads=2, intermediate_size=96),
+    "normed after": lambda: transformers.Olmo2Config(**_COMMON, **{k: v for k, v in _HEADS.items() if k != "head_dim"}),
+    "experts": lambda: transformers.Qwen2MoeConfig(
+        **_COMMON,
+        **{k: v for k, v in _HEADS.items() if k != "head_dim"},
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    ),
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=70, hidden_size=64, num_hidden_layers=2, state_size=4, time_step_rank=16
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        vocab_size=70, hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, n_groups=2, state_size=20
+    ),
+    "hybrid": lambda: transformers.FalconH1Config(
+        **_COMMON,
+        **{k: v for k, v in _HEADS.items() if k != "head_dim"},
+        mamba_d_ssm=96,
+        mamba_n_heads=3,
+        mamba_d_state=20,
+        mamba_rms_norm=True,
+        ssm_multipliers=[0.5, 0.8, 1.2, 0.9, 1.4],
+        mlp_multipliers=[0.7, 1.3],
+        ssm_out_multiplier=0.8,
     ),
 }
 ARITHMETIC = {
@@ -154,8 +181,38 @@ def test_captured_and_uncaptured_steps_give_the_same_bits(family: str, arithmeti
         eager, taped = sides.step(counts)
         assert eager.isfinite().all() and eager.abs().sum() > 0
         assert torch.equal(eager, taped), f"{counts}: {(eager - taped).abs().max()}"
-    for (ours,), (theirs,) in zip(*(storage.layers for storage in sides.states), strict=True):
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for layer in zip(*(storage.layers for storage in sides.states), strict=True):
+        for ours, theirs in zip(*layer, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "int8 pages"])
+def test_layers_that_share_keys_and_values_are_part_of_the_tape(arithmetic: str) -> None:
+    model, kit = built("normed", arithmetic)
+    owner, mixer = model.mixers
+    assert isinstance(owner, Attention) and isinstance(mixer, Attention) and isinstance(mixer.out, Linear)
+    pages = ARITHMETIC[arithmetic][2]
+    build = Build(open_model(folder_of("normed")).source, kit, torch.float32, CPU, kv_dtype=pages)
+    model.blocks[1].mixer = SharedAttention(build, owner, 0, mixer.q, mixer.out, q_norm=mixer.q_norm)
+    sides = Sides(model, kit, 2)
+    assert not sides.taped.tape.breaks and sides.layout.paged[0].layers == (0,)
+    for counts in ([20, 0], [1, 7], [1, 1]):
+        eager, taped = sides.step(counts)
+        assert eager.isfinite().all() and torch.equal(eager, taped)
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "int8 pages"])
+def test_sinks_are_part_of_the_tape(arithmetic: str) -> None:
+    model, kit = built("llama", arithmetic)
+    plain = Sides(model, kit, 1).step([20])[0]
+    for mixer in model.mixers:
+        assert isinstance(mixer, Attention)
+        mixer.sinks = torch.tensor([0.5, 2.0])
+    sides = Sides(model, kit, 1)
+    assert not sides.taped.tape.breaks
+    for counts in ([20], [1]):
+        eager, taped = sides.step(counts)
+        assert torch.equal(eager, taped) and not torch.equal(eager, plain)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
