@@ -148,7 +148,10 @@ class Engine(Generic[RunnerKind]):
 
     def _drafts(self) -> Drafts:
         drafting = self.drafting
-        own = self.strategy.width(self.scheduler.running) if self.adaptive is None else self._proposed
+        if self.adaptive is not None:
+            own = self._proposed
+        else:
+            own = 0 if self.strategy.idle else self.strategy.width(self.scheduler.running)
         if drafting is None:
             return own
         begun = self._clock()

@@ -72,9 +72,9 @@ class Work:
     slots: tuple[int, ...] = ()
     """Slots that receive the recurrent state after each of the last 1 + drafts tokens; empty for models without
     recurrent state."""
-    keeps: int | None = None
-    """Tokens by which the computed part of the sequence grows: state beyond it is computed again. Below 0 it shrinks.
-    None: `count`, and the accepted drafts."""
+    redone: int = 0
+    """Diffusion: tokens whose state a later step computes again. The computed part of the sequence grows by
+    count - redone, and by the accepted drafts; where a refresh drops older state, redone is above count."""
     block: int = 0
     """Diffusion: positions after the known tokens whose masked tokens this step predicts; the drafts are the mask
     tokens and partly denoised tokens from there on. 0 = the drafts follow the last known token."""
@@ -86,11 +86,6 @@ class Work:
     def lines(self) -> int:
         """Positions whose logits are wanted."""
         return (self.block or self.drafts + 1) if self.sample else 0
-
-    @property
-    def kept(self) -> int:
-        """Tokens by which the computed part grows, accepted drafts aside."""
-        return self.count if self.keeps is None else self.keeps
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ class DeviceRunner:
     def _commit(self, batch: Batch, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
         rows = self.rows
-        counts = np.array([w.kept for w in work], np.int64)
+        counts = np.array([w.count - w.redone for w in work], np.int64)
         accepted = None
         if verdict is not None and verdict.counts is not None and not verdict.denoised:
             accepted = verdict.counts - 1

@@ -60,13 +60,14 @@ class Canvas:
             upto = 0 if shape.whole else min(border, (start + budget) // shape.sight * shape.sight)
             return Work(seq.row, start, upto - start) if upto > start else None
         # A prediction from the token before it needs that token in the step.
-        keeps = max(0, (known if shape.whole else border) - shape.shifted - start)
+        kept = max(0, (known if shape.whole else border) - shape.shifted - start)
         if shape.whole and not shape.cached:
-            keeps = 0
+            kept = 0
         elif shape.refresh and (seq.denoised + 1) % shape.refresh == 0:
-            keeps = -start
+            kept = -start
         count, block = known - start, min(self.block_end(known, seq.prompt_len), end) - known
-        return Work(seq.row, start, count, end - known, True, keeps=keeps, block=block, first=count - shape.shifted)
+        first, redone = count - shape.shifted, count - kept
+        return Work(seq.row, start, count, end - known, True, redone=redone, block=block, first=first)
 
     def check(self, request: Request, step_tokens: int, state: StateManager) -> None:
         """Refuses a request that can never run."""

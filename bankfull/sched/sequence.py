@@ -82,7 +82,7 @@ class Sequence:
 
     def launch(self, work: Work) -> None:
         self.flying.append(work)
-        self.start += work.kept
+        self.start += work.count - work.redone
         self.denoised += 1
         self.drafted += work.drafts
         self.sampled += work.sample
@@ -90,7 +90,7 @@ class Sequence:
     def land(self, accepted: int) -> None:
         """The oldest launched work has settled with `accepted` drafts."""
         work = self.flying.popleft()
-        self.computed += work.kept + accepted
+        self.computed += work.count - work.redone + accepted
         self.start += accepted
         self.drafted -= work.drafts
         self.sampled -= work.sample

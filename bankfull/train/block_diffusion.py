@@ -173,4 +173,4 @@ def train_block_diffusion(
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
-    return model.eval(), losses
+    return model.train(False), losses

@@ -118,4 +118,4 @@ def train_diffusion_lm(
         loss.backward()
         optimizer.step()
         schedule.step()
-    return model.eval()
+    return model.train(False)

@@ -6,6 +6,8 @@ from typing import Any
 
 import transformers as tf
 
+from tests.models.shapes import any_width
+
 MAMBA2: dict[str, Any] = {
     "vocab_size": 53,
     "hidden_size": 40,
@@ -98,11 +100,11 @@ def jamba(**settings: Any) -> Any:
         "attn_layer_offset": 1,
         "mamba_d_state": 5,
     }
-    return lambda: tf.JambaForCausalLM(tf.JambaConfig(**{**SIZES, **own, **settings}))
+    return lambda: any_width(tf.JambaForCausalLM(tf.JambaConfig(**{**SIZES, **own, **settings})))
 
 
 def granite(**settings: Any) -> Any:
-    return lambda: tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**{**GRANITE, **settings}))
+    return lambda: any_width(tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**{**GRANITE, **settings})))
 
 
 def falcon(**settings: Any) -> Any:

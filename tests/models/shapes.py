@@ -32,10 +32,15 @@ def model(kind: str, **settings: Any) -> Case:
     def make() -> Any:
         config = getattr(tf, f"{kind}Config")(**{**SIZES, **settings})
         made = getattr(tf, f"{kind.removesuffix('Text')}ForCausalLM")(config)
-        made.set_experts_implementation("eager")  # the default of mixtures of experts refuses odd widths
-        return made
+        return any_width(made)
 
     return make
+
+
+def any_width(made: Any) -> Any:
+    """The default product of a mixture of experts refuses odd widths."""
+    made.set_experts_implementation("eager")
+    return made
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:

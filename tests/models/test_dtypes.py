@@ -6,10 +6,11 @@ from itertools import chain
 
 import pytest
 import torch
+from torch import Tensor
 
 from bankfull.state.spec import Recurrent, Shared
 from tests.models.cases import CASES
-from tests.models.oracle import PASSES, TOLERANCE, error, ours, reference_logits, saved, spread
+from tests.models.oracle import PASSES, TOLERANCE, error, logits, ours, reference_logits, saved
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -17,8 +18,14 @@ def test_bfloat16_is_as_close_to_float32_as_the_reference_is(name: str) -> None:
     model = saved(name)
     narrow = CASES[name]().to(torch.bfloat16).eval()
     narrow.load_state_dict(model.reference.state_dict())
-    off = float((reference_logits(narrow).float() - model.logits).square().mean().sqrt())
-    assert spread(ours(name, dtype=torch.bfloat16), model.logits, PASSES["chunks"]) < 1.5 * off < 0.5
+    off = typical_error(reference_logits(narrow).float(), model.logits)
+    mine = typical_error(logits(ours(name, dtype=torch.bfloat16), PASSES["chunks"]), model.logits)
+    assert mine < 2 * off < 0.5
+
+
+def typical_error(found: Tensor, want: Tensor) -> float:
+    """Of the median token: where rounding sends a token to another expert, that token's error says nothing."""
+    return float((found - want).square().mean(1).sqrt().median())
 
 
 @pytest.mark.parametrize("name", CASES)

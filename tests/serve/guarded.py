@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.work import CALLS
-
 START_SECONDS = 120
+CALLS = ("call", "c_call")
+"""The events of a profile that count: a function is entered, written in Python or in C."""
 TURN = asyncio.BaseEventLoop._run_once.__code__  # type: ignore[attr-defined]
 
 
