@@ -38,6 +38,7 @@ from bankfull.weights.eagle import WEIGHTS, EagleFiles, read_eagle, usual_taps, 
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
 from bankfull.weights.source import open_model
+from tests.decode.watched import Watched
 from tests.kit import Bench, device_of
 from tests.test_drafts import GRAMMAR, PARAMS, Ladder
 from tests.tiny import DEVICE, VOCAB, folder_of, kit_of, model_of, reference_of, speaking_folder
@@ -133,22 +134,8 @@ def paper_forward(files: EagleFiles, embedded: Tensor, features: Tensor) -> Tens
     return x + linear(gated, w["layer.mlp.down_proj.weight"])
 
 
-class Watching(Eagle):
+class Watching(Watched, Eagle):
     """Keeps the predicted features of every token that the target model has run."""
-
-    def attach(self, steps: Any) -> None:
-        super().attach(steps)
-        self.followed: list[Tensor] = []
-        self._run = steps.run
-
-    def follow(self, step: Any) -> None:
-        def watched(batch: Any) -> Tensor:
-            self.followed.append(self._run(batch).clone())
-            return self.followed[-1]
-
-        self._steps.run = watched  # type: ignore[method-assign]
-        super().follow(step)
-        self._steps.run = self._run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("chunk", (3, 64))

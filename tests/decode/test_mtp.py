@@ -28,6 +28,7 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime import naive
 from bankfull.weights.source import open_model
+from tests.decode.watched import Watched
 from tests.kit import Bench, device_of
 from tests.test_drafts import PARAMS
 from tests.tiny import VOCAB, folder_of, kit_of, model_of, reference_of
@@ -79,22 +80,8 @@ def reference(tokens: list[int], hidden: Tensor) -> Tensor:
     return y
 
 
-class Watching(MultiTokenPrediction):
+class Watching(Watched, MultiTokenPrediction):
     """Keeps the module's hidden states of every token that the target model has run."""
-
-    def attach(self, steps: Any) -> None:
-        super().attach(steps)
-        self.followed: list[Tensor] = []
-        self._run = steps.run
-
-    def follow(self, step: Any) -> None:
-        def watched(batch: Any) -> Tensor:
-            self.followed.append(self._run(batch).clone())
-            return self.followed[-1]
-
-        self._steps.run = watched  # type: ignore[method-assign]
-        super().follow(step)
-        self._steps.run = self._run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("chunk", (3, 64))
