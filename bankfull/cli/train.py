@@ -74,7 +74,7 @@ class TrainOptions:
     rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Highest learning rate.")] = 1e-3
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Stop after this time; the same command continues.", show_default="no limit"),
+        typer.Option(min=0.001, help="Stop after this time; the same command continues.", show_default="no limit"),
     ] = None
     measure_every: Annotated[int, typer.Option(min=1, help="Steps between measurements of the acceptance.")] = 100
     states: Annotated[float, typer.Option(min=0.0, help="GiB of hidden states to keep; others are recomputed.")] = (

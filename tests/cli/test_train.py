@@ -83,7 +83,7 @@ def test_an_eagle_head_is_trained_and_drafts(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "head"
     short = ("--count", 10, "--answer-tokens", 16, "--vocabulary", 64, "--depth", 2, "--inner", 32, "--rate", 0.01)
     first = ("train", "eagle", looping_folder(), "-o", out, *short, "--steps", 30, "--measure-every", 15)
-    done = cli(*first, "--minutes", 0.01, "--json")
+    done = cli(*first, "--minutes", 0.001, "--json")
     assert done.code == 0 and not done.json["finished"] and "the same command continues" in done.err
     done = cli(*first)
     assert done.code == 0, done.err
