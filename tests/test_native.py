@@ -628,7 +628,8 @@ def test_soft_cap_is_exact_to_a_few_units_and_odd(isa: str) -> None:
 def test_activations_pass_extremes_on_and_keep_their_bits_wherever_an_element_lies(kind: str, isa: str) -> None:
     x = torch.tensor([-math.inf, -1e30, -100.0, -0.0, 0.0, 100.0, 1e30, math.inf, math.nan])
     run, gated = activate.providers["native"].run, activate_mul.providers["native"].run
-    torch.testing.assert_close(run(x, kind), activate.body(x, kind), equal_nan=True)
+    # In float64: on some CPUs torch's float32 GELU of infinity is not a number.
+    torch.testing.assert_close(run(x, kind), activate.body(x.double(), kind).float(), equal_nan=True)
     y = rows_of(9001)
     whole = run(y, kind)
     assert same_bits(torch.cat([run(part, kind) for part in y.split(7)]), whole)

@@ -37,7 +37,8 @@ def make_model(
     text has no meaning.
     """
     from bankfull.errors import ConfigError
-    from bankfull.synthetic.shapes import shape_config, shape_names, tiny, with_layers
+    from bankfull.synthetic.shapes import shape_config, tiny, with_layers
+    from bankfull.weights.known_shapes import shape_names
 
     if list_shapes or shape is None:
         for name in shape_names():

@@ -22,7 +22,7 @@ def roofline(
         str,
         typer.Argument(
             help="A model directory, a config.json, a .gguf file, a hub id (org/name; only its configuration is "
-            "read), or a short name (smollm2)."
+            "read), a shape of make-model --list, or a short name (smollm2)."
         ),
     ] = DEFAULT_MODEL,
     *,

@@ -192,10 +192,10 @@ def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iter
         if base.dtype_name == "float32" and base.matrices.itemsize == 4:
             weights.append(Stored(dtype="bfloat16"))
         weights += [] if lossless else [Stored(quantize=name) for name in QUANTIZE[kind]]
-    keeps_pages = bool(base.metered().layout.paged)
+    rounds_pages = not lossless and base.metered().takes_int8_pages
     for stored in weights:
         yield stored
-        if keeps_pages and not lossless:
+        if rounds_pages:
             yield replace(stored, kv_dtype="int8")
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bankfull.errors import ConfigError
 from bankfull.weights.hf_config import normalize_config, read_json
+from bankfull.weights.known_shapes import known_shape, shape_names
 
 Config = dict[str, Any]
 
@@ -73,24 +72,13 @@ TINY_SUFFIX = "-tiny"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id")
 
 
-@cache
-def _shapes() -> Mapping[str, Config]:
-    found: dict[str, Config] = json.loads(Path(__file__).with_name("shapes.json").read_text())
-    return found
-
-
-def shape_names() -> list[str]:
-    return list(_shapes())
-
-
 def shape_config(shape: str) -> Config:
     """The normalized configuration of a named shape, or of a config.json or model directory. A name with "-tiny" behind
     it is the tiny model of the same architecture."""
-    known = _shapes()
-    if shape in known:
-        return normalize_config(known[shape])
-    if shape.removesuffix(TINY_SUFFIX) in known:
-        return tiny(shape_config(shape.removesuffix(TINY_SUFFIX)))
+    if (named := known_shape(shape)) is not None:
+        return named
+    if (named := known_shape(shape.removesuffix(TINY_SUFFIX))) is not None:
+        return tiny(named)
     path = Path(shape).expanduser()
     try:
         path = path / "config.json" if path.is_dir() else path
@@ -98,6 +86,7 @@ def shape_config(shape: str) -> Config:
             return normalize_config(read_json(path))
     except OSError as error:
         raise ConfigError(f"The shape {shape[:80]!r} is not a usable path: {error.strerror or error}.") from None
+    known = shape_names()
     near = get_close_matches(shape.lower(), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "give the path of a config.json, or one of: " + ", ".join(known)
     raise ConfigError(f"There is no shape {shape[:80]!r}: {hint}{'' if near else '.'}")

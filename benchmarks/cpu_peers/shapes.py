@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bankfull.errors import BankfullError
 from bankfull.synthetic.gguf_file import ARCHITECTURES, write_gguf
-from bankfull.synthetic.shapes import shape_config, shape_names
+from bankfull.synthetic.shapes import shape_config
+from bankfull.weights.known_shapes import shape_names
 from benchmarks.cpu_peers.install import CannotInstall
 
 MATRICES = "q4_0"

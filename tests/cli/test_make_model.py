@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bankfull.synthetic.shapes import shape_names
+from bankfull.weights.known_shapes import shape_names
 from tests.cli.conftest import Cli
 
 

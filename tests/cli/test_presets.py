@@ -76,3 +76,10 @@ def test_the_study_writes_a_table_and_a_chart_and_continues(cli: Cli, tmp_path: 
     assert again.json == done.json
     assert read_study(out / "study.json").points[0].layers == "conv, local(8)"
     assert "no kind 'rnn'" in cli("train", "recall-study", "-o", out, "--only", "rnn").sentence
+
+
+def test_a_published_shape_is_described_by_its_name(cli: Cli) -> None:
+    assert 30.5e9 < cli("info", "qwen3-30b-a3b", "--json").json["parameters"] < 30.6e9
+    found = cli("roofline", "deepseek-v2-lite", "--device", "h200", "--context", 4096, "--json").json
+    assert found["memory"]["state_bytes_per_sequence"] == (512 + 64) * 2 * 27 * 4096
+    assert not any("int8 KV cache" in one["name"] for one in found["variants"]), "a latent stays in floating point"

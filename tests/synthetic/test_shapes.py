@@ -10,7 +10,8 @@ import pytest
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.models.registry import FAMILIES
-from bankfull.synthetic.shapes import shape_config, shape_names, tiny, with_layers
+from bankfull.synthetic.shapes import shape_config, tiny, with_layers
+from bankfull.weights.known_shapes import shape_names
 
 PARAMETERS = {
     "smollm2-135m": 0.1345e9,

@@ -13,6 +13,7 @@ import torch
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
+from bankfull.layers.latent import LatentAttention
 from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import Config, build_model
 from bankfull.ops.meter import Ledger, Meter
@@ -179,6 +180,11 @@ class MeteredModel:
     def parameters(self) -> int:
         """Elements of the tensors that the model uses; a tied head counts once."""
         return sum(prod(tensor.shape) for tensor in self.shapes.read.values())
+
+    @property
+    def takes_int8_pages(self) -> bool:
+        """Whether the KV cache may be int8: there is one, and no layer needs it in floating point."""
+        return bool(self.layout.paged) and not any(isinstance(mixer, LatentAttention) for mixer in self.model.mixers)
 
     @property
     def bytes_by_scheme(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from bankfull.state.spec import Paged, layout_of
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.hf_config import normalize_config, read_json
 from bankfull.weights.hub import config_from_hub, looks_like_hub_id
+from bankfull.weights.known_shapes import known_shape
 from bankfull.weights.locate import locate
 from bankfull.weights.presets import preset
 from bankfull.weights.requantized import Requantized, block_types, parse_quantization
@@ -109,8 +110,11 @@ def open_model_or_config(name: str) -> ModelFiles | Config:
 
 
 def config_without_weights(name: str) -> Config | None:
-    """The configuration of a preset, a config.json, or a directory that has one and no weights; None otherwise."""
+    """The configuration of a preset, a known shape, a config.json, or a directory that has one and no weights; None
+    otherwise. A file or directory comes before a shape of the same name."""
     path = preset(name) or Path(name).expanduser()
+    if not path.exists():
+        return known_shape(name)
     if path.suffix == ".json" and path.is_file():
         return _read_config(path)
     if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):

@@ -74,7 +74,7 @@ def quantized(base: Recipe, width: str, device: str) -> Variant | None:
 
 
 def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
-    if base.kv_dtype == torch.int8 or not metered.layout.paged:
+    if base.kv_dtype == torch.int8 or not metered.takes_int8_pages:
         return None
     return Variant("int8 KV cache", replace(base, kv_dtype=torch.int8), {"kv_dtype": "int8"})
 
