@@ -75,8 +75,9 @@ tools: install
 	if [ -x $(BIN)/ruff ] && [ "$$key" = "$$(cat $(STAMPS)/tools 2>/dev/null)" ]; then exit 0; fi; \
 	$(STEPS); \
 	extras test lint > $(STAMPS)/tools.txt; \
+	begin kernels "compiling the kernels of every instruction set" $(INSTALL_PACKAGE)=all; kernels=$$!; \
 	step tools "installing what tests and checks need" $(PIP) install --no-compile --requirement $(STAMPS)/tools.txt; \
-	step kernels "compiling the kernels of every instruction set" $(INSTALL_PACKAGE)=all; \
+	finish kernels $$kernels; started=; \
 	echo "$$key" > $(STAMPS)/tools
 
 demo: install ## Fetch the default model and generate two sentences
