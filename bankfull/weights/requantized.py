@@ -10,19 +10,20 @@ import torch
 
 from bankfull.errors import ConfigError, ModelError
 from bankfull.weights.formats import SCHEMES
-from bankfull.weights.formats.groups import GROUPS, KINDS, name_of
+from bankfull.weights.formats.groups import GROUPS, KINDS, LOW_BITS, WITH_ZEROS, name_of
 from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.quantize import TYPES, quantize
 from bankfull.weights.source import TensorSource
 
 KEEP, TABLES = "keep", "tables"
-_BLOCKS = tuple(name for name in TYPES if not name.startswith((*KINDS, FP8)))
-_INTEGERS = re.compile(rf"({'|'.join(KINDS)})(?:(?::|_g)([0-9]+))?")
+_GROUPED = (*KINDS, *LOW_BITS, *WITH_ZEROS)
+_BLOCKS = tuple(name for name in TYPES if not name.startswith((*_GROUPED, FP8)))
+_INTEGERS = re.compile(rf"({'|'.join(_GROUPED)})(?:(?::|_g)([0-9]+))?")
 _BY_ROW = {"int8:row": INT8_ROW, INT8_ROW: INT8_ROW, FP8: FP8}
 _CHOICES = (
-    "int8, int4, int4:64 (a scale for each 64 columns; or 32, or 128), int8:row (a scale for each row), fp8 (on a GPU) "
-    f"or one of {', '.join(_BLOCKS)}"
+    "int8, int4, int3, int2, int4:64 (a scale for each 64 columns; or 32, or 128), uint4, uint3, uint2 (with a zero "
+    f"point), int8:row (a scale for each row), fp8 (on a GPU) or one of {', '.join(_BLOCKS)}"
 )
 _ROUTER = re.compile(r"\.(mlp|block_sparse_moe|feed_forward)\.(gate|router|router\.layer|shared_expert_gate)\.weight$")
 """Matrices that choose experts: tiny, and a rounded one chooses other experts."""
@@ -106,7 +107,7 @@ def parse_quantization(text: str, device: str = "cpu") -> QuantizationSpec:
     matrices that none of them fits, and whether embeddings and the head are included.
 
     The integer types fall back to narrower groups by themselves, and then keep a matrix as it is. Without an explicit
-    group size they use the fastest on `device`: 32 columns on a CPU; on a GPU 128 for int4, and the whole row for int8.
+    group size they use the fastest on `device`: 32 columns on a CPU; on a GPU the whole row for int8, 128 for others.
     """
     words = [part.strip().lower() for part in text.split(",")]
     types: list[str] = []

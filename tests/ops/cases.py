@@ -15,7 +15,7 @@ from torch import Tensor
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, HeadWeights, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.reference.activation import _KINDS as KINDS
-from bankfull.weights.formats import SCHEMES, groups, rows
+from bankfull.weights.formats import SCHEMES, fp8_groups, groups, rows
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
@@ -113,6 +113,8 @@ class Maker:
             if codes.is_floating_point():
                 codes.copy_(codes.to(torch.float32).nan_to_num())
             scales.copy_(torch.rand(scales.shape, generator=self.numbers).add(0.5).div(_CODED[scheme.name]))
+            if "zeros" in parts:
+                parts["zeros"].random_(_CODED[scheme.name] + 1, generator=self.numbers)
             return QTensor(scheme, parts, (outer, inner))
         blocks = torch.randint(256, (outer, scheme.row_bytes(inner)), generator=self.numbers, dtype=torch.uint8)
         each = blocks.view(-1, scheme.block_bytes)
@@ -147,8 +149,9 @@ _LARGEST = {
     "q5_k": 1953,
     "q6_k": 4096,
 }
-_CODED = {scheme.name: 128 if scheme.name.startswith("int8") else 8 for scheme in groups.SCHEMES}
-_CODED |= {rows.INT8_ROW: 128, rows.FP8: 448}
+_LARGEST_CODES = {"int8": 128, "int4": 8, "int3": 4, "int2": 2, "uint4": 16, "uint3": 8, "uint2": 4}
+_CODED = {scheme.name: _LARGEST_CODES[scheme.name.split("_")[0]] for scheme in groups.SCHEMES}
+_CODED |= {rows.INT8_ROW: 128, rows.FP8: 448, fp8_groups.FP8_G128: 448}
 """The largest code of each scheme with separate codes and scales."""
 
 

@@ -147,8 +147,8 @@ def test_what_cannot_be_stored_is_refused() -> None:
     for name in TYPES:
         with pytest.raises(ModelError, match="not finite"):
             quantize(torch.full((1, 256), float("nan")), name)
-        if SCHEMES[name].is_by_row:
-            continue  # its scales are float32
+        if any(part.name == "scales" and part.dtype == torch.float32 for part in SCHEMES[name].parts):
+            continue
         with pytest.raises(ModelError, match="too large"):
             quantize(torch.linspace(-1e30, 1e30, 256)[None], name)
 
@@ -213,7 +213,7 @@ def test_matrices_that_the_first_type_does_not_fit_get_the_second_or_a_refusal()
         Requantized(source(), ("q4_k",)).get("model.layers.0.mlp.up_proj.weight")
     kept = Requantized(source(), parse_quantization("q4_k,keep").types)
     assert [kept.scheme(f"model.layers.0.mlp.{n}_proj.weight").name for n in ("down", "up")] == ["q4_k", "f32"]
-    for unknown in ("int3", "keep", "q4_0,", ""):
+    for unknown in ("int5", "keep", "q4_0,", "", "fp8_g128"):
         with pytest.raises(ConfigError, match="cannot be quantized"):
             parse_quantization(unknown)
 
@@ -225,6 +225,8 @@ def test_bits_per_weight_include_the_scales() -> None:
 
 def test_integer_types_fall_back_to_narrower_groups_and_then_keep_a_matrix() -> None:
     assert parse_quantization("int4").types == ("int4_g32", "keep")
+    assert parse_quantization("int3:64", "cuda").types == ("int3_g64", "int3_g32", "keep")
+    assert parse_quantization("uint2", "cuda").types == ("uint2_g128", "uint2_g64", "uint2_g32", "keep")
     assert parse_quantization("int8:128") == parse_quantization("INT8_g128") and parse_quantization(
         "int8:128"
     ).types == (

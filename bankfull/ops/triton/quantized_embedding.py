@@ -16,11 +16,17 @@ from torch import Tensor
 from bankfull.ops.reference.linear import embedding
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import DTYPES
+from bankfull.weights.formats import rows
+from bankfull.weights.formats.groups import GROUPS, KINDS, name_of
 from bankfull.weights.qtensor import QTensor
 
 WIDEST = 1024
 """Columns per program."""
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+CODED = frozenset(
+    (*(name_of(kind, group) for kind in KINDS for group in GROUPS), *(scheme.name for scheme in rows.SCHEMES))
+)
+"""Schemes with separate codes and scales that `coded` reads."""
 
 
 @triton.jit
@@ -168,7 +174,7 @@ def embedding_kernel(
 def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
     if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.is_dense or len(weight.shape) != 2:
         return False
-    known = weight.scheme.name in BLOCKS or "codes" in weight.parts
+    known = weight.scheme.name in BLOCKS or weight.scheme.name in CODED
     return known and min(weight.shape) > 0 and all(part.is_contiguous() for part in weight.parts.values())
 
 

@@ -1,11 +1,18 @@
 """Every storage scheme that the engine reads, by name."""
 
-from bankfull.weights.formats import dense, groups, kquants, legacy, mxfp4, rows
+from bankfull.weights.formats import dense, fp8_groups, groups, kquants, legacy, mxfp4, rows
 from bankfull.weights.scheme import Scheme
 
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
-    for scheme in (*dense.SCHEMES, *legacy.SCHEMES, *kquants.SCHEMES, *groups.SCHEMES, *rows.SCHEMES)
+    for scheme in (
+        *dense.SCHEMES,
+        *legacy.SCHEMES,
+        *kquants.SCHEMES,
+        *groups.SCHEMES,
+        *rows.SCHEMES,
+        fp8_groups.SCHEME,
+    )
 }
 READ_ONLY: dict[str, Scheme] = {mxfp4.SCHEME.name: mxfp4.SCHEME}
 """Schemes of files that nothing is quantized to."""

@@ -1,7 +1,15 @@
-"""Integers with one float16 scale per group of columns: the result of `--quantize int8` and `int4`.
+"""Integers with one float16 scale per group of columns, with or without a zero point.
 
-Two parts: "codes", int8 (out, in) or, for int4, uint8 (out, in / 2), and "scales", float16 (out, in / group). int4
-codes are stored plus 8; the first of two adjacent columns is in the lower half of their byte. Scales are signed.
+| kinds | value | "codes" |
+|---|---|---|
+| `int8` | scale * code | int8 (out, in) |
+| `int4` | scale * (code - 8) | uint8 (out, in / 2): of two adjacent columns the first is in the lower half |
+| `int3`, `int2` | scale * (code - 4), scale * (code - 2) | uint8 (out, in / 8 * bits), in bit planes |
+| `uint4`, `uint3`, `uint2` | scale * (code - zero) | as int4, int3, int2 |
+
+Bit planes: each 32 columns have `bits` planes of 4 bytes, the lowest bit's first; bit j of a plane, counted from the
+lowest bit of its first byte, belongs to column j. Part "scales" is float16 (out, in / group), with sign. Part "zeros",
+of the kinds in the last line, is uint8 (out, in / group), from 0 to 2^bits.
 """
 
 from __future__ import annotations
@@ -22,10 +30,18 @@ if TYPE_CHECKING:
 
 GROUPS = (128, 64, 32)
 KINDS = ("int8", "int4")
+LOW_BITS = ("int3", "int2")
+WITH_ZEROS = ("uint4", "uint3", "uint2")
+PLANE = 32
+"""Columns of a bit plane."""
 
 
 def name_of(kind: str, group: int) -> str:
     return f"{kind}_g{group}"
+
+
+def bits_of(kind: str) -> int:
+    return int(kind.split("_")[0][-1])
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
@@ -33,31 +49,64 @@ def pack_pairs(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def _pairs(packed: Tensor) -> Tensor:
+def unpack_pairs(packed: Tensor) -> Tensor:
     """The inverse of `pack_pairs`."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
+def pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """Codes below 2^bits, uint8 (..., n), as bytes (..., n / 8 * bits) in bit planes; n is a multiple of 32."""
+    of_bytes = codes.unflatten(-1, (-1, PLANE // 8, 8))
+    shifts = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    planes = [(((of_bytes >> bit) & 1) << shifts).sum(-1, dtype=torch.uint8) for bit in range(bits)]
+    return torch.stack(planes, -2).flatten(-3)
+
+
+def unpack_planes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_planes`."""
+    planes = packed.unflatten(-1, (-1, bits, PLANE // 8))
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    found = (planes.unsqueeze(-1) >> shifts) & 1  # (..., n / 32, bits, 4, 8)
+    codes = found.select(-3, 0)
+    for bit in range(1, bits):
+        codes = codes | (found.select(-3, bit) << bit)
+    return codes.flatten(-3)
+
+
+def stored_codes(weight_codes: Tensor, kind: str) -> Tensor:
+    """One uint8 per column: the codes of any kind but int8 as they are stored."""
+    bits = bits_of(kind)
+    return unpack_pairs(weight_codes) if bits == 4 else unpack_planes(weight_codes, bits)
+
+
 def _scheme(kind: str, group: int) -> Scheme:
-    codes = Part("codes", torch.int8, group) if kind == "int8" else Part("codes", torch.uint8, group // 2)
+    bits = bits_of(kind)
+    codes = Part("codes", torch.int8, group) if kind == "int8" else Part("codes", torch.uint8, group * bits // 8)
+    zeros = (Part("zeros", torch.uint8, 1),) if kind in WITH_ZEROS else ()
 
     def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        packed = parts["codes"]
-        numbers = packed.to(torch.float32) if kind == "int8" else _pairs(packed).to(torch.float32) - 8
-        scales = parts["scales"].to(torch.float32)
-        return (scales.unsqueeze(-1) * numbers.unflatten(-1, (-1, group))).reshape(shape)
+        scales = parts["scales"].to(torch.float32).unsqueeze(-1)
+        if kind == "int8":
+            numbers = parts["codes"].to(torch.float32).unflatten(-1, (-1, group))
+        else:
+            numbers = stored_codes(parts["codes"], kind).to(torch.float32).unflatten(-1, (-1, group))
+            numbers -= parts["zeros"].to(torch.float32).unsqueeze(-1) if zeros else 2 ** (bits - 1)
+        return (scales * numbers).reshape(shape)
 
-    return Scheme(name_of(kind, group), group, (codes, Part("scales", torch.float16, 1)), decode)
+    return Scheme(name_of(kind, group), group, (codes, Part("scales", torch.float16, 1), *zeros), decode)
 
 
-SCHEMES = tuple(_scheme(kind, group) for kind in KINDS for group in sorted(GROUPS))
+SCHEMES = tuple(_scheme(kind, group) for kind in (*KINDS, *LOW_BITS, *WITH_ZEROS) for group in sorted(GROUPS))
 _BLOCKS = {scheme.name: scheme for scheme in legacy.SCHEMES}
-_TWIN = {scheme.name: _BLOCKS["q8_0" if scheme.name.startswith("int8") else "q4_0"] for scheme in SCHEMES}
-"""The equivalent block format, per 32 columns."""
+_TWINS = {"int8": "q8_0", "uint4": "q5_0"}
+_TWIN = {scheme.name: _BLOCKS[_TWINS.get(scheme.name.split("_")[0], "q4_0")] for scheme in SCHEMES}
+"""The block format, per 32 columns, that holds every value of a scheme exactly: q5_0 has the numbers -16 to 15 times a
+scale, q4_0 those from -8 to 7."""
 
 
 def as_blocks(weight: QTensor) -> QTensor:
-    """The same values, bit for bit, as q8_0 or q4_0 blocks, each with the scale of its group; MXFP4 as q5_0 blocks.
+    """The same values, bit for bit up to the sign of zero, as q8_0, q5_0 or q4_0 blocks, each with the scale of its
+    group; MXFP4 as q5_0 blocks.
 
     A weight in any other scheme is returned as it is.
     """
@@ -67,12 +116,33 @@ def as_blocks(weight: QTensor) -> QTensor:
     if twin is None:
         return weight
     scales = weight.parts["scales"].repeat_interleave(weight.scheme.block // twin.block, -1)
-    codes = weight.parts["codes"]
     if twin.name == "q8_0":
-        stored = codes.contiguous().view(torch.uint8).reshape(-1, twin.block)
+        stored = weight.parts["codes"].contiguous().view(torch.uint8).reshape(-1, twin.block)
     else:
-        first, second = _pairs(codes).reshape(-1, 2, twin.block // 2).unbind(1)
-        stored = first | (second << 4)
+        stored = _half_blocks(_centred(weight, 16 if twin.name == "q5_0" else 8), twin)
     blocks = torch.cat((scales.reshape(-1, 1).view(torch.uint8), stored), -1)
     shape = (*weight.shape[:-1], twin.row_bytes(weight.shape[-1]))
     return replace(weight, scheme=twin, parts={"blocks": blocks.reshape(shape)})
+
+
+def _centred(weight: QTensor, middle: int) -> Tensor:
+    """uint8 (n, 32): the codes of which `middle` means zero."""
+    kind = weight.scheme.name.split("_")[0]
+    codes = stored_codes(weight.parts["codes"], kind)
+    if kind in WITH_ZEROS:
+        # Bytes wrap around: middle - zero may be negative, the sum is not.
+        shift = (middle - weight.parts["zeros"].to(torch.int16)).to(torch.uint8)
+        codes = codes + shift.repeat_interleave(weight.scheme.block, -1)
+    elif bits_of(kind) < 4:
+        codes = codes + (middle - 2 ** (bits_of(kind) - 1))
+    return codes.reshape(-1, PLANE)
+
+
+def _half_blocks(codes: Tensor, twin: Scheme) -> Tensor:
+    """Codes (n, 32) as q4_0 or q5_0 stores them, without the scale."""
+    low = codes & 15 if twin.name == "q5_0" else codes
+    packed = low[:, : PLANE // 2] | (low[:, PLANE // 2 :] << 4)
+    if twin.name == "q4_0":
+        return packed
+    bits = (codes >> 4).reshape(-1, 4, 8) << torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return torch.cat((bits.sum(-1, dtype=torch.uint8), packed), -1)
