@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from bankfull.ops.registry import BF16, FLOAT, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
+
+log = logging.getLogger("bankfull")
 
 MOST_EXPERTS = 1 << 16
 """The most experts that a file may hold tensor by tensor: far above any real model."""
@@ -87,11 +90,12 @@ class Build:
             return self.weight(whole, (count, *shape))
         parts = [self.weight(name.format(expert), shape) for expert in range(count)]
         if len({part.scheme for part in parts}) > 1:
+            # Kernels need one scheme for all experts of a matrix.
             schemes = ", ".join(sorted({part.scheme.name for part in parts}))
-            raise ModelError(
-                f"The experts' tensors {self._full(name.format('*'))} are stored as {schemes}; use a checkpoint that "
-                "stores them alike."
+            log.warning(
+                f"the experts' tensors {self._full(name.format('*'))} are stored as {schemes} and are dequantized."
             )
+            parts = [QTensor.dense(part.dequantize(self.matrices)) for part in parts]
         return QTensor.stacked(parts).reshape_leading(count, shape[0])
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

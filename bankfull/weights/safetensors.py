@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from bankfull.weights.formats.dense import SCHEMES
 from bankfull.weights.formats.mxfp4 import MXFP4
 from bankfull.weights.fused_experts import FusedExperts
 from bankfull.weights.hf_config import normalize_config, read_json
+from bankfull.weights.published.opening import quantization_of
+from bankfull.weights.published.source import PublishedSource
 from bankfull.weights.qtensor import QTensor, Scheme
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,21 +23,22 @@ COMPOSED = "bankfull"
 """The `model_type` of a model as data, whose configuration may be written before it has weights."""
 MAX_INDEX_BYTES = 64 << 20
 READ_DTYPES = {scheme.name.upper(): scheme for scheme in SCHEMES}
-# Keys of config.json that mark quantized weights, and the method they imply if it is not named.
-QUANTIZED = {"quantization_config": "unnamed", "compression_config": "compressed-tensors", "quantization": "mlx"}
 GPT_OSS = "gpt_oss"
 PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def open_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any], DirectorySource | FusedExperts]:
+def open_directory(
+    path: Path,
+) -> tuple[dict[str, Any], dict[str, Any], DirectorySource | FusedExperts | PublishedSource]:
     """The normalized configuration, the generation defaults, and the tensors of a model directory."""
     if not (path / "config.json").exists():
         hint = next((name for name in sorted(item.name for item in path.iterdir()) if name.endswith(".gguf")), None)
         way_out = f"give the path of '{hint}' in it" if hint else "give a Hugging Face model directory or a .gguf file"
         raise ModelError(f"{path} has no config.json: {way_out}")
     config = read_json(path / "config.json")
-    _refuse_quantized(path, config)
+    fused = config.get("model_type") == GPT_OSS
+    quantized = quantization_of(path, config, *((MXFP4,) if fused else ()))
     config = normalize_config(config)
     if config.get("model_type") == COMPOSED and not (path / SINGLE).exists() and not (path / INDEX).exists():
         raise ModelError(
@@ -46,24 +48,10 @@ def open_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any], Director
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     source = DirectorySource(path)
-    return config, generation, FusedExperts(source) if config.get("model_type") == GPT_OSS else source
-
-
-def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
-    nested = config.get("text_config")
-    for level in (config, nested if isinstance(nested, dict) else {}):
-        for key, method in QUANTIZED.items():
-            if not (found := level.get(key)):
-                continue
-            if isinstance(found, dict):
-                old_bitsandbytes = any(name.startswith("load_in_") for name in found)
-                method = found.get("quant_method", "bitsandbytes" if old_bitsandbytes else method)
-            if method == MXFP4 and config.get("model_type") == GPT_OSS:
-                continue
-            raise ModelError(
-                f"{path} is quantized with '{str(method)[:80]}', which is not read: "
-                "use the unquantized checkpoint, or a GGUF file of it"
-            )
+    if quantized is not None:
+        reader, found = quantized
+        return config, generation, PublishedSource(source, reader(source, found))
+    return config, generation, FusedExperts(source) if fused else source
 
 
 class DirectorySource:
@@ -96,6 +84,14 @@ class DirectorySource:
     def get(self, name: str) -> QTensor:
         self.scheme(name)
         return QTensor.dense(self._tensor(name))
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype's name in the file."""
+        return str(self._describe(name).get_dtype())
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor of any dtype, as it is in the file."""
+        return self._tensor(name)
 
     def bytes_of(self, name: str) -> Tensor:
         """A tensor of bytes, which no scheme describes."""

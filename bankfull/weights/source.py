@@ -44,6 +44,7 @@ class ModelFiles:
     source: TensorSource
     generation: dict[str, Any]  # generation_config.json, or {}; for a GGUF file, its end tokens
     metadata: Mapping[str, Any]  # GGUF key/values, {} for a directory
+    quantization: str | None = None  # method and bits of a directory that was published quantized
 
 
 def open_model(path: str | Path) -> ModelFiles:
@@ -70,7 +71,7 @@ def _open_directory(path: Path) -> ModelFiles:
 
     config, generation, files = open_directory(path)
     source: TensorSource = Conv1DSource(files, config) if config.get("model_type") == "gpt2" else files
-    return ModelFiles(path, "hf", config, source, generation, {})
+    return ModelFiles(path, "hf", config, source, generation, {}, getattr(files, "about", None))
 
 
 def _open_gguf(path: Path) -> ModelFiles:

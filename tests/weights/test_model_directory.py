@@ -113,13 +113,10 @@ def test_other_dtypes_are_refused_by_name(single: Path, dtype: torch.dtype) -> N
 @pytest.mark.parametrize(
     ("entry", "name"),
     [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
-        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"compression_config": {"format": "pack"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "aqlm", "bits": 4}}, "aqlm"),
+        ({"quantization_config": {"quant_method": {"a": 1}}}, "{'a': 1}"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"compression_config": "gptq"}, "compressed-tensors"),
         ({"quantization": {"bits": 4, "group_size": 64}}, "mlx"),
         ({"quantization_config": {"bits": 4}}, "unnamed"),
         ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "mxfp4"),

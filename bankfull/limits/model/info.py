@@ -91,6 +91,8 @@ class ModelInfo:
     costs: tuple[TokenCost, ...]
     savings: tuple[KvSaving, ...] = ()
     """Of a model as data: its KV cache beside that of the same model without savings."""
+    quantization: str | None = None
+    """Method and bits of a checkpoint that was published quantized."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,6 +120,7 @@ def describe(files: ModelFiles, *, dtype: str | None = None) -> ModelInfo:
         chat_template=template,
         costs=_costs(metered),
         savings=kv_savings(files.config, metered),
+        quantization=files.quantization,
     )
 
 

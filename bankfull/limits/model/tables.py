@@ -45,6 +45,8 @@ def info_table(info: ModelInfo) -> Table:
     line("parameters", scaled(info.parameters))
     stored = ", ".join(f"{scheme} {scaled(size, 'B')}" for scheme, size in info.bytes_by_scheme.items())
     line("weights", f"{scaled(info.total_bytes, 'B')} ({stored})")
+    if info.quantization is not None:
+        line("quantization", info.quantization)
     line("context", f"{info.context_length} tokens")
     for paged in info.state.paged:
         reach = "all tokens" if paged.window is None else str(paged.window)

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 BLOCK, BLOCK_BYTES = 32, 17
 MXFP4 = "mxfp4"
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 BIAS = 127
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), device=blocks.device)
+    values = torch.tensor(VALUES, device=blocks.device)
     scale = torch.ldexp(torch.ones_like(blocks[:, :1], dtype=torch.float32), blocks[:, :1].to(torch.int32) - BIAS)
     return values[nibbles(blocks[:, 1:]).to(torch.int64)] * scale
 

@@ -1,0 +1,1 @@
+"""Quantized checkpoints as others publish them, read as tensors in our schemes."""

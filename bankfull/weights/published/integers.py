@@ -1,0 +1,138 @@
+"""Matrices of integer codes with scales and zero points: what AWQ, GPTQ and compressed-tensors share.
+
+A value is scale * (code - zero). Codes are unsigned; zero points default to half of their range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ModelError
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.groups import GROUPS, name_of, pack_pairs, pack_planes
+from bankfull.weights.formats.rows import INT8_ROW
+from bankfull.weights.published.matrix import EXPANDED, Plan, expanded, finite
+from bankfull.weights.qtensor import QTensor
+
+READ_BITS = (2, 3, 4, 8)
+
+
+@dataclass
+class IntegerMatrix:
+    name: str
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    """Columns per scale."""
+    owns: tuple[str, ...]
+    codes: Callable[[], Tensor]
+    """uint8 (out, in)"""
+    stored_scales: Callable[[], Tensor]
+    """(out, in / group), of any float dtype"""
+    half: bool
+    """Whether scales are stored as float16."""
+    stored_zeros: Callable[[], Tensor] | None = None
+    """Whole numbers (out, in / group)"""
+    order: Callable[[], Tensor] | None = None
+    """The group of each column, (in,), where they are not in order."""
+
+    @cached_property
+    def places(self) -> Tensor | None:
+        """The group of each column; None if groups are in order."""
+        if self.order is None:
+            return None
+        found, groups = self.order().to(torch.int64), -(-self.shape[1] // self.group)
+        if not bool(((found >= 0) & (found < groups)).all()):
+            raise ModelError(f"Matrix {self.name} assigns columns to groups that do not exist (g_idx): it is damaged.")
+        return None if torch.equal(found, torch.arange(self.shape[1]) // self.group) else found
+
+    @cached_property
+    def scales(self) -> Tensor:
+        return finite(self.stored_scales(), f"{self.name}'s scales")
+
+    @cached_property
+    def zeros(self) -> Tensor | None:
+        """None where all are half of the range."""
+        if self.stored_zeros is None:
+            return None
+        found = self.stored_zeros()
+        if not bool(((found >= 0) & (found <= 2**self.bits)).all()):
+            raise ModelError(f"Matrix {self.name} has zero points outside of 0 to {2**self.bits}: it is damaged.")
+        return None if bool((found == 2 ** (self.bits - 1)).all()) else found
+
+    @cached_property
+    def narrow(self) -> int:
+        """Columns per scale in our scheme; 0 if none fits."""
+        return next((group for group in GROUPS if self.group % group == 0 and self.shape[1] % group == 0), 0)
+
+    def plan(self) -> Plan:
+        if self.places is not None:
+            return Plan(EXPANDED, "their columns are in the order of activations (act-order)")
+        if self.bits == 8:
+            if self.zeros is not None:
+                return Plan(EXPANDED, "8-bit codes with zero points have no scheme here")
+            if self.group >= self.shape[1]:
+                return Plan(SCHEMES[INT8_ROW])
+        if not self.narrow:
+            return Plan(EXPANDED, f"groups of {self.group} columns have no scheme here")
+        if not self.half and not _is_half(self.scales):
+            return Plan(EXPANDED, "float16 cannot hold their scales")
+        kind = f"int{self.bits}" if self.zeros is None else f"uint{self.bits}"
+        return Plan(SCHEMES[name_of(kind, self.narrow)])
+
+    def load(self, plan: Plan) -> QTensor:
+        codes, scheme = self.codes(), plan.scheme
+        if scheme == EXPANDED:
+            return self._expanded(codes)
+        if scheme.name == INT8_ROW:
+            scales = self.scales.to(torch.float32).reshape(-1, 1)
+            return QTensor(scheme, {"codes": _signed(codes), "scales": scales}, self.shape)
+        repeats = self.group // self.narrow
+        parts = {
+            "codes": self._packed(codes),
+            "scales": _repeated(self.scales.to(torch.float16), repeats, self.columns),
+        }
+        if self.zeros is not None:
+            parts["zeros"] = _repeated(self.zeros.to(torch.uint8), repeats, self.columns)
+        return QTensor(scheme, parts, self.shape)
+
+    @property
+    def columns(self) -> int:
+        """Scales of a row in our scheme."""
+        return self.shape[1] // self.narrow
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        if self.bits == 8:
+            return _signed(codes)
+        return pack_pairs(codes) if self.bits == 4 else pack_planes(codes, self.bits)
+
+    def _expanded(self, codes: Tensor) -> QTensor:
+        places = self.places if self.places is not None else torch.arange(self.shape[1]) // self.group
+        scales, zeros = self.scales.to(torch.float32), self.zeros
+        middle = 2 ** (self.bits - 1)
+
+        def rows(own: slice) -> Tensor:
+            zero = middle if zeros is None else zeros[own].to(torch.float32)[:, places]
+            return scales[own][:, places] * (codes[own].to(torch.float32) - zero)
+
+        return expanded(self.shape, rows)
+
+
+def _repeated(scales: Tensor, repeats: int, columns: int) -> Tensor:
+    """The last group of a row may be cut short."""
+    return scales.repeat_interleave(repeats, -1)[:, :columns].contiguous()
+
+
+def _signed(codes: Tensor) -> Tensor:
+    """uint8 codes around 128 as int8."""
+    return (codes ^ 128).view(torch.int8)
+
+
+def _is_half(scales: Tensor) -> bool:
+    """Whether float16 holds all scales exactly."""
+    return torch.equal(scales.to(torch.float16).to(torch.float32), scales.to(torch.float32))

@@ -1,0 +1,203 @@
+"""GPTQ, AWQ and compressed-tensors with integer codes, written bit by bit and read back."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bankfull.weights.published.bits import unpack_whole, unpack_words
+from bankfull.weights.qtensor import QTensor
+from tests.quick import examples
+from tests.weights.published import writers
+from tests.weights.published.writers import Coded, Tensors, compressed, drawn, source
+
+
+def assert_read(folder: Path, tensors: Tensors, quantization: dict[str, Any], made: Coded, scheme: str) -> QTensor:
+    found = source(folder, tensors, quantization)
+    assert found.names() == [name for name in ("a.weight", *tensors) if found.has(name)][:1] == ["a.weight"]
+    assert found.scheme("a.weight").name == scheme and found.shape("a.weight") == made.codes.shape
+    weight = found.get("a.weight")
+    assert weight.scheme == found.scheme("a.weight") and weight.shape == made.codes.shape
+    for part in weight.scheme.parts:  # the parts' shapes and dtypes are those of the scheme
+        other = weight.scheme.empty(weight.shape)[part.name]
+        assert weight.parts[part.name].shape == other.shape and weight.parts[part.name].dtype == other.dtype
+    wanted = made.values.to(torch.bfloat16) if scheme == "bf16" else made.values.float()
+    # float32 holds every product exactly, except with scales that are float32 themselves.
+    torch.testing.assert_close(weight.dequantize(wanted.dtype), wanted, rtol=0 if scheme != "bf16" else 2**-8, atol=0)
+    assert found.unread() == []
+    return weight
+
+
+def gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": False, **more}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptq(tmp_path: Path, bits: int, version: int, symmetric: bool) -> None:
+    made = drawn(bits, 32, 128, 64, seed=bits, symmetric=symmetric)
+    made.zeros.flat[: 0 if symmetric else 3] = 0  # in version 1 these borrow from their neighbours
+    config = gptq_config(bits, 64, checkpoint_format="gptq" if version == 1 else "gptq_v2", sym=symmetric)
+    name = f"int{bits}_g64" if symmetric else "bf16" if bits == 8 else f"uint{bits}_g64"
+    assert_read(tmp_path, writers.gptq("a", made, bits, version), config, made, name)
+
+
+@examples(20, deadline=None)
+@given(
+    bits=st.sampled_from([2, 3, 4]),
+    group=st.sampled_from([32, 64, 96, 128, 256]),
+    groups=st.integers(1, 3),
+    rows=st.integers(1, 2),
+    seed=st.integers(0, 1000),
+)
+def test_groups_of_any_width(
+    tmp_path_factory: pytest.TempPathFactory, bits: int, group: int, groups: int, rows: int, seed: int
+) -> None:
+    made = drawn(bits, rows * 32, group * groups, group, seed=seed)
+    config = gptq_config(bits, group)
+    narrow = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
+    folder = tmp_path_factory.mktemp("gptq")
+    assert_read(folder, writers.gptq("a", made, bits), config, made, f"uint{bits}_g{narrow}")
+
+
+@examples(10, deadline=None)
+@given(bits=st.sampled_from([2, 3, 4, 8]), seed=st.integers(0, 1000))
+def test_act_order_permutes_the_groups_of_columns(
+    tmp_path_factory: pytest.TempPathFactory, bits: int, seed: int
+) -> None:
+    made = drawn(bits, 32, 192, 64, seed=seed, shuffled=True)
+    config = gptq_config(bits, 64, desc_act=True)
+    assert_read(tmp_path_factory.mktemp("gptq"), writers.gptq("a", made, bits), config, made, "bf16")
+
+
+def test_act_order_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = drawn(4, 32, 192, 64, shuffled=True)
+    tensors = writers.gptq("a", made, 4) | writers.gptq("b", made, 4)
+    found = source(tmp_path, tensors, gptq_config(4, 64, desc_act=True))
+    with caplog.at_level(logging.WARNING, "bankfull"):
+        found.get("a.weight"), found.get("b.weight")
+    assert [record.message for record in caplog.records] == [
+        "some weights are expanded to bfloat16 at load, because their columns are in the order of activations "
+        "(act-order)."
+    ]
+
+
+def test_gptq_without_groups_has_one_scale_per_row(tmp_path: Path) -> None:
+    made = drawn(4, 32, 192, 192)
+    assert_read(tmp_path / "4", writers.gptq("a", made, 4), gptq_config(4, -1), made, "uint4_g64")
+    made = drawn(8, 32, 96, 96, symmetric=True)
+    assert_read(tmp_path / "8", writers.gptq("a", made, 8), gptq_config(8, -1), made, "int8_row")
+
+
+def test_widths_may_differ_between_modules(tmp_path: Path) -> None:
+    made = {"a": drawn(4, 32, 64, 32), "b": drawn(2, 32, 64, 64)}
+    tensors = writers.gptq("a", made["a"], 4) | writers.gptq("b", made["b"], 2)
+    found = source(tmp_path, tensors, gptq_config(4, 32, dynamic={"b": {"bits": 2, "group_size": 64}}))
+    assert [found.get(f"{name}.weight").scheme.name for name in "ab"] == ["uint4_g32", "uint2_g64"]
+    assert torch.equal(found.get("b.weight").dequantize(), made["b"].values.float())
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(
+    "config", [{"quant_method": "awq", "bits": 4, "version": "gemm"}, {"w_bit": 4, "q_group_size": 32}], ids=str
+)
+def test_awq(tmp_path: Path, group: int, config: dict[str, Any]) -> None:
+    made = drawn(4, 40, 256, group)
+    assert_read(tmp_path, writers.awq("a", made), config, made, f"uint4_g{group}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_pack_quantized(tmp_path: Path, bits: int, symmetric: bool, dtype: torch.dtype) -> None:
+    made = drawn(bits, 10, 192, 64, symmetric=symmetric)
+    made.scales[:] = torch.from_numpy(made.scales).bfloat16().half().numpy()  # exact in each of the dtypes
+    tensors = writers.packed("a", made, bits, dtype, symmetric)
+    config = compressed("pack-quantized", bits, strategy="group", group_size=64, symmetric=symmetric)
+    name = f"int{bits}_g64" if symmetric else "bf16" if bits == 8 else f"uint{bits}_g64"
+    assert_read(tmp_path, tensors, config, made, name)
+
+
+def test_narrow_groups_and_scales_that_are_not_float16_are_expanded(tmp_path: Path) -> None:
+    made = drawn(4, 10, 96, 16, symmetric=True)
+    config = compressed("pack-quantized", 4, strategy="group", group_size=16)
+    assert_read(tmp_path / "narrow", writers.packed("a", made, 4), config, made, "bf16")
+    made = drawn(4, 10, 96, 32, symmetric=True)
+    tensors = writers.packed("a", made, 4)
+    tensors["a.weight_scale"] = tensors["a.weight_scale"].float() * 1e-7
+    small = source(tmp_path / "small", tensors, config)
+    assert small.scheme("a.weight").name == "bf16"
+    torch.testing.assert_close(small.get("a.weight").dequantize(), made.values.float() * 1e-7, rtol=2**-7, atol=0)
+
+
+def test_older_files_pack_ten_codes_of_three_bits_into_a_word(tmp_path: Path) -> None:
+    made = drawn(3, 4, 64, 32, symmetric=True)
+    tensors = writers.packed("a", made, 3)
+    rows = [[sum(code << 3 * i for i, code in enumerate(row[at : at + 10])) for at in range(0, 64, 10)]
+            for row in made.codes.tolist()]  # fmt: skip
+    tensors["a.weight_packed"] = writers.words(rows)
+    assert_read(tmp_path, tensors, compressed("pack-quantized", 3), made, "int3_g32")
+
+
+def test_act_order_of_compressed_tensors(tmp_path: Path) -> None:
+    made = drawn(4, 10, 96, 32, shuffled=True)
+    tensors = writers.packed("a", made, 4, symmetric=False)
+    tensors["a.weight_g_idx"] = torch.from_numpy(made.places.astype(np.int32))
+    assert_read(tmp_path, tensors, compressed("pack-quantized", 4), made, "bf16")
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
+def test_int_quantized(tmp_path: Path, strategy: str) -> None:
+    group = 32 if strategy == "group" else 96
+    made = drawn(8, 10, 96, group, symmetric=True)
+    scales = torch.from_numpy(made.scales)
+    if strategy == "tensor":
+        made.scales[:] = made.scales[0, 0]
+        scales = scales[0]
+    tensors = {
+        "a.weight": torch.from_numpy((made.codes - 128).astype(np.int8)),
+        "a.weight_scale": scales,
+        "a.input_scale": torch.ones(1),
+    }
+    name = "int8_g32" if strategy == "group" else "int8_row"
+    config = compressed("int-quantized", 8, strategy=strategy)
+    assert_read(tmp_path, tensors, config, made, name)
+
+
+def test_int_quantized_with_zero_points_is_expanded(tmp_path: Path) -> None:
+    made = drawn(8, 10, 96, 96)
+    tensors = {
+        "a.weight": torch.from_numpy((made.codes - 128).astype(np.int8)),
+        "a.weight_scale": torch.from_numpy(made.scales),
+        "a.weight_zero_point": torch.from_numpy((made.zeros - 128).astype(np.int8)),
+    }
+    assert_read(tmp_path, tensors, compressed("int-quantized", 8, symmetric=False), made, "bf16")
+
+
+def test_plain_tensors_are_read_as_they_are(tmp_path: Path) -> None:
+    made = drawn(4, 10, 96, 32, symmetric=True)
+    plain = {"b.weight": torch.randn(3, 5), "norm.weight": torch.ones(4), "a.k_scale": torch.ones(1)}
+    found = source(tmp_path, writers.packed("a", made, 4) | plain, compressed("pack-quantized", 4))
+    assert sorted(found.names()) == ["a.weight", "b.weight", "norm.weight"]
+    assert torch.equal(found.get("b.weight").dequantize(), plain["b.weight"])
+    assert {"norm.weight", "a.weight_packed"} <= set(found.unread())
+    found.get("a.weight")
+    assert found.unread() == ["norm.weight"]
+
+
+@examples(30, deadline=None)
+@given(bits=st.sampled_from([2, 3, 4, 8]), rows=st.integers(1, 3), count=st.integers(1, 9), seed=st.integers(0, 99))
+def test_words_are_a_stream_of_codes(bits: int, rows: int, count: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, count * 32))
+    packed = writers.words([writers.stream(row, bits) for row in codes.tolist()])
+    assert np.array_equal(unpack_words(packed, bits).numpy(), codes)
+    if bits != 3:
+        assert np.array_equal(unpack_whole(packed, bits).numpy(), codes)
