@@ -45,11 +45,11 @@ def read_awq(files: StoredTensors, config: Mapping[str, Any]) -> Published:
     for name in files.names():
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            made.matrices[f"{module}.weight"] = _matrix(files, module)
+            made.matrices[f"{module}.weight"] = _matrix(files, module, group)
     return made
 
 
-def _matrix(files: StoredTensors, module: str) -> IntegerMatrix:
+def _matrix(files: StoredTensors, module: str, group: int) -> IntegerMatrix:
     weight, zeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     require(files, scales)
     columns, words = matrix_shape(files, weight)
@@ -57,8 +57,8 @@ def _matrix(files: StoredTensors, module: str) -> IntegerMatrix:
     half = expect_dtype(files, scales, "F16", "BF16", "F32") == "F16"
     groups = matrix_shape(files, scales)[0]
     expect_shape(files, scales, (groups, words * PER_WORD))
-    if columns % groups:
-        raise ModelError(f"Tensor {scales} has {groups} groups, which do not divide {columns} columns evenly.")
+    if columns % groups or (group > 0 and columns // groups != group):
+        raise ModelError(f"Tensor {scales} has {groups} groups, which do not fit {columns} columns: it is damaged.")
     owns = [weight, scales]
     if files.has(zeros):
         expect_dtype(files, zeros, "I32")

@@ -22,7 +22,7 @@ from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.published.matrix import (
     EXPANDED,
     MOST_COLUMNS,
-    Plan,
+    MatrixPlan,
     Published,
     StoredTensors,
     expanded,
@@ -51,10 +51,10 @@ class RowMatrix:
     codes: Callable[[], Tensor]
     maxima: Callable[[], Tensor]
 
-    def plan(self) -> Plan:
-        return Plan(SCHEMES[INT8_ROW])
+    def plan(self) -> MatrixPlan:
+        return MatrixPlan(SCHEMES[INT8_ROW])
 
-    def load(self, plan: Plan) -> QTensor:
+    def load(self, plan: MatrixPlan) -> QTensor:
         scales = (self.maxima().to(torch.float32) / 127).reshape(-1, 1)
         return QTensor(plan.scheme, {"codes": self.codes(), "scales": scales}, self.shape)
 
@@ -71,10 +71,10 @@ class TableMatrix:
     table: Callable[[], Tensor]
     maxima: Callable[[], Tensor]
 
-    def plan(self) -> Plan:
-        return Plan(EXPANDED, f"{self.kind.upper()} has no scheme here")
+    def plan(self) -> MatrixPlan:
+        return MatrixPlan(EXPANDED, f"{self.kind.upper()} has no scheme here")
 
-    def load(self, plan: Plan) -> QTensor:
+    def load(self, plan: MatrixPlan) -> QTensor:
         codes, table, maxima, columns = self.codes().flatten(), self.table(), self.maxima(), self.shape[1]
 
         def rows(own: slice) -> Tensor:

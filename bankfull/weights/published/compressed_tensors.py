@@ -69,15 +69,13 @@ def read_compressed(files: StoredTensors, config: Mapping[str, Any]) -> Publishe
     bits = sorted({whole_number(one.get("num_bits"), "a num_bits", 1, 16) for one in weights})
     if other := [str(one) for one in bits if one not in (*READ_BITS, 16)]:
         raise ModelError(f"The checkpoint has weights of {other[0]} bits; bankfull reads 2, 3, 4 and 8 bits.")
-    for one in weights:
-        if one.get("group_size") is not None:
-            _group(one["group_size"])
+    widths = {_group(one.get("group_size")) for one in weights}
     block = blocks.pop() if len(blocks) == 1 else None
     made = Published(f"{METHOD}, {chosen}" + (f", {' and '.join(map(str, bits))} bits" if bits else ""))
     for name in files.names():
         module, _, last = name.rpartition(".")
         if last == "weight_packed" and files.dtype_of(name) == "I32":
-            made.matrices[f"{module}.weight"] = _packed(files, module, bits)
+            made.matrices[f"{module}.weight"] = _packed(files, module, bits, widths)
         elif last == "weight_packed":
             made.matrices[f"{module}.weight"] = _small(files, module)
         elif last == "weight" and files.dtype_of(name) == "I8":
@@ -109,9 +107,9 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
     return whole_number(found[0], "a block", 1, MOST_COLUMNS), whole_number(found[1], "a block", 1, MOST_COLUMNS)
 
 
-def _group(size: Any) -> None:
-    if size != -1:
-        whole_number(size, "a group_size", 1, MOST_COLUMNS)
+def _group(size: Any) -> int:
+    """Columns per scale; 0 where there are no groups."""
+    return 0 if size in (None, -1) else whole_number(size, "a group_size", 1, MOST_COLUMNS)
 
 
 def _scale(files: StoredTensors, module: str) -> str:
@@ -120,7 +118,7 @@ def _scale(files: StoredTensors, module: str) -> str:
     return name
 
 
-def _packed(files: StoredTensors, module: str, declared: list[int]) -> IntegerMatrix:
+def _packed(files: StoredTensors, module: str, declared: list[int], widths: set[int]) -> IntegerMatrix:
     names = parts_of(files, module, _PARTS)
     packed, scale = names["weight_packed"], _scale(files, module)
     rows, words = matrix_shape(files, packed)
@@ -131,6 +129,11 @@ def _packed(files: StoredTensors, module: str, declared: list[int]) -> IntegerMa
             f"Tensor {packed} has {words} words in a row, which do not hold {shape[1]} codes of 2, 3, 4 or 8 bits."
         )
     group = _columns_per_scale(files, scale, shape)
+    if widths and 0 not in widths and group not in widths:
+        wanted = " or ".join(map(str, sorted(widths)))
+        raise ModelError(
+            f"Tensor {scale} has a scale per {group} columns, but config.json says {wanted}: it is damaged."
+        )
     unpack = unpack_whole if whole else unpack_words
     zero = names.get("weight_zero_point")
     return IntegerMatrix(
@@ -159,9 +162,9 @@ def _declared_shape(files: StoredTensors, module: str, rows: int) -> tuple[int, 
 
 
 def _bits_of(columns: int, words: int, declared: list[int]) -> tuple[int | None, bool]:
-    """Bits of a code, and whether each word holds whole codes only (older files with 3 bits). Narrow matrices may fit
-    several widths; then the one that the configuration declares counts."""
-    for bits in sorted(READ_BITS, key=lambda bits: bits not in declared):
+    """Bits of a code, one of those that the configuration declares, and whether each word holds whole codes only (older
+    files with 3 bits)."""
+    for bits in [bits for bits in READ_BITS if bits in declared] or READ_BITS:
         if words == -(-columns * bits // WORD):
             return bits, False
         if words == -(-columns // (WORD // bits)):

@@ -14,7 +14,7 @@ from bankfull.weights.formats.fp8_groups import FP8_G128, GROUP
 from bankfull.weights.formats.rows import FP8
 from bankfull.weights.published.matrix import (
     EXPANDED,
-    Plan,
+    MatrixPlan,
     StoredTensors,
     expanded,
     expect_dtype,
@@ -38,15 +38,15 @@ class FloatMatrix:
     scales: Callable[[], Tensor]
     """float32 (rows of blocks, columns of blocks)"""
 
-    def plan(self) -> Plan:
+    def plan(self) -> MatrixPlan:
         columns = self.block[1]
         if columns >= self.shape[1]:
-            return Plan(SCHEMES[FP8])
+            return MatrixPlan(SCHEMES[FP8])
         if columns % GROUP == 0 and self.shape[1] % GROUP == 0:
-            return Plan(SCHEMES[FP8_G128])
-        return Plan(EXPANDED, f"8-bit floats with a scale per {columns} columns have no scheme here")
+            return MatrixPlan(SCHEMES[FP8_G128])
+        return MatrixPlan(EXPANDED, f"8-bit floats with a scale per {columns} columns have no scheme here")
 
-    def load(self, plan: Plan) -> QTensor:
+    def load(self, plan: MatrixPlan) -> QTensor:
         codes, scales, (down, across) = self.codes(), self.scales(), self.block
         rows, columns = self.shape
         if plan.scheme == EXPANDED:
@@ -78,7 +78,7 @@ def float_matrix(files: StoredTensors, codes: str, scales: str, block: tuple[int
     def read() -> Tensor:
         tensor = files.stored(scales)
         if kind == "U8":
-            tensor = torch.ldexp(torch.ones(()), tensor.to(torch.int32) - 127)
+            tensor = torch.ldexp(torch.ones_like(tensor, dtype=torch.float32), tensor.to(torch.int32) - 127)
         return finite(tensor.to(torch.float32), scales).reshape(grid)
 
     return FloatMatrix(shape, own, (codes, scales), lambda: files.stored(codes), read)

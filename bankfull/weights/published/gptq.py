@@ -46,7 +46,8 @@ def read_gptq(files: StoredTensors, config: Mapping[str, Any]) -> Published:
             module = name.removesuffix(".qweight")
             if order:
                 require(files, f"{module}.g_idx")
-            made.matrices[f"{module}.weight"] = _matrix(files, module, VERSIONS[kind], None if mixed else bits)
+            declared = (None, None) if mixed else (bits, group)
+            made.matrices[f"{module}.weight"] = _matrix(files, module, VERSIONS[kind], *declared)
     return made
 
 
@@ -58,7 +59,8 @@ def _declared(config: Mapping[str, Any]) -> tuple[int, int]:
     return bits, -1 if group == -1 else whole_number(group, "a group_size", 1, MOST_COLUMNS)
 
 
-def _matrix(files: StoredTensors, module: str, version: int, declared: int | None) -> IntegerMatrix:
+def _matrix(files: StoredTensors, module: str, version: int, declared: int | None, width: int | None) -> IntegerMatrix:
+    """`declared`, `width`: bits and columns per group of all modules, if they are alike."""
     weight, zeros, scales, order = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
     require(files, zeros, scales)
     packed, rows = matrix_shape(files, weight)
@@ -80,9 +82,9 @@ def _matrix(files: StoredTensors, module: str, version: int, declared: int | Non
         expect_dtype(files, order, "I32", "I64")
         expect_shape(files, order, (columns,))
         ordered = order
-    group = -(-columns // groups)
+    group = -(-columns // groups) if width is None else columns if width < 0 else width
     if -(-columns // group) != groups:
-        raise ModelError(f"Tensor {scales} has {groups} groups, which do not divide {columns} columns evenly.")
+        raise ModelError(f"Tensor {scales} has {groups} groups, which do not fit {columns} columns: it is damaged.")
     owns = tuple(name for name in (weight, zeros, scales, order) if files.has(name))
 
     def read_zeros() -> Tensor:

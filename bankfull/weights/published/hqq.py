@@ -18,7 +18,7 @@ from bankfull.errors import ModelError
 from bankfull.weights.published.matrix import (
     EXPANDED,
     MOST_COLUMNS,
-    Plan,
+    MatrixPlan,
     Published,
     StoredTensors,
     expect_dtype,
@@ -61,10 +61,10 @@ class HalfQuadraticMatrix:
     scale: Callable[[], Tensor]
     zero: Callable[[], Tensor]
 
-    def plan(self) -> Plan:
-        return Plan(EXPANDED, "HQQ's zero points are not whole numbers")
+    def plan(self) -> MatrixPlan:
+        return MatrixPlan(EXPANDED, "HQQ's zero points are not whole numbers")
 
-    def load(self, plan: Plan) -> QTensor:
+    def load(self, plan: MatrixPlan) -> QTensor:
         codes, scale, zero = self.codes(), self.scale(), self.zero()
         made = torch.empty(codes.shape, dtype=torch.bfloat16)
         step = max(1, (1 << 22) // codes.shape[1])

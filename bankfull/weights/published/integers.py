@@ -16,7 +16,7 @@ from bankfull.errors import ModelError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.groups import GROUPS, name_of, pack_pairs, pack_planes
 from bankfull.weights.formats.rows import INT8_ROW
-from bankfull.weights.published.matrix import EXPANDED, Plan, expanded, finite
+from bankfull.weights.published.matrix import EXPANDED, MatrixPlan, expanded, finite
 from bankfull.weights.qtensor import QTensor
 
 READ_BITS = (2, 3, 4, 8)
@@ -70,22 +70,22 @@ class IntegerMatrix:
         """Columns per scale in our scheme; 0 if none fits."""
         return next((group for group in GROUPS if self.group % group == 0 and self.shape[1] % group == 0), 0)
 
-    def plan(self) -> Plan:
+    def plan(self) -> MatrixPlan:
         if self.places is not None:
-            return Plan(EXPANDED, "their columns are in the order of activations (act-order)")
+            return MatrixPlan(EXPANDED, "their columns are in the order of activations (act-order)")
         if self.bits == 8:
             if self.zeros is not None:
-                return Plan(EXPANDED, "8-bit codes with zero points have no scheme here")
+                return MatrixPlan(EXPANDED, "8-bit codes with zero points have no scheme here")
             if self.group >= self.shape[1]:
-                return Plan(SCHEMES[INT8_ROW])
+                return MatrixPlan(SCHEMES[INT8_ROW])
         if not self.narrow:
-            return Plan(EXPANDED, f"groups of {self.group} columns have no scheme here")
+            return MatrixPlan(EXPANDED, f"groups of {self.group} columns have no scheme here")
         if not self.half and not _is_half(self.scales):
-            return Plan(EXPANDED, "float16 cannot hold their scales")
+            return MatrixPlan(EXPANDED, "float16 cannot hold their scales")
         kind = f"int{self.bits}" if self.zeros is None else f"uint{self.bits}"
-        return Plan(SCHEMES[name_of(kind, self.narrow)])
+        return MatrixPlan(SCHEMES[name_of(kind, self.narrow)])
 
-    def load(self, plan: Plan) -> QTensor:
+    def load(self, plan: MatrixPlan) -> QTensor:
         codes, scheme = self.codes(), plan.scheme
         if scheme == EXPANDED:
             return self._expanded(codes)

@@ -33,7 +33,7 @@ class StoredTensors(TensorSource, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MatrixPlan:
     """What a matrix becomes: its scheme and, if it is expanded, why, as the end of a sentence."""
 
     scheme: Scheme
@@ -45,10 +45,10 @@ class Matrix(Protocol):
     owns: tuple[str, ...]
     """Tensors of the file that belong to the matrix."""
 
-    def plan(self) -> Plan:
+    def plan(self) -> MatrixPlan:
         """Decided from shapes, dtypes, scales and zero points; codes are not read."""
 
-    def load(self, plan: Plan) -> QTensor: ...
+    def load(self, plan: MatrixPlan) -> QTensor: ...
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def expect_shape(files: StoredTensors, name: str, *allowed: Sequence[int]) -> tu
     """The shape of a tensor, which must be one of those allowed."""
     found = files.shape(name)
     if found not in {tuple(shape) for shape in allowed}:
-        wanted = " or ".join(str(tuple(shape)) for shape in allowed)
+        wanted = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in allowed))
         raise ModelError(f"Tensor {name} has shape {found} where its matrix needs {wanted}: use another checkpoint.")
     return found
 

@@ -16,7 +16,7 @@ from bankfull.weights.formats import READ_ONLY
 from bankfull.weights.formats.mxfp4 import BLOCK, MXFP4, VALUES, from_pairs
 from bankfull.weights.published.matrix import (
     EXPANDED,
-    Plan,
+    MatrixPlan,
     StoredTensors,
     expanded,
     expect_dtype,
@@ -38,10 +38,10 @@ class MXFP4Matrix:
     codes: Callable[[], Tensor]
     exponents: Callable[[], Tensor]
 
-    def plan(self) -> Plan:
-        return Plan(READ_ONLY[MXFP4])
+    def plan(self) -> MatrixPlan:
+        return MatrixPlan(READ_ONLY[MXFP4])
 
-    def load(self, plan: Plan) -> QTensor:
+    def load(self, plan: MatrixPlan) -> QTensor:
         blocks = from_pairs(self.codes().unflatten(-1, (-1, BLOCK // 2)), self.exponents())
         return QTensor(plan.scheme, {"blocks": blocks}, self.shape)
 
@@ -71,10 +71,10 @@ class NVFP4Matrix:
     scales: Callable[[], Tensor]
     """float32 (out, in / 16)"""
 
-    def plan(self) -> Plan:
-        return Plan(EXPANDED, "NVFP4 has no scheme here")
+    def plan(self) -> MatrixPlan:
+        return MatrixPlan(EXPANDED, "NVFP4 has no scheme here")
 
-    def load(self, plan: Plan) -> QTensor:
+    def load(self, plan: MatrixPlan) -> QTensor:
         codes, scales, values = self.codes(), self.scales(), torch.tensor(VALUES)
 
         def rows(own: slice) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from bankfull.weights.published.matrix import EXPANDED, Plan, Published, StoredTensors
+from bankfull.weights.published.matrix import EXPANDED, MatrixPlan, Published, StoredTensors
 from bankfull.weights.qtensor import QTensor, Scheme
 
 log = logging.getLogger("bankfull")
@@ -17,7 +17,7 @@ class PublishedSource:
     def __init__(self, files: StoredTensors, made: Published) -> None:
         self.about = made.about
         self._files, self._matrices = files, made.matrices
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, MatrixPlan] = {}
         self._owned = {part: name for name, matrix in made.matrices.items() for part in matrix.owns}
         self._ignored = made.ignored | {name for name in files.names() if name.rpartition(".")[2] in KV_SCALES}
         self._loaded: set[str] = set()
@@ -62,7 +62,7 @@ class PublishedSource:
     def release(self) -> None:
         self._files.release()
 
-    def _plan(self, name: str) -> Plan:
+    def _plan(self, name: str) -> MatrixPlan:
         if name not in self._plans:
             self._plans[name] = self._matrices[name].plan()
         return self._plans[name]
