@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from bankfull.errors import ModelError
 from bankfull.ops import Operation
 from bankfull.ops.registry import BF16, FLOAT, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
+from bankfull.weights.formats.importance import NAMES as IMPORTANCE
+from bankfull.weights.formats.importance import as_known
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
 
@@ -37,6 +39,8 @@ class Build:
     kv_dtype: torch.dtype | None = None
     """Dtype of the KV cache: None = that of the computation; int8 is rounded (lossy)."""
     prefix: str = ""
+    _told: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Formats whose expansion was told."""
 
     @property
     def pages(self) -> torch.dtype:
@@ -76,11 +80,20 @@ class Build:
     def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
         """A matrix as stored in the file; a dense one in the dtype that it is multiplied in."""
         found = self._find(name, shape)
+        if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
+            found = as_known(found) or self._expanded(found)
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
         if self.kit.device == "cpu" and "native" in self.kit.prefer:
             found = as_blocks(found)  # the native kernels take quantization groups as blocks
         return found.to(self.device)
+
+    def _expanded(self, found: QTensor) -> QTensor:
+        kind = found.scheme.name.upper()
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning(f"some weights are expanded at load, because no kernel reads {kind}.")
+        return QTensor.dense(found.dequantize(self.matrices))
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
         """Matrices of `count` experts as one tensor (count, *shape). `name` has a place for the expert's number,

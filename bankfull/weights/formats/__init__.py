@@ -1,6 +1,6 @@
 """Every storage scheme that the engine reads, by name."""
 
-from bankfull.weights.formats import dense, fp8_groups, groups, kquants, legacy, mxfp4, rows
+from bankfull.weights.formats import dense, fp8_groups, groups, importance, kquants, legacy, mxfp4, rows
 from bankfull.weights.scheme import Scheme
 
 SCHEMES: dict[str, Scheme] = {
@@ -14,5 +14,5 @@ SCHEMES: dict[str, Scheme] = {
         fp8_groups.SCHEME,
     )
 }
-READ_ONLY: dict[str, Scheme] = {mxfp4.SCHEME.name: mxfp4.SCHEME}
+READ_ONLY: dict[str, Scheme] = {scheme.name: scheme for scheme in (mxfp4.SCHEME, *importance.SCHEMES)}
 """Schemes of files that nothing is quantized to."""
