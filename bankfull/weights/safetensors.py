@@ -24,6 +24,8 @@ COMPOSED = "bankfull"
 MAX_INDEX_BYTES = 64 << 20
 READ_DTYPES = {scheme.name.upper(): scheme for scheme in SCHEMES}
 GPT_OSS = "gpt_oss"
+MODELOPT = "hf_quant_config.json"
+"""Where older versions of ModelOpt describe the quantization."""
 PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -38,6 +40,8 @@ def open_directory(
         raise ModelError(f"{path} has no config.json: {way_out}")
     config = read_json(path / "config.json")
     fused = config.get("model_type") == GPT_OSS
+    if (path / MODELOPT).exists() and "quantization_config" not in config:
+        config["quantization_config"] = read_json(path / MODELOPT) | {"quant_method": "modelopt"}
     quantized = quantization_of(path, config, *((MXFP4,) if fused else ()))
     config = normalize_config(config)
     if config.get("model_type") == COMPOSED and not (path / SINGLE).exists() and not (path / INDEX).exists():

@@ -104,6 +104,14 @@ def test_blocks_say_the_same_bit_for_bit(name: str) -> None:
         assert torch.equal(blocks.dequantize().view(torch.int32), weight.dequantize().view(torch.int32))
 
 
+def test_rows_become_blocks_if_their_scales_are_float16() -> None:
+    exact = quantize(torch.randn(5, 96, generator=torch.Generator().manual_seed(0)), "int8_row")
+    assert as_blocks(exact) is exact
+    exact.parts["scales"].copy_(exact.parts["scales"].half())
+    blocks = as_blocks(exact)
+    assert blocks.scheme.name == "q8_0" and torch.equal(blocks.dequantize(), exact.dequantize())
+
+
 def test_other_schemes_are_left_alone() -> None:
     for weight in (QTensor.dense(torch.ones(2, 64)), quantize(torch.ones(2, 64), "q4_1")):
         assert as_blocks(weight) is weight

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bankfull.weights.formats import legacy
 from bankfull.weights.formats.mxfp4 import MXFP4, as_q5_0
+from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.scheme import Part, Scheme
 
 if TYPE_CHECKING:
@@ -106,12 +107,14 @@ scale, q4_0 those from -8 to 7."""
 
 def as_blocks(weight: QTensor) -> QTensor:
     """The same values, bit for bit up to the sign of zero, as q8_0, q5_0 or q4_0 blocks, each with the scale of its
-    group; MXFP4 as q5_0 blocks.
+    group; MXFP4 as q5_0 blocks; rows of int8 as q8_0 blocks, if float16 holds their scales.
 
     A weight in any other scheme is returned as it is.
     """
     if weight.scheme.name == MXFP4:
         return as_q5_0(weight)
+    if weight.scheme.name == INT8_ROW:
+        weight = _in_groups(weight)
     twin = _TWIN.get(weight.scheme.name)
     if twin is None:
         return weight
@@ -123,6 +126,19 @@ def as_blocks(weight: QTensor) -> QTensor:
     blocks = torch.cat((scales.reshape(-1, 1).view(torch.uint8), stored), -1)
     shape = (*weight.shape[:-1], twin.row_bytes(weight.shape[-1]))
     return replace(weight, scheme=twin, parts={"blocks": blocks.reshape(shape)})
+
+
+def _in_groups(weight: QTensor) -> QTensor:
+    """Rows of int8 as groups with the row's scale; the weight itself where that would change values."""
+    scales, columns = weight.parts["scales"], weight.shape[-1]
+    if columns % PLANE or weight.device.type == "meta":
+        return weight
+    narrow = scales.to(torch.float16)
+    if not torch.equal(narrow.to(torch.float32), scales):
+        return weight
+    scheme = next(scheme for scheme in SCHEMES if scheme.name == name_of("int8", PLANE))
+    parts = {"codes": weight.parts["codes"], "scales": narrow.repeat_interleave(columns // PLANE, -1)}
+    return replace(weight, scheme=scheme, parts=parts)
 
 
 def _centred(weight: QTensor, middle: int) -> Tensor:

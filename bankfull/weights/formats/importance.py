@@ -32,7 +32,7 @@ TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 11
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class BlockPieces:
     """A value is unit * factor * number / 2^halvings."""
 
     unit: Tensor
@@ -97,45 +97,45 @@ def _odd(scales: Tensor) -> Tensor:
     return (2 * scales + 1).to(torch.int16)
 
 
-def _iq2_xxs(blocks: Tensor) -> Pieces:
+def _iq2_xxs(blocks: Tensor) -> BlockPieces:
     words = _words(blocks, 2, 66, torch.uint32)
     index, rest = _bits(words[:, 0::2], 8, 4), words[:, 1::2]
     numbers = _look_up("iq2_xxs", index) * _even_signs(_bits(rest, 7, 4))
-    return Pieces(half(blocks, 0), _odd(rest >> 28), numbers, 3)
+    return BlockPieces(half(blocks, 0), _odd(rest >> 28), numbers, 3)
 
 
-def _iq2_xs(blocks: Tensor) -> Pieces:
+def _iq2_xs(blocks: Tensor) -> BlockPieces:
     words = _words(blocks, 2, 66, torch.uint16)
     numbers = _look_up("iq2_xs", words & 511) * _even_signs(words >> 9)
-    return Pieces(half(blocks, 0), _odd(_bits(blocks[:, 66:74], 4, 2)), numbers, 3)
+    return BlockPieces(half(blocks, 0), _odd(_bits(blocks[:, 66:74], 4, 2)), numbers, 3)
 
 
-def _iq2_s(blocks: Tensor) -> Pieces:
+def _iq2_s(blocks: Tensor) -> BlockPieces:
     index = blocks[:, 2:34].to(torch.int32) | (_bits(blocks[:, 66:74], 2, 4).to(torch.int32) << 8)
     numbers = _look_up("iq2_s", index) * _signs(_bits(blocks[:, 34:66], 1, 8))
-    return Pieces(half(blocks, 0), _odd(_bits(blocks[:, 74:82], 4, 2)), numbers, 3)
+    return BlockPieces(half(blocks, 0), _odd(_bits(blocks[:, 74:82], 4, 2)), numbers, 3)
 
 
-def _iq3_xxs(blocks: Tensor) -> Pieces:
+def _iq3_xxs(blocks: Tensor) -> BlockPieces:
     rest = _words(blocks, 66, 98, torch.uint32)
     numbers = _look_up("iq3_xxs", blocks[:, 2:66]) * _even_signs(_bits(rest, 7, 4))
-    return Pieces(half(blocks, 0), _odd(rest >> 28), numbers // 2, 1)  # the numbers are even
+    return BlockPieces(half(blocks, 0), _odd(rest >> 28), numbers // 2, 1)  # the numbers are even
 
 
-def _iq3_s(blocks: Tensor) -> Pieces:
+def _iq3_s(blocks: Tensor) -> BlockPieces:
     index = blocks[:, 2:66].to(torch.int32) | (_bits(blocks[:, 66:74], 1, 8).to(torch.int32) << 8)
     numbers = _look_up("iq3_s", index) * _signs(_bits(blocks[:, 74:106], 1, 8))
-    return Pieces(half(blocks, 0), _odd(_bits(blocks[:, 106:110], 4, 2)), numbers, 0)
+    return BlockPieces(half(blocks, 0), _odd(_bits(blocks[:, 106:110], 4, 2)), numbers, 0)
 
 
-def _iq1_s(blocks: Tensor) -> Pieces:
+def _iq1_s(blocks: Tensor) -> BlockPieces:
     high = _words(blocks, 34, 50, torch.uint16)
     index = blocks[:, 2:34].to(torch.int32) | (_bits(high, 3, 4) << 8)
     shift = _signs(high >> 15).repeat_interleave(32, -1)  # an eighth above or below each point
-    return Pieces(half(blocks, 0), _odd((high >> 12) & 7), _look_up("iq1", index) * 8 + shift, 3)
+    return BlockPieces(half(blocks, 0), _odd((high >> 12) & 7), _look_up("iq1", index) * 8 + shift, 3)
 
 
-def _iq1_m(blocks: Tensor) -> Pieces:
+def _iq1_m(blocks: Tensor) -> BlockPieces:
     scales = _words(blocks, 48, 56, torch.uint16)
     quarters = (scales >> 12) << torch.arange(0, 16, 4, device=blocks.device)
     bits = quarters.sum(-1, keepdim=True)
@@ -143,28 +143,28 @@ def _iq1_m(blocks: Tensor) -> Pieces:
     high = _bits(blocks[:, 32:48], 4, 2)
     index = blocks[:, :32].to(torch.int32) | ((high & 7).to(torch.int32) << 8)
     shift = _signs(high >> 3).repeat_interleave(8, -1)
-    return Pieces(half(unit, 0), _odd(_bits(scales & 4095, 3, 4)), _look_up("iq1", index) * 8 + shift, 3)
+    return BlockPieces(half(unit, 0), _odd(_bits(scales & 4095, 3, 4)), _look_up("iq1", index) * 8 + shift, 3)
 
 
 def _of_table(codes: Tensor) -> Tensor:
     return torch.tensor(TABLE, dtype=torch.int16, device=codes.device)[codes.to(torch.int64)]
 
 
-def _iq4_xs(blocks: Tensor) -> Pieces:
+def _iq4_xs(blocks: Tensor) -> BlockPieces:
     high, low = _bits(_words(blocks, 2, 4, torch.uint16), 2, 8), _bits(blocks[:, 4:8], 4, 2)
     factors = (low.to(torch.int16) | (high.to(torch.int16) << 4)) - 32
-    return Pieces(half(blocks, 0), factors, _of_table(planes(blocks[:, 8:136], 16, 4)), 0)
+    return BlockPieces(half(blocks, 0), factors, _of_table(planes(blocks[:, 8:136], 16, 4)), 0)
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
     return half(blocks, 0) * _of_table(nibbles(blocks[:, 2:])).to(torch.float32)
 
 
-def _scheme(name: str, size: int, pieces: Callable[[Tensor], Pieces]) -> Scheme:
+def _scheme(name: str, size: int, pieces: Callable[[Tensor], BlockPieces]) -> Scheme:
     return block_scheme(name, BLOCK, size, lambda blocks: pieces(blocks).values())
 
 
-_PIECES: dict[str, tuple[int, Callable[[Tensor], Pieces]]] = {
+_PIECES: dict[str, tuple[int, Callable[[Tensor], BlockPieces]]] = {
     "iq1_s": (50, _iq1_s),
     "iq1_m": (56, _iq1_m),
     "iq2_xxs": (66, _iq2_xxs),
@@ -211,7 +211,7 @@ def _as_q8_0(blocks: Tensor) -> Tensor:
     return torch.cat((blocks[:, :2], _of_table(nibbles(blocks[:, 2:])).to(torch.int8).view(torch.uint8)), -1)
 
 
-def _as_q6_k(pieces: Callable[[Tensor], Pieces]) -> Callable[[Tensor], Tensor | None]:
+def _as_q6_k(pieces: Callable[[Tensor], BlockPieces]) -> Callable[[Tensor], Tensor | None]:
     def translate(blocks: Tensor) -> Tensor | None:
         found = pieces(blocks)
         unit = (found.unit * 2.0**-found.halvings).to(torch.float16)

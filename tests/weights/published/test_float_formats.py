@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.weights.published.writers import Tensors, compressed, source
+from bankfull.errors import ModelError
+from bankfull.weights.source import open_model
+from tests.weights.published.writers import CONFIG, Tensors, compressed, source, write
 
 FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
@@ -86,6 +89,18 @@ def test_exponents_as_scales_are_exact_in_bfloat16(tmp_path: Path) -> None:
     found = source(tmp_path, tensors, compressed("mxfp8-quantized", 8, type="float", group_size=32))
     assert found.scheme("a.weight").name == "bf16"
     assert torch.equal(found.get("a.weight").dequantize(), meaning(codes, 2.0 ** (exponents.float() - 127), 1, 32))
+
+
+def test_modelopt_may_describe_itself_in_a_file_of_its_own(tmp_path: Path) -> None:
+    tensors = {"a.weight": eight_bits(4, 64), "a.weight_scale": torch.tensor(0.5)}
+    folder = write(tmp_path, tensors, {})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    files = open_model(folder)
+    assert files.quantization == "modelopt, FP8, 8 bits" and files.source.scheme("a.weight").name == "fp8"
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8"}}))
+    with pytest.raises(ModelError, match="ModelOpt's 'W4A8'"):
+        open_model(folder)
 
 
 def four_bits(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

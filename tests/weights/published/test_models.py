@@ -37,7 +37,7 @@ SCHEMES = {
     "gptq-order": "f32",
     "awq": "q5_0",
     "w4a16": "q4_0",
-    "w8a8": "int8_row",
+    "w8a8": "q8_0",
     "fp8": "fp8",
 }
 """What the matrices become on a CPU with native kernels."""
