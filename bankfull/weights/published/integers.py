@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from bankfull.weights.qtensor import QTensor
 READ_BITS = (2, 3, 4, 8)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class IntegerMatrix:
     name: str
     shape: tuple[int, int]
@@ -41,7 +40,6 @@ class IntegerMatrix:
     order: Callable[[], Tensor] | None = None
     """The group of each column, (in,), where they are not in order."""
 
-    @cached_property
     def places(self) -> Tensor | None:
         """The group of each column; None if groups are in order."""
         if self.order is None:
@@ -51,11 +49,9 @@ class IntegerMatrix:
             raise ModelError(f"Matrix {self.name} assigns columns to groups that do not exist (g_idx): it is damaged.")
         return None if torch.equal(found, torch.arange(self.shape[1]) // self.group) else found
 
-    @cached_property
     def scales(self) -> Tensor:
         return finite(self.stored_scales(), f"{self.name}'s scales")
 
-    @cached_property
     def zeros(self) -> Tensor | None:
         """None where all are half of the range."""
         if self.stored_zeros is None:
@@ -65,67 +61,59 @@ class IntegerMatrix:
             raise ModelError(f"Matrix {self.name} has zero points outside of 0 to {2**self.bits}: it is damaged.")
         return None if bool((found == 2 ** (self.bits - 1)).all()) else found
 
-    @cached_property
+    @property
     def narrow(self) -> int:
         """Columns per scale in our scheme; 0 if none fits."""
         return next((group for group in GROUPS if self.group % group == 0 and self.shape[1] % group == 0), 0)
 
     def plan(self) -> MatrixPlan:
-        if self.places is not None:
+        # Nothing that is read here is kept: a large model is planned as a whole before its first matrix is loaded.
+        if self.places() is not None:
             return MatrixPlan(EXPANDED, "their columns are in the order of activations (act-order)")
+        has_zeros = self.zeros() is not None
         if self.bits == 8:
-            if self.zeros is not None:
+            if has_zeros:
                 return MatrixPlan(EXPANDED, "8-bit codes with zero points have no scheme here")
             if self.group >= self.shape[1]:
                 return MatrixPlan(SCHEMES[INT8_ROW])
         if not self.narrow:
             return MatrixPlan(EXPANDED, f"groups of {self.group} columns have no scheme here")
-        if not self.half and not _is_half(self.scales):
+        if not self.half and not _is_half(self.scales()):
             return MatrixPlan(EXPANDED, "float16 cannot hold their scales")
-        kind = f"int{self.bits}" if self.zeros is None else f"uint{self.bits}"
+        kind = f"uint{self.bits}" if has_zeros else f"int{self.bits}"
         return MatrixPlan(SCHEMES[name_of(kind, self.narrow)])
 
     def load(self, plan: MatrixPlan) -> QTensor:
-        codes, scheme = self.codes(), plan.scheme
+        codes, scales, zeros, scheme = self.codes(), self.scales(), self.zeros(), plan.scheme
         if scheme == EXPANDED:
-            return self._expanded(codes)
+            return self._expanded(codes, scales.to(torch.float32), zeros)
         if scheme.name == INT8_ROW:
-            scales = self.scales.to(torch.float32).reshape(-1, 1)
+            scales = scales.to(torch.float32).reshape(-1, 1)
             return QTensor(scheme, {"codes": _signed(codes), "scales": scales}, self.shape)
-        repeats = self.group // self.narrow
-        parts = {
-            "codes": self._packed(codes),
-            "scales": _repeated(self.scales.to(torch.float16), repeats, self.columns),
-        }
-        if self.zeros is not None:
-            parts["zeros"] = _repeated(self.zeros.to(torch.uint8), repeats, self.columns)
+        parts = {"codes": self._packed(codes), "scales": self._repeated(scales.to(torch.float16))}
+        if zeros is not None:
+            parts["zeros"] = self._repeated(zeros.to(torch.uint8))
         return QTensor(scheme, parts, self.shape)
 
-    @property
-    def columns(self) -> int:
-        """Scales of a row in our scheme."""
-        return self.shape[1] // self.narrow
+    def _repeated(self, of_groups: Tensor) -> Tensor:
+        """One for each group of our scheme; the last group of a row may be cut short."""
+        repeated = of_groups.repeat_interleave(self.group // self.narrow, -1)
+        return repeated[:, : self.shape[1] // self.narrow].contiguous()
 
     def _packed(self, codes: Tensor) -> Tensor:
         if self.bits == 8:
             return _signed(codes)
         return pack_pairs(codes) if self.bits == 4 else pack_planes(codes, self.bits)
 
-    def _expanded(self, codes: Tensor) -> QTensor:
-        places = self.places if self.places is not None else torch.arange(self.shape[1]) // self.group
-        scales, zeros = self.scales.to(torch.float32), self.zeros
-        middle = 2 ** (self.bits - 1)
+    def _expanded(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QTensor:
+        found, middle = self.places(), 2 ** (self.bits - 1)
+        places = torch.arange(self.shape[1]) // self.group if found is None else found
 
         def rows(own: slice) -> Tensor:
             zero = middle if zeros is None else zeros[own].to(torch.float32)[:, places]
             return scales[own][:, places] * (codes[own].to(torch.float32) - zero)
 
         return expanded(self.shape, rows)
-
-
-def _repeated(scales: Tensor, repeats: int, columns: int) -> Tensor:
-    """The last group of a row may be cut short."""
-    return scales.repeat_interleave(repeats, -1)[:, :columns].contiguous()
 
 
 def _signed(codes: Tensor) -> Tensor:

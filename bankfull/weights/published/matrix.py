@@ -41,9 +41,12 @@ class MatrixPlan:
 
 
 class Matrix(Protocol):
-    shape: tuple[int, int]
-    owns: tuple[str, ...]
-    """Tensors of the file that belong to the matrix."""
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def owns(self) -> tuple[str, ...]:
+        """Tensors of the file that belong to the matrix."""
 
     def plan(self) -> MatrixPlan:
         """Decided from shapes, dtypes, scales and zero points; codes are not read."""
