@@ -88,7 +88,7 @@ class TableMatrix:
 
 
 def read_bitsandbytes(files: StoredTensors, config: Mapping[str, Any]) -> Published:
-    made, kinds, ignored = Published(METHOD), set[str](), []
+    made, kinds, ignored = Published(METHOD), set[str](), list[str]()
     for name in files.names():
         module, _, last = name.rpartition(".")
         if last == "SCB":

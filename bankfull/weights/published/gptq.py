@@ -46,7 +46,7 @@ def read_gptq(files: StoredTensors, config: Mapping[str, Any]) -> Published:
             module = name.removesuffix(".qweight")
             if order:
                 require(files, f"{module}.g_idx")
-            declared = (None, None) if mixed else (bits, group)
+            declared: tuple[int | None, int | None] = (None, None) if mixed else (bits, group)
             made.matrices[f"{module}.weight"] = _matrix(files, module, VERSIONS[kind], *declared)
     return made
 

@@ -90,9 +90,8 @@ def _number(files: StoredTensors, name: str, low: int, high: int, default: int |
         return default
     require(files, name)
     expect_shape(files, name, (), (1,))
-    expect_dtype(files, name, "I32", "I64", "U8", "F32")
-    found = files.stored(name).item()
-    return whole_number(int(found) if found == int(found) else found, f"'{name}'", low, high)
+    expect_dtype(files, name, "I32", "I64", "U8")
+    return whole_number(int(files.stored(name)), f"'{name}'", low, high)
 
 
 def _matrix(files: StoredTensors, module: str, seen: set[int]) -> HalfQuadraticMatrix:

@@ -107,6 +107,14 @@ def say(**values: Any) -> Change:
     return lambda tensors, config: config.update(values)
 
 
+def both(*changes: Change) -> Change:
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        for each in changes:
+            each(tensors, config)
+
+    return change
+
+
 def weights(**values: Any) -> Change:
     return lambda tensors, config: config["config_groups"]["group_0"]["weights"].update(values)
 
@@ -129,7 +137,8 @@ DAMAGED: list[tuple[Callable[[], tuple[Tensors, dict[str, Any]]], Change, str]] 
     (gptq, cut("g_idx"), "a.g_idx has shape"),
     (gptq, drop("qzeros"), "lacks the tensor a.qzeros"),
     (gptq, drop("scales"), "lacks the tensor a.scales"),
-    (gptq, lambda t, c: (drop("g_idx")(t, c), c.update(desc_act=True)), "lacks the tensor a.g_idx"),
+    (gptq, both(drop("g_idx"), say(desc_act=True)), "lacks the tensor a.g_idx"),
+    (hqq, put("nbits", torch.tensor(NAN)), "stored as F32"),
     (gptq, say(bits=5), "5 bits"),
     (gptq, say(bits="4"), "a bits of '4'"),
     (gptq, say(bits=8), "does not fit 8 bits"),
