@@ -14,6 +14,9 @@ from torch import Tensor
 
 from bankfull.weights.qtensor import QTensor
 
+Matrix = tuple[str, int | None]
+"""The name of a tensor, and the number of the expert where the tensor is a stack of matrices."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fold:
@@ -40,8 +43,12 @@ class Activations(Protocol):
         ...
 
     def output_error(self, replaced: Mapping[str, Tensor]) -> float:
-        """Mean squared change of the outputs of the blocks (attention, MLP) that hold the replaced tensors, against
-        the layer's float weights. Names of norms and biases may be replaced, too."""
+        """Mean squared change of the outputs of the parts (attention, MLP) that hold the replaced matrices, against
+        the layer's float weights."""
+        ...
+
+    def groups(self) -> list[tuple[Matrix, ...]]:
+        """All matrices in the order of computation; those of a tuple have the same input."""
         ...
 
 
@@ -68,6 +75,13 @@ class LayerData:
 
     def output_error(self, replaced: Mapping[str, Tensor]) -> float:
         return self._recorded().output_error(replaced)
+
+    def groups(self) -> list[tuple[Matrix, ...]]:
+        """Matrices with the same input, in the order of computation; without activations, each by itself."""
+        if self.activations is not None:
+            return self.activations.groups()
+        experts = {name: range(len(weight)) if weight.dim() == 3 else (None,) for name, weight in self.matrices.items()}
+        return [((name, expert),) for name, numbers in experts.items() for expert in numbers]
 
     def _recorded(self) -> Activations:
         assert self.activations is not None, "the method is not calibrated"

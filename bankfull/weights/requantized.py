@@ -75,9 +75,7 @@ class Requantized:
         return [name for name in self.source.names() if self._meant(name) and self._target(name) is None]
 
     def _meant(self, name: str) -> bool:
-        if _ROUTER.search(name):
-            return False
-        return is_matrix(self.source, name) and (self.tables or not _TABLE.search(name))
+        return is_inner_matrix(self.source, name, self.tables)
 
     def _target(self, name: str) -> Scheme | None:
         if not self._meant(name):
@@ -140,6 +138,11 @@ def _types_of(word: str, device: str) -> list[str]:
 def is_matrix(source: TensorSource, name: str) -> bool:
     dimensions = 3 if STACKED.search(name) else 2
     return name.endswith(".weight") and len(source.shape(name)) == dimensions
+
+
+def is_inner_matrix(source: TensorSource, name: str, tables: bool = False) -> bool:
+    """Whether a tensor is a matrix that may be quantized: no router, and no embedding or head unless `tables`."""
+    return is_matrix(source, name) and not _ROUTER.search(name) and (tables or not _TABLE.search(name))
 
 
 STACKED = re.compile(r"\.experts\.[a-z]\w*\.weight$")

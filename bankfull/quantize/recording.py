@@ -1,0 +1,187 @@
+"""Which tensor of the checkpoint each product of a layer multiplies, and what enters it.
+
+Layers bind their operations through the `Build` at the place of their tensors. `LayerBuild` is one that wraps products,
+so that every family can be recorded without a change of its layers. It also builds one layer of a model alone: all
+tensors elsewhere are on the meta device and are never read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.layers.build import Build
+from bankfull.ops import Operation, expert_mlp, linear, rms_norm, write_latents
+from bankfull.ops.registry import Function
+from bankfull.quantize.method import Matrix
+from bankfull.weights.qtensor import QTensor
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSite:
+    """The experts of a layer: the templates of their tensors' names, and how the operation was last called."""
+
+    gate: str
+    up: str
+    down: str
+    count: int
+    stacked: bool
+    """Whether a name holds all experts' matrices."""
+    shares_tensor: bool
+    """Whether gate and up are one tensor."""
+
+    def groups(self) -> list[tuple[Matrix, ...]]:
+        """Matrices with the same input, expert by expert."""
+        found: list[tuple[Matrix, ...]] = []
+        for expert in range(self.count):
+            gate, up, down = (self._matrix(name, expert) for name in (self.gate, self.up, self.down))
+            found += [(gate,) if self.shares_tensor else (gate, up), (down,)]
+        return found
+
+    def _matrix(self, name: str, expert: int) -> Matrix:
+        return (name, expert) if self.stacked else (name.format(expert), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCall:
+    x: Tensor
+    chosen: Tensor
+    gate: QTensor
+    up: QTensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    kind: str
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Calls its listeners with what enters the products of a layer."""
+
+    listen: Callable[[str, Tensor], None] | None = None
+    """Gets the name of a matrix and its input (tokens, columns)."""
+    listen_experts: Callable[[ExpertSite, ExpertCall], None] | None = None
+    origins: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    """By the id of a tensor that a layer holds: its name. The tensor is kept, so that its id stays its own."""
+
+    read: list[str] = field(default_factory=list)
+    """Names that the model asked for, also those that were not read."""
+
+    def name_of(self, held: Any) -> str | None:
+        found = self.origins.get(id(held))
+        return None if found is None else found[0]
+
+    def own(self, name: str, held: Any) -> Any:
+        self.origins[id(held)] = name, held
+        return held
+
+    def enters(self, name: str, x: Tensor) -> None:
+        if self.listen is not None:
+            self.listen(name, x)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuild(Build):
+    """Builds one layer of a model, or everything but its layers."""
+
+    stem: str = ""
+    """The place of all layers: "model.layers"."""
+    live: str | None = None
+    """The layer that is built: "model.layers.3"; None: everything but the layers; "": nothing."""
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def at(self, name: str | int) -> LayerBuild:
+        full = self._full(str(name))
+        return replace(self, prefix=full, device=CPU if self._lives(full) else META)
+
+    def _lives(self, full: str) -> bool:
+        if self.live is None:
+            return re.match(rf"{re.escape(self.stem)}\.\d+(\.|$)", full) is None
+        return (self.live != "" and f"{full}.".startswith(f"{self.live}.")) or self.live.startswith(f"{full}.")
+
+    @property
+    def _reads(self) -> bool:
+        return self.device != META
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
+        self.recorder.read.append(self._full(name))
+        if not self._reads:
+            return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
+        if self.live is None:
+            return self._find(name, shape)  # tables are read row by row
+        made: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape))
+        return made
+
+    def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
+        self.recorder.read.append(self._full(name))
+        if not self._reads:
+            return QTensor.dense(torch.empty((count, *shape), dtype=self.dtype, device=META))
+        whole = name.replace("{}.", "")
+        found = Build.stacked(self, name, count, shape)
+        made: QTensor = self.recorder.own(self._full(whole if self.has(whole) else name), found)
+        return made
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        self.recorder.read.append(self._full(name))
+        if not self._reads:
+            return torch.empty(shape, dtype=dtype or self.dtype, device=META)
+        made: Tensor = self.recorder.own(self._full(name), Build.tensor(self, name, shape, dtype))
+        return made
+
+    def bind(self, operation: Operation, **facts: Any) -> Function:
+        run = Build.bind(self, operation, **facts)
+        if not self._reads or self.live is None:
+            return run
+        if operation is linear:
+            return self._product(run, facts["weight"])
+        if operation is expert_mlp:
+            return self._experts(run, *facts["weights"])
+        if operation is write_latents:
+            return self._latents(run)
+        return run
+
+    def _product(self, run: Function, weight: QTensor) -> Function:
+        name, recorder = self._full("weight"), self.recorder
+        recorder.own(name, weight)
+
+        def product(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Any:
+            recorder.enters(name, x)
+            return run(x, weight, bias)
+
+        return product
+
+    def _latents(self, run: Function) -> Function:
+        """Keys and values are products of the normed latents, which attention computes in its own way."""
+        name, recorder = self._full("kv_b_proj.weight"), self.recorder
+
+        def write(made: Tensor, norm: Tensor, eps: float, *others: Any) -> Any:
+            recorder.enters(name, rms_norm(made[:, : len(norm)], norm, eps, 0.0))
+            return run(made, norm, eps, *others)
+
+        return write
+
+    def _experts(self, run: Function, gate: QTensor, up: QTensor, down: QTensor) -> Function:
+        recorder = self.recorder
+        names = [recorder.name_of(one) for one in (gate, up, down)]
+        fused = names[0] is None
+        if fused:  # halves of one tensor, the only other stack at this place
+            names[0] = names[1] = next(
+                name
+                for name, held in recorder.origins.values()
+                if name.startswith(f"{self.prefix}.") and len(held.shape) == 3 and name != names[2]
+            )
+        first, second, third = (name or "" for name in names)
+        site = ExpertSite(first, second, third, gate.shape[0], "{}" not in third, fused)
+
+        def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate: Any, up: Any, down: Any, *others: Any) -> Any:
+            if recorder.listen_experts is not None:
+                recorder.listen_experts(site, ExpertCall(x, chosen, gate, up, others[0], others[1], others[3]))
+            return run(x, chosen, weights, gate, up, down, *others)
+
+        return experts
