@@ -76,7 +76,7 @@ def _ratio(layer: int, own: RMSNorm, owner: RMSNorm) -> torch.Tensor:
             f"Layer {layer} shares keys whose norm has a weight of 0, so their owner's cache cannot serve it; use a "
             "checkpoint without use_cla."
         )
-    return own.weight / owner.weight
+    return own.weight / owner.weight.to(own.weight.device)  # the owner may be the only one that has been read
 
 
 def stretched_rope(fields: ConfigFields, build: Build, heads: Heads) -> Rope:

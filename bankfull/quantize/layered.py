@@ -68,7 +68,7 @@ class LayeredModel:
         """`length`: tokens of the longest sequence that will be run."""
         self.files, self.length = files, length
         self.stem, names = "", Recorder()
-        self._built("", {}, names)
+        self._built((), {}, names)
         self.stem = layers_stem(names.read)
         self._outside = self._built(None, {}, Recorder())
         self.states: list[tuple[StateSpec, ...]] = self._outside.states()
@@ -92,14 +92,23 @@ class LayeredModel:
     def layer(self, number: int, replaced: Mapping[str, Tensor]) -> BuiltLayer:
         """A layer with some of its tensors replaced."""
         recorder = Recorder()
-        model = self._built(f"{self.stem}.{number}", replaced, recorder)
+        # A layer may be built from tensors of the one whose keys and values it shares.
+        own = [number, *(spec.layer for spec in self.states[number] if isinstance(spec, Shared))]
+        model = self._built(tuple(f"{self.stem}.{layer}" for layer in own), replaced, recorder)
         return BuiltLayer(model.blocks[number], recorder)
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
         """The hidden states that enter the first layer."""
         return self._outside.embed(self._batch(_NO_STATE, tokens)).to(torch.float32)
 
-    def _built(self, live: str | None, replaced: Mapping[str, Tensor], recorder: Recorder) -> Decoder:
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The hidden states after the last norm, from those after the last layer."""
+        return self._outside.norm(hidden)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return self._outside.head(normed)
+
+    def _built(self, live: tuple[str, ...] | None, replaced: Mapping[str, Tensor], recorder: Recorder) -> Decoder:
         source = ReplacedSource(self.files.source, replaced)
         build: LayerBuild = LayerBuild(
             source, kit_for("cpu", "torch"), torch.float32, CPU, expand=True, max_len=self.length,

@@ -92,8 +92,8 @@ class LayerBuild(Build):
 
     stem: str = ""
     """The place of all layers: "model.layers"."""
-    live: str | None = None
-    """The layer that is built: "model.layers.3"; None: everything but the layers; "": nothing."""
+    live: tuple[str, ...] | None = None
+    """The layers that are built, as "model.layers.3"; None: everything but the layers."""
     recorder: Recorder = field(default_factory=Recorder)
 
     def at(self, name: str | int) -> LayerBuild:
@@ -103,7 +103,7 @@ class LayerBuild(Build):
     def _lives(self, full: str) -> bool:
         if self.live is None:
             return re.match(rf"{re.escape(self.stem)}\.\d+(\.|$)", full) is None
-        return (self.live != "" and f"{full}.".startswith(f"{self.live}.")) or self.live.startswith(f"{full}.")
+        return any(f"{full}.".startswith(f"{live}.") or live.startswith(f"{full}.") for live in self.live)
 
     @property
     def _reads(self) -> bool:

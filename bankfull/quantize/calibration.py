@@ -1,0 +1,69 @@
+"""The text that a method is calibrated on: a bundled one, a file, or one that the model writes itself.
+
+No part of the bundled text is in the evaluation texts of `limits.quality`. It was written for this purpose: the larger
+part by the default model (SmolLM2-135M-Instruct), sampled from openings of many kinds, the rest by the authors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.resources import files as package_files
+from pathlib import Path
+
+from bankfull.errors import ConfigError
+
+LENGTH, TOKENS = 512, 16384
+"""Tokens of a sequence, and of all of them."""
+LARGEST_TEXT = 64 << 20
+BUNDLED, OWN = "bundled", "self"
+Encode = Callable[[str], Sequence[int]]
+Sample = Callable[[Sequence[int], int, int], Sequence[Sequence[int]]]
+"""Continues an opening: the number of samples and the tokens of each; returns them without the opening."""
+
+
+def bundled_text() -> str:
+    """The calibration text of the package."""
+    folder = package_files("bankfull.quantize") / "texts"
+    found = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
+    return "\n\n".join(item.read_text(encoding="utf-8") for item in found)
+
+
+def text_of(choice: str) -> str:
+    """`bundled`, or the content of a UTF-8 file."""
+    if choice == BUNDLED:
+        return bundled_text()
+    path = Path(choice)
+    try:
+        if path.stat().st_size > LARGEST_TEXT:
+            raise ConfigError(f"{path} is larger than {LARGEST_TEXT >> 20} MiB; give a shorter calibration text.")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(
+            f"The calibration text {choice[:80]!r} cannot be read ({reason}); give a text file, 'bundled' or 'self'."
+        ) from None
+
+
+def sequences_of(
+    tokens: Sequence[int], opening: Sequence[int] = (), length: int = LENGTH, most: int = TOKENS
+) -> list[list[int]]:
+    """At most `most` tokens of a text as sequences of `length` tokens, each after the `opening`; evenly spread where the
+    text is longer. A last short sequence is dropped unless it is the only one."""
+    own = length - len(opening)
+    if own < 1:
+        raise ConfigError(f"Calibration sequences of {length} tokens leave no room for text; make them longer.")
+    cut = [[*opening, *tokens[at : at + own]] for at in range(0, len(tokens), own)]
+    if not cut:
+        raise ConfigError("The calibration text has no tokens; give a longer one.")
+    whole = [one for one in cut if len(one) == length] or cut
+    count = min(len(whole), max(1, most // length))
+    return [whole[index * len(whole) // count] for index in range(count)]
+
+
+def own_text(sample: Sample, opening: Sequence[int], length: int = LENGTH, most: int = TOKENS) -> list[list[int]]:
+    """Text that the model writes itself from its `opening`, a beginning-of-text token."""
+    if not opening:
+        raise ConfigError("This model has no token that begins a text, so it cannot write one; use another text.")
+    count = max(1, most // length)
+    found = [[*opening, *answer] for answer in sample(opening, count, length - len(opening))]
+    return [tokens for tokens in found if len(tokens) > len(opening)]
