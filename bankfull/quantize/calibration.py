@@ -1,7 +1,8 @@
 """The text that a method is calibrated on: a bundled one, a file, or one that the model writes itself.
 
-No part of the bundled text is in the evaluation texts of `limits.quality`. It was written for this purpose: the larger
-part by the default model (SmolLM2-135M-Instruct), sampled from openings of many kinds, the rest by the authors.
+The bundled text has two parts, and no eight successive words in common with the evaluation texts of `limits.quality`:
+texts/sampled.txt was written by the default model (SmolLM2-135M-Instruct, at temperature 0.7) after openings of many
+kinds, and texts/manual.txt is taken from pages of this project's own documentation.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ def text_of(choice: str) -> str:
         return bundled_text()
     path = Path(choice)
     try:
-        if path.stat().st_size > LARGEST_TEXT:
-            raise ConfigError(f"{path} is larger than {LARGEST_TEXT >> 20} MiB; give a shorter calibration text.")
-        return path.read_text(encoding="utf-8")
+        too_large = path.stat().st_size > LARGEST_TEXT
+        found = "" if too_large else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(
             f"The calibration text {choice[:80]!r} cannot be read ({reason}); give a text file, 'bundled' or 'self'."
         ) from None
+    if too_large:
+        raise ConfigError(f"{path} is larger than {LARGEST_TEXT >> 20} MiB; give a shorter calibration text.")
+    return found
 
 
 def sequences_of(
     tokens: Sequence[int], opening: Sequence[int] = (), length: int = LENGTH, most: int = TOKENS
 ) -> list[list[int]]:
-    """At most `most` tokens of a text as sequences of `length` tokens, each after the `opening`; evenly spread where the
-    text is longer. A last short sequence is dropped unless it is the only one."""
+    """At most `most` tokens of a text as sequences of `length` tokens, each after the `opening`. They are spread evenly
+    over a longer text. A last short sequence is dropped unless it is the only one."""
     own = length - len(opening)
     if own < 1:
         raise ConfigError(f"Calibration sequences of {length} tokens leave no room for text; make them longer.")
