@@ -70,15 +70,15 @@ class AddThen:
     """Any module in the place of a norm: the branch is added first, in an operation of its own."""
 
     def __init__(self, build: Build, module: Callable[[Tensor], Tensor]) -> None:
-        self._module = module
+        self.module = module
         self._add = build.bind(add)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._module(x)
+        return self.module(x)
 
     def join(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         x = x if delta is None else self._add(x, delta)
-        return x, self._module(x)
+        return x, self.module(x)
 
 
 class LayerNorm:

@@ -17,7 +17,8 @@ from bankfull.quantize.method import Fold, LayerData
 from bankfull.quantize.recording import Recorder
 
 
-def folds_of(built: BuiltLayer, data: LayerData) -> list[Fold]:
+def folds_of(built: BuiltLayer, data: LayerData, shared: bool = False) -> list[Fold]:
+    """`shared`: whether later layers read the layer's keys and values, which must then stay as they are."""
     block, recorder = built.block, built.recorder
     found: list[Fold | None] = []
     plain_stream = not block.norm_last and not block.normed_stream
@@ -26,7 +27,7 @@ def folds_of(built: BuiltLayer, data: LayerData) -> list[Fold]:
         assert isinstance(mixer.out, Linear)
         if plain_stream:
             found.append(_norm_fold(block.before_mixer, (mixer.q, mixer.k, mixer.v), data, recorder))
-        if mixer.heads.count == mixer.heads.kv:
+        if mixer.heads.count == mixer.heads.kv and not shared:
             found.append(_matrix_fold(mixer.v, mixer.out, data, recorder))
     if isinstance(feed, GatedMLP | MLP):
         readers = (feed.gate, feed.up) if isinstance(feed, GatedMLP) else (feed.up,)
@@ -65,7 +66,7 @@ def _norm_fold(norm: Norm, readers: Iterable[Linear], data: LayerData, recorder:
 def _norm_weight(norm: Norm) -> tuple[Any, float]:
     if isinstance(norm, RMSNorm):
         return norm.weight, norm.offset
-    inner = norm._module if isinstance(norm, AddThen) else None
+    inner = norm.module if isinstance(norm, AddThen) else None
     return (inner.weight, 0.0) if isinstance(inner, LayerNorm) else (None, 0.0)
 
 

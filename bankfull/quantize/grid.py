@@ -15,8 +15,8 @@ from bankfull.weights.qtensor import QTensor
 from bankfull.weights.rounding import half, inverse
 
 BITS = (8, 4, 3, 2)
-ELEMENTS_AT_ONCE = 1 << 22
-"""Elements of a matrix that a search over scales works on at once: it holds several copies of them."""
+ELEMENTS_AT_ONCE = 1 << 18
+"""Elements of a matrix that a search over scales works on at once, several copies of which fit into a cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,11 @@ class LayeredModel:
         self.states: list[tuple[StateSpec, ...]] = self._outside.states()
         self.shared = {spec.layer for states in self.states for spec in states if isinstance(spec, Shared)}
         """Layers whose keys and values later layers read."""
-        if self._outside.diffusion is not None:
-            raise ModelError("A diffusion model reads masked text, which calibration does not make; use method rtn.")
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether it is a diffusion model."""
+        return self._outside.diffusion is not None
 
     def __len__(self) -> int:
         return len(self.states)

@@ -54,6 +54,8 @@ def walk(files: ModelFiles, method: Method, options: WalkOptions) -> Iterator[tu
         raise ConfigError(f"Method {method.name} needs a calibration text of at least one token; give a longer one.")
     longest = max(map(len, options.sequences), default=1)
     model = LayeredModel(files, longest)
+    if method.calibrated and model.reads_masks:
+        raise ModelError(f"A diffusion model reads masked text, which {method.name} is not calibrated on; use rtn.")
     kept = None if options.folder is None else FinishedLayers(options.folder, options.recipe or {})
     for name in model.outside():
         yield name, files.source.get(name)
@@ -94,7 +96,7 @@ def _quantized(
     before = {**data.plain, **data.matrices}
     if streams is not None:
         activations = LayerActivations(model, streams, data)
-        data.activations, data.folds = activations, folds_of(activations.built, data)
+        data.activations, data.folds = activations, folds_of(activations.built, data, number in model.shared)
     method.quantize(data)
     after = {**data.plain, **data.matrices}
     changed = {name: tensor for name, tensor in after.items() if tensor is not before[name]}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.quantize.ablation import KeptChannels
+from bankfull.quantize.activations import CalibrationStreams, advance
 from bankfull.quantize.awq import Awq, clipped_scales, factors_of, matrix_error
 from bankfull.quantize.folds import apply_fold, folds_of
 from bankfull.quantize.gptq import Gptq, inverse_factor, output_error
@@ -116,26 +117,24 @@ def test_experts_are_stacked_without_a_change() -> None:
     assert torch.equal(stacked(parts).dequantize(), torch.stack([part.dequantize() for part in parts]))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3-text", "llama-tied-biased", "opt", "qwen2", "phi3"])
+@pytest.mark.parametrize("case", ["llama", "gemma3-text", "llama-tied-biased", "opt", "qwen2", "phi3", "shared"])
 def test_a_fold_without_rounding_leaves_the_logits(case: str) -> None:
-    model, tokens = LayeredModel(open_model(saved(case).path), 64), TOKENS
-    changed: dict[str, Tensor] = {}
+    files, tokens = files_of(case) if case == "shared" else open_model(saved(case).path), [TOKENS]
+    model, changed, folded = LayeredModel(files, 64), dict[str, Tensor](), 0
     with torch.no_grad():
-        folded = 0
+        streams = [CalibrationStreams(tokens, [model.embedded(TOKENS)]) for _ in range(2)]
         for number in range(len(model)):
             data = layer_data(model, number)
-            for fold in folds_of(model.layer(number, {**data.matrices, **data.plain}), data):
+            built = model.layer(number, {**data.matrices, **data.plain})
+            for fold in folds_of(built, data, number in model.shared):
                 columns = data.matrices[fold.targets[0]].shape[-1]
                 apply_fold(fold, drawn(1, columns, number)[0].exp(), data)
                 folded += 1
             changed |= {**data.matrices, **data.plain}
-        assert folded >= 2 * len(model)
-        before, after = model.embedded(tokens), model.embedded(tokens)
-        for number in range(len(model)):
-            step = model.step(number, tokens, {})
-            before = step.run(model.layer(number, {}).block, before)
-            after = step.run(model.layer(number, changed).block, after)
-        before, after = (model.logits(model.normed(hidden)) for hidden in (before, after))
+            for stream, replaced in zip(streams, ({}, changed), strict=True):
+                advance(model, stream, number, replaced)
+        before, after = (model.logits(model.normed(stream.hidden[0])) for stream in streams)
+    assert folded >= len(model)
     assert float((before - after).abs().max()) <= 1e-5 * float(before.abs().max())
 
 
