@@ -14,7 +14,7 @@ from bankfull.layers.mlp import MLP, GatedMLP
 from bankfull.layers.norm import AddThen, LayerNorm, Norm, RMSNorm
 from bankfull.quantize.layered import BuiltLayer
 from bankfull.quantize.method import Fold, LayerData
-from bankfull.quantize.recording import Recorder
+from bankfull.quantize.recording import InputRecorder
 
 
 def folds_of(built: BuiltLayer, data: LayerData, shared: bool = False) -> list[Fold]:
@@ -55,7 +55,7 @@ def bias_of(weight: str) -> str:
     return f"{weight.removesuffix('.weight')}.bias"
 
 
-def _norm_fold(norm: Norm, readers: Iterable[Linear], data: LayerData, recorder: Recorder) -> Fold | None:
+def _norm_fold(norm: Norm, readers: Iterable[Linear], data: LayerData, recorder: InputRecorder) -> Fold | None:
     held, offset = _norm_weight(norm)
     source, targets = recorder.name_of(held), _names(readers, recorder)
     if source not in data.plain or not targets or any(name not in data.matrices for name in targets):
@@ -70,7 +70,7 @@ def _norm_weight(norm: Norm) -> tuple[Any, float]:
     return (inner.weight, 0.0) if isinstance(inner, LayerNorm) else (None, 0.0)
 
 
-def _matrix_fold(first: Linear, second: Linear, data: LayerData, recorder: Recorder) -> Fold | None:
+def _matrix_fold(first: Linear, second: Linear, data: LayerData, recorder: InputRecorder) -> Fold | None:
     """`second` reads what `first` makes, channel by channel."""
     (source,), (target,) = _names((first,), recorder) or ("",), _names((second,), recorder) or ("",)
     if source not in data.matrices or target not in data.matrices:
@@ -79,6 +79,6 @@ def _matrix_fold(first: Linear, second: Linear, data: LayerData, recorder: Recor
     return Fold(source, (target,)) if whole else None
 
 
-def _names(layers: Iterable[Linear], recorder: Recorder) -> tuple[str, ...]:
+def _names(layers: Iterable[Linear], recorder: InputRecorder) -> tuple[str, ...]:
     names = [recorder.name_of(layer.weight) for layer in layers]
     return tuple(dict.fromkeys(name for name in names if name is not None)) if None not in names else ()

@@ -16,7 +16,7 @@ from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.quantize.recording import CPU, LayerBuild, Recorder
+from bankfull.quantize.recording import CPU, InputRecorder, LayerBuild
 from bankfull.runtime.naive import single_batch
 from bankfull.state.spec import Layout, Shared, StateSpec, layout_of
 from bankfull.state.storage import LayerStates, Storage
@@ -58,7 +58,7 @@ class ReplacedSource:
 @dataclass(frozen=True, slots=True)
 class BuiltLayer:
     block: Block
-    recorder: Recorder
+    recorder: InputRecorder
 
 
 class LayeredModel:
@@ -67,10 +67,10 @@ class LayeredModel:
     def __init__(self, files: ModelFiles, length: int) -> None:
         """`length`: tokens of the longest sequence that will be run."""
         self.files, self.length = files, length
-        self.stem, names = "", Recorder()
+        self.stem, names = "", InputRecorder()
         self._built((), {}, names)
         self.stem = layers_stem(names.read)
-        self._outside = self._built(None, {}, Recorder())
+        self._outside = self._built(None, {}, InputRecorder())
         self.states: list[tuple[StateSpec, ...]] = self._outside.states()
         self.shared = {spec.layer for states in self.states for spec in states if isinstance(spec, Shared)}
         """Layers whose keys and values later layers read."""
@@ -94,7 +94,7 @@ class LayeredModel:
 
     def layer(self, number: int, replaced: Mapping[str, Tensor]) -> BuiltLayer:
         """A layer with some of its tensors replaced."""
-        recorder = Recorder()
+        recorder = InputRecorder()
         # A layer may be built from tensors of the one whose keys and values it shares.
         own = [number, *(spec.layer for spec in self.states[number] if isinstance(spec, Shared))]
         model = self._built(tuple(f"{self.stem}.{layer}" for layer in own), replaced, recorder)
@@ -111,12 +111,19 @@ class LayeredModel:
     def logits(self, normed: Tensor) -> Tensor:
         return self._outside.head(normed)
 
-    def _built(self, live: tuple[str, ...] | None, replaced: Mapping[str, Tensor], recorder: Recorder) -> Decoder:
+    def _built(self, live: tuple[str, ...] | None, replaced: Mapping[str, Tensor], recorder: InputRecorder) -> Decoder:
         source = ReplacedSource(self.files.source, replaced)
-        build: LayerBuild = LayerBuild(
-            source, kit_for("cpu", "torch"), torch.float32, CPU, expand=True, max_len=self.length,
-            stem=self.stem, live=live, recorder=recorder,
-        )  # fmt: skip
+        build = LayerBuild(
+            source,
+            kit_for("cpu", "torch"),
+            torch.float32,
+            CPU,
+            expand=True,
+            max_len=self.length,
+            stem=self.stem,
+            live=live,
+            recorder=recorder,
+        )
         return build_model(self.files.config, build)
 
     def _batch(self, layout: Layout, tokens: Sequence[int]) -> Batch:

@@ -61,7 +61,7 @@ class ExpertCall:
 
 
 @dataclass(slots=True)
-class Recorder:
+class InputRecorder:
     """Calls its listeners with what enters the products of a layer."""
 
     listen: Callable[[str, Tensor], None] | None = None
@@ -94,7 +94,7 @@ class LayerBuild(Build):
     """The place of all layers: "model.layers"."""
     live: tuple[str, ...] | None = None
     """The layers that are built, as "model.layers.3"; None: everything but the layers."""
-    recorder: Recorder = field(default_factory=Recorder)
+    recorder: InputRecorder = field(default_factory=InputRecorder)
 
     def at(self, name: str | int) -> LayerBuild:
         full = self._full(str(name))

@@ -30,7 +30,7 @@ from bankfull.weights.streams import Map
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class PositionGrid:
     """Sequences of a batch, padded to the same number of tokens, and the positions whose streams run."""
 
     sequences: int
@@ -56,7 +56,7 @@ class WholeAttention:
     def plan(self, *unused: object) -> None:
         return None
 
-    def run(self, x: Tensor, states: object, grid: Grid, angles: Angles | None) -> Tensor:
+    def run(self, x: Tensor, states: object, grid: PositionGrid, angles: Angles | None) -> Tensor:
         q, k, v = self.attention.projected(x, angles)
         batch, heads = grid.sequences, self.attention.heads
         self.keys, self.values = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in (k, v))
@@ -78,7 +78,7 @@ class StreamsAttention:
     def plan(self, *unused: object) -> None:
         return None
 
-    def run(self, x: Tensor, states: object, grid: Grid, angles: Angles | None) -> Tensor:
+    def run(self, x: Tensor, states: object, grid: PositionGrid, angles: Angles | None) -> Tensor:
         heads, shape = self.attention.heads, (grid.sequences, grid.newest.shape[1], grid.streams)
         q, k, v = (part.unflatten(0, shape) for part in self.attention.projected(x, angles))
         q = q.unflatten(3, (heads.kv, -1)).permute(0, 3, 4, 1, 2, 5)  # sequence, kv head, group, position, stream
@@ -134,13 +134,13 @@ class TopLayers:
         return found
 
     @torch.no_grad()
-    def run_main(self, x: Tensor, grid: Grid) -> Tensor:
+    def run_main(self, x: Tensor, grid: PositionGrid) -> Tensor:
         """The model's hidden states (sequences * length, d), from those that enter the top layers. Keys and values are
         kept for the next `run_streams`."""
         return self._run(self._main, x, grid, torch.arange(grid.length, device=x.device).repeat(grid.sequences))
 
     def run_streams(
-        self, x: Tensor, grid: Grid, maps: Sequence[Mapping[str, Map]], make: Callable[[Tensor], Product]
+        self, x: Tensor, grid: PositionGrid, maps: Sequence[Mapping[str, Map]], make: Callable[[Tensor], Product]
     ) -> Tensor:
         """The streams' hidden states (sequences * positions * streams, d)."""
         blocks = []
@@ -149,7 +149,7 @@ class TopLayers:
             blocks.append(_block(stream_block(block, adapted, of_layer, make), StreamsAttention(adapted, mixer)))
         return self._run(blocks, x, grid, grid.streams_at.flatten())
 
-    def _run(self, blocks: Sequence[Block], x: Tensor, grid: Grid, positions: Tensor) -> Tensor:
+    def _run(self, blocks: Sequence[Block], x: Tensor, grid: PositionGrid, positions: Tensor) -> Tensor:
         angles = {name: rope(positions) for name, rope in self._ropes.items()}
         stream: Stream = (x, None)
         for block in blocks:

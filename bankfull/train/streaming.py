@@ -23,7 +23,7 @@ from bankfull.loading import Assembled
 from bankfull.ops.cost import Cost
 from bankfull.runtime.batch import bare_batch
 from bankfull.train.states import Examples
-from bankfull.train.stream_layers import Grid, TopLayers
+from bankfull.train.stream_layers import PositionGrid, TopLayers
 from bankfull.train.trainer import RANKS, Acceptance
 from bankfull.weights.streams import SITES, Map, StreamWeights, write_streams
 
@@ -138,7 +138,7 @@ class StreamTrainer:
             for i in range(len(self._top.heads))
         ]
 
-    def _run(self, examples: Examples) -> tuple[Grid, Tensor, Tensor, Tensor]:
+    def _run(self, examples: Examples) -> tuple[PositionGrid, Tensor, Tensor, Tensor]:
         """The grid; the main stream's last hidden states (sequences * length, d); those of the streams (sequences *
         positions, streams, d); token ids (sequences * length)."""
         grid, index, tokens = self._placed(examples)
@@ -153,7 +153,7 @@ class StreamTrainer:
         hidden = self._top.run_streams(entering.flatten(0, 1), grid, self._maps(self._parameters), self._product)
         return grid, last, hidden.unflatten(0, (-1, self.streams)), tokens
 
-    def _placed(self, examples: Examples) -> tuple[Grid, Tensor, Tensor]:
+    def _placed(self, examples: Examples) -> tuple[PositionGrid, Tensor, Tensor]:
         """The grid; the place of each state, and the token ids, in sequences that are padded to one length."""
         lengths = [len(one) for one in examples.sequences]
         longest = max(lengths)
@@ -163,7 +163,7 @@ class StreamTrainer:
         newest = [self._newest(one.prompt, one.answer) for one in examples.sequences]
         widest = max(len(each) for each in newest)
         padded = np.stack([np.pad(each, (0, widest - len(each)), mode="edge") for each in newest])
-        grid = Grid(len(lengths), longest, self._ship(padded), self.streams)
+        grid = PositionGrid(len(lengths), longest, self._ship(padded), self.streams)
         return grid, self._ship(index), self._ship(tokens)
 
     def _newest(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> np.ndarray:
@@ -172,12 +172,12 @@ class StreamTrainer:
         stride = -(-count // POSITIONS[self._device.kind])
         return len(prompt) + np.arange(sum(answer) % stride if stride > 1 else 0, count, stride)
 
-    def _lines(self, grid: Grid) -> Tensor:
+    def _lines(self, grid: PositionGrid) -> Tensor:
         """(sequences * positions) the newest tokens as places in the padded sequences."""
         first = torch.arange(grid.sequences, device=grid.newest.device)[:, None] * grid.length
         return (first + grid.newest).flatten()
 
-    def _targets(self, examples: Examples, grid: Grid, j: int) -> tuple[Tensor, Tensor]:
+    def _targets(self, examples: Examples, grid: PositionGrid, j: int) -> tuple[Tensor, Tensor]:
         """Positions of the grid whose stream j has a token to predict, and the places before these tokens."""
         widest, at, later = grid.newest.shape[1], [], []
         for i, one in enumerate(examples.sequences):
