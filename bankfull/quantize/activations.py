@@ -127,7 +127,8 @@ class LayerActivations:
         """Matrices that share an input, in the order of computation; for each, the first one; the experts' matrices;
         and the part of the layer (mixer, feed) that each belongs to."""
         order: list[tuple[Tensor, list[str]] | ExpertSite] = []
-        part, now = {}, ["mixer"]
+        part: dict[str, str] = {}
+        now = ["mixer"]
 
         def enters(name: str, x: Tensor) -> None:
             part[name] = now[0]

@@ -77,7 +77,9 @@ class Awq:
         if grid is None or not len(inputs):
             return None
         magnitude = inputs.abs().mean(0)
-        errors, best, least = [], None, float("inf")
+        errors: list[float] = []
+        best: Tensor | None = None
+        least, at = float("inf"), 0.0
         for alpha in ALPHAS:
             factors = factors_of(magnitude, alpha)
             rounded = {name: grid.to_nearest(one * factors).dequantize() / factors for name, one in weights.items()}
@@ -125,7 +127,8 @@ def clipped_scales(grid: Grid, matrix: Tensor, inputs: Tensor) -> tuple[Tensor, 
     found = []
     for rows in matrix.split(max(1, ELEMENTS_AT_ONCE // matrix.shape[-1])):
         groups = rows.unflatten(-1, (-1, grid.group))
-        least = best = None
+        least: Tensor | None = None
+        best: tuple[Tensor, Tensor] | None = None
         for shrink in SHRINKS:
             scale, zero = grid.scales(groups, shrink)
             change = (grid.nearest(groups, scale, zero) - groups).transpose(0, 1)  # (groups, rows, group)

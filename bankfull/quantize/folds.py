@@ -58,7 +58,9 @@ def bias_of(weight: str) -> str:
 def _norm_fold(norm: Norm, readers: Iterable[Linear], data: LayerData, recorder: InputRecorder) -> Fold | None:
     held, offset = _norm_weight(norm)
     source, targets = recorder.name_of(held), _names(readers, recorder)
-    if source not in data.plain or not targets or any(name not in data.matrices for name in targets):
+    if source is None or source not in data.plain or not targets:
+        return None
+    if any(name not in data.matrices for name in targets):
         return None
     return Fold(source, targets, offset)
 
