@@ -69,7 +69,8 @@ class LayerActivations:
         if name in self._sites:
             rows = self._of_expert(name, expert)
             return rows.T @ rows * (2 / max(1, len(rows)))
-        key, done = self._key.get(name, name), frozenset(self._data.quantized)
+        key = self._key.get(name, name)
+        done = frozenset(self._earlier(key) & self._data.quantized.keys())
         if self._last is None or self._last[:2] != (key, done):
             self._last = None  # frees the memory first
             self._last = key, done, self._accumulated(key, self._data.matrices[name].shape[-1])
@@ -99,6 +100,15 @@ class LayerActivations:
                 error += float((made - y).square().sum(dtype=torch.float64))
                 count += y.numel()
         return error / max(1.0, count)
+
+    def _earlier(self, key: str) -> set[str]:
+        """Matrices that are computed before one, and so change its input."""
+        found: set[str] = set()
+        for group in self._groups:
+            if group[0][0] == key:
+                break
+            found |= {name for name, _ in group}
+        return found
 
     # -- passes over the text
 

@@ -100,10 +100,11 @@ def _quantized(
     method.quantize(data)
     after = {**data.plain, **data.matrices}
     changed = {name: tensor for name, tensor in after.items() if tensor is not before[name]}
-    for name, made in {**changed, **data.quantized}.items():
-        if tuple(made.shape) != model.files.source.shape(name):
+    made = {name: QTensor.dense(tensor.contiguous()) for name, tensor in changed.items()} | data.quantized
+    for name, tensor in made.items():
+        if tensor.shape != model.files.source.shape(name):
             raise ModelError(f"Method {method.name} changed the shape of {name}.")
-    return {**{name: QTensor.dense(tensor.contiguous()) for name, tensor in changed.items()}, **data.quantized}
+    return made
 
 
 def _streams(model: LayeredModel, options: WalkOptions) -> CalibrationStreams:

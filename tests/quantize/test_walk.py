@@ -120,3 +120,25 @@ def test_a_calibrated_method_needs_a_text() -> None:
 def test_matrices_without_activations_come_one_by_one() -> None:
     data = LayerData(0, {"a": torch.ones(2, 4), "b": torch.ones(3, 2, 4)})
     assert data.groups() == [(("a", None),), (("b", 0),), (("b", 1),), (("b", 2),)]
+
+
+def test_only_a_matrix_computed_earlier_makes_a_hessian_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LayeredModel(files_of("llama"), 64)
+    data = layer_data(model, 0)
+    passes: list[str] = []
+    accumulate = LayerActivations._accumulated
+
+    def counted(self: LayerActivations, key: str, columns: int) -> torch.Tensor:
+        passes.append(key.split(".")[-2])
+        return accumulate(self, key, columns)
+
+    monkeypatch.setattr(LayerActivations, "_accumulated", counted)
+    with torch.no_grad():
+        seen = LayerActivations(model, streams_of(model), data)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            full = f"model.layers.0.self_attn.{name}.weight"
+            seen.hessian(full)
+            data.quantized[full] = Grid(4, 32).to_nearest(data.matrices[full])
+        float_input = LayerActivations(model, streams_of(model), layer_data(model, 0)).hessian(full)
+        assert passes == ["q_proj", "o_proj", "o_proj"]
+        assert not torch.equal(seen.hessian(full), float_input)
