@@ -32,6 +32,7 @@ COMMANDS = (
     "explain",
     "tune",
     "quality",
+    "quantize",
     "doctor",
     "key",
     "make-model",

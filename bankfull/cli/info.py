@@ -20,8 +20,8 @@ def info(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model directory, a config.json, a .gguf file, a hub id (org/name), a shape of make-model --list, or "
-            "a short name (smollm2)."
+            help="A model directory, a config.json, a .gguf file, a hub id (org/name), a shape of make-model --list, "
+            "or a short name (smollm2)."
         ),
     ] = "smollm2",
     *,

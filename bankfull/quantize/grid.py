@@ -27,6 +27,8 @@ class Grid:
     bits: int
     group: int
     symmetric: bool = True
+    scale_dtype: torch.dtype = torch.float32
+    """Scales are representable in it, and in float16, in which they are stored."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -58,18 +60,21 @@ class Grid:
         return None if widest is None else replace(self, group=widest)
 
     def scales(self, groups: Tensor, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Scales, as stored in float16, and zeros of groups (..., group), both (..., 1) in float32. `shrink`: a factor
+        """Scales, as stored, and zeros of groups (..., group), both (..., 1) in float32. `shrink`: a factor
         of the largest number, beyond which numbers are clipped."""
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         if not self.symmetric:
             low, high = low.clamp(max=0) * shrink, high.clamp(min=0) * shrink
-            scale = _stored((high - low) / self.highest)
+            scale = self._stored((high - low) / self.highest)
             return scale, (-low * inverse(scale)).round_().clamp_(0, self.highest)
         if self.bits == 8:
             scale = torch.maximum(high, -low) * (shrink / self.highest)
         else:
             scale = torch.where(high > -low, high, low) * (shrink / -self.middle)
-        return _stored(scale), torch.full_like(scale, self.middle)
+        return self._stored(scale), torch.full_like(scale, self.middle)
+
+    def _stored(self, scale: Tensor) -> Tensor:
+        return half(scale.to(self.scale_dtype)).to(torch.float32)
 
     def codes(self, groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """The nearest codes, as floats."""
@@ -126,10 +131,6 @@ class Grid:
 def stacked(parts: Sequence[QTensor]) -> QTensor:
     """Matrices of experts as one tensor (experts, out, in)."""
     return QTensor.stacked(parts).reshape_leading(len(parts), parts[0].shape[0])
-
-
-def _stored(scale: Tensor) -> Tensor:
-    return half(scale).to(torch.float32)
 
 
 def _better(one: tuple[Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

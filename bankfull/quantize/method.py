@@ -60,7 +60,7 @@ class LayerData:
     matrices: dict[str, Tensor]
     """The matrices to quantize, float32 (out, in), or (experts, out, in) where the checkpoint stacks them."""
     plain: dict[str, Tensor] = field(default_factory=dict)
-    """Norms, biases and other small tensors, float32. A method may replace them, with folded factors."""
+    """Norms, biases and other small tensors, float32. A method may replace them, with folded factors, and add some."""
     folds: list[Fold] = field(default_factory=list)
     quantized: dict[str, QTensor] = field(default_factory=dict)
     """The result, by name. A matrix that is not in it is stored as it is."""

@@ -70,7 +70,8 @@ def walk(files: ModelFiles, method: Method, options: WalkOptions) -> Iterator[tu
         if streams is not None and number + 1 < len(model):
             with torch.no_grad():
                 advance(model, streams, number, {name: made.dequantize() for name, made in result.items()})
-        for name in model.names(number):
+        added = [name for name in result if not files.source.has(name)]
+        for name in (*model.names(number), *added):
             yield name, result[name] if name in result else files.source.get(name)
         files.source.release()
         if options.done is not None:
@@ -99,10 +100,10 @@ def _quantized(
         data.activations, data.folds = activations, folds_of(activations.built, data, number in model.shared)
     method.quantize(data)
     after = {**data.plain, **data.matrices}
-    changed = {name: tensor for name, tensor in after.items() if tensor is not before[name]}
+    changed = {name: tensor for name, tensor in after.items() if tensor is not before.get(name)}
     made = {name: QTensor.dense(tensor.contiguous()) for name, tensor in changed.items()} | data.quantized
     for name, tensor in made.items():
-        if tensor.shape != model.files.source.shape(name):
+        if name in before and tensor.shape != model.files.source.shape(name):
             raise ModelError(f"Method {method.name} changed the shape of {name}.")
     return made
 

@@ -5,29 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.synthetic.random_weights import RandomWeights, random_model
 from bankfull.synthetic.vocabulary import FEWEST, ByteVocabulary
 from bankfull.weights.fetch import Report
-from bankfull.weights.formats.dense import DTYPES
-from bankfull.weights.safetensors import INDEX, SINGLE
+from bankfull.weights.writing.output import PlannedFile, raw_bytes
+from bankfull.weights.writing.shards import StoredPart, index_of, planned_shards
 
 SHARD_BYTES = 4 << 30
 """Largest file of weights, unless one tensor is larger."""
 SPARE_BYTES = 32 << 20
 """Room for the tokenizer and the configuration."""
-STORED = {dtype: name.upper() for name, dtype in DTYPES.items()}
-"""Names of dtypes in a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +48,10 @@ def write_checkpoint(
     files = random_model(name, config, dtype, seed=seed)
     source = files.source
     assert isinstance(source, RandomWeights)
-    sizes = {at: prod(source.shape(at)) * dtype.itemsize for at in source.names()}
-    total = sum(sizes.values())
+    planned = planned_shards([StoredPart(at, dtype, source.shape(at)) for at in source.names()], SHARD_BYTES)
+    total = sum(place.nbytes for file in planned for place in file.places)
     vocabulary = byte_vocabulary(config)
     with new_folder(folder, total) as partial:
-        shards = _shards(sizes)
         written = 0
 
         def advance(count: int) -> None:
@@ -64,13 +59,10 @@ def write_checkpoint(
             written += count
             report(f"Writing {name}", written, total)
 
-        names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-        for file, tensors in zip(names, shards, strict=True):
-            _write_shard(partial / file, tensors, source, dtype, advance)
-        if len(shards) > 1:
-            mapping = {at: file for file, tensors in zip(names, shards, strict=True) for at in tensors}
-            index = {"metadata": {"total_size": total}, "weight_map": mapping}
-            (partial / INDEX).write_text(json.dumps(index, indent=1))
+        for file in planned:
+            _write_shard(partial / file.name, file, source, advance)
+        if (index := index_of(planned)) is not None:
+            (partial / index[0]).write_text(index[1])
         saved = dict(files.config)
         if vocabulary is not None:
             vocabulary.write(partial)
@@ -110,42 +102,9 @@ def new_folder(folder: Path, need: int) -> Iterator[Path]:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; choose another directory.") from None
 
 
-def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Tensors of each file, in the order in which the family requests them."""
-    made: list[list[str]] = [[]]
-    room = SHARD_BYTES
-    for name, size in sizes.items():
-        if size > room and made[-1]:
-            made.append([])
-            room = SHARD_BYTES
-        made[-1].append(name)
-        room -= size
-    return made
-
-
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05}-of-{count:05}.safetensors"
-
-
-def _write_shard(
-    path: Path, tensors: Sequence[str], source: RandomWeights, dtype: torch.dtype, advance: Callable[[int], None]
-) -> None:
-    """The format: length of the header (8 bytes), the header as JSON, the tensors' bytes in its order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in tensors:
-        end = at + prod(source.shape(name)) * dtype.itemsize
-        header[name] = {"dtype": STORED[dtype], "shape": list(source.shape(name)), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+def _write_shard(path: Path, planned: PlannedFile, source: RandomWeights, advance: Callable[[int], None]) -> None:
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in tensors:
-            for part in source.parts(name):
+        file.write(planned.head)
+        for place in planned.places:
+            for part in source.parts(place.name):
                 advance(file.write(raw_bytes(part)))
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, without a copy."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

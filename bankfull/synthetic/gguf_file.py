@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,48 +17,28 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
-from bankfull.synthetic.checkpoint import WrittenModel, new_folder, raw_bytes
+from bankfull.synthetic.checkpoint import WrittenModel, new_folder
 from bankfull.synthetic.random_weights import RandomWeights, Shape, random_model
 from bankfull.synthetic.vocabulary import END, END_OF_TURN, MERGE, TEMPLATE, ByteVocabulary
+from bankfull.weights import gguf_names
 from bankfull.weights.fetch import Report
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.quantize import quantize
+from bankfull.weights.writing import gguf_fields
+from bankfull.weights.writing.gguf_header import Field, StoredTensor, planned_gguf
+from bankfull.weights.writing.output import raw_bytes
 
 ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "olmoe": "olmoe",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
+    kind: architecture
+    for kind, architecture in (gguf_fields.ARCHITECTURES | gguf_fields.WITH_EXPERTS).items()
+    if kind != "smollm3"
 }
 """GGUF architecture by model_type."""
-TYPES = {"f32": 0, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9}
-"""Types for matrices, with the number of the file type."""
-QUANTIZATION_VERSION = 2
+TYPES = ("f32", "q4_0", "q4_1", "q8_0", "q5_0", "q5_1")
+"""Types for matrices."""
 WIDE, NARROW = "q6_k", "q8_0"
 """Types of the table that gives the logits."""
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    name: str
-    """Name in the file."""
-    shape: Shape
-    """Slowest dimension first."""
-    kind: str
-    parts: tuple[str, ...]
-    """Names of the tensors that are stacked; one, except for experts."""
-
-    @property
-    def row_bytes(self) -> int:
-        return SCHEMES[self.kind].row_bytes(self.shape[-1])
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape[:-1]) * self.row_bytes
 
 
 def write_gguf(
@@ -71,7 +50,6 @@ def write_gguf(
     report: Report = lambda what, done, total: None,
 ) -> WrittenModel:
     """`folder/<name>.<KIND>.gguf`; the folder appears when the file is whole."""
-    gguf = _package()
     kind, model_type = kind.lower(), config.get("model_type")
     if kind not in TYPES:
         raise ConfigError(f"--gguf {kind[:40]!r} is not a type of matrices; use one of {', '.join(TYPES)}.")
@@ -84,37 +62,31 @@ def write_gguf(
     assert isinstance(source, RandomWeights)
     tensors = list(stored_tensors(config, source, kind))
     total = sum(tensor.nbytes for tensor in tensors)
-    file = f"{name}.{kind.upper()}.gguf"
-    with new_folder(folder, total) as partial:
-        writer = gguf.GGUFWriter(partial / file, ARCHITECTURES[model_type])
-        describe(writer, name, config, TYPES[kind])
-        _announce(writer, tensors)
-        assert writer.fout is not None
-        out, written = writer.fout[0], 0
-        for tensor in tensors:
-            writer.write_padding(out, out.tell())
+    fields = gguf_fields.architecture_fields(f"{name}, random weights", config, kind) | _text_fields(config)
+    planned = planned_gguf(f"{name}.{kind.upper()}.gguf", fields, tensors)
+    written = 0
+    with new_folder(folder, total) as partial, (partial / planned.name).open("xb") as out:
+        out.write(planned.head)
+        for tensor, place in zip(tensors, planned.places, strict=True):
+            out.seek(place.offset)
             for part in _encoded(tensor, source):
                 written += out.write(part)
-                report(f"Writing {file}", written, total)
-        writer.write_padding(out, out.tell())
-        writer.close()
-    return WrittenModel(folder / file, sum(prod(tensor.shape) for tensor in tensors), total, True)
+                report(f"Writing {planned.name}", written, total)
+    return WrittenModel(folder / planned.name, sum(prod(tensor.shape) for tensor in tensors), total, True)
 
 
 def stored_tensors(config: Mapping[str, Any], source: RandomWeights, kind: str) -> Iterator[StoredTensor]:
     """The tensors of the file in order; the experts of a layer are one."""
-    gguf = _package()
-    architecture = ARCHITECTURES[config["model_type"]]
-    known = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    names = gguf.get_tensor_name_map(known, int(config["num_hidden_layers"]))
     head = "token_embd.weight" if config.get("tie_word_embeddings") else "output.weight"
     experts: dict[str, list[str]] = {}
     for name in source.names():
         experts.setdefault(EXPERT.sub(".experts.", name), []).append(name)
     for whole, parts in experts.items():
-        found = names.get_name(whole, try_suffixes=(".weight", ".bias"))
+        found = gguf_names.gguf_name(whole, config["model_type"])
         if found is None:
-            raise ConfigError(f"A .gguf file of architecture {architecture!r} has no place for the tensor {whole}.")
+            raise ConfigError(
+                f"A .gguf file of architecture {config['model_type']!r} has no place for the tensor {whole}."
+            )
         shape = source.shape(parts[0])
         shape = shape if parts == [whole] else (len(parts), *shape)
         yield StoredTensor(found, shape, _type_of(found, shape, kind, head), tuple(parts))
@@ -132,58 +104,19 @@ def _type_of(name: str, shape: Shape, kind: str, head: str) -> str:
     return kind
 
 
-def _announce(writer: Any, tensors: list[StoredTensor]) -> None:
-    """Write everything before the tensors' data."""
-    import numpy
-
-    gguf = _package()
-    for tensor in tensors:
-        if tensor.kind == "f32":
-            writer.add_tensor_info(tensor.name, tensor.shape, numpy.dtype(numpy.float32), tensor.nbytes)
-        else:
-            stored = gguf.GGMLQuantizationType[tensor.kind.upper()]
-            rows = (*tensor.shape[:-1], tensor.row_bytes)
-            writer.add_tensor_info(tensor.name, rows, numpy.dtype(numpy.uint8), tensor.nbytes, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-
-
-def describe(writer: Any, name: str, config: Mapping[str, Any], file_type: int) -> None:
-    """Write all metadata that the architectures need."""
-    heads = int(config["num_attention_heads"])
-    size = int(config.get("head_dim") or config["hidden_size"] // heads)
-    writer.add_name(f"{name}, random weights")
-    writer.add_file_type(file_type)
-    writer.add_quantization_version(QUANTIZATION_VERSION)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(float(config.get("rope_theta") or 10000.0))
-    writer.add_layer_norm_rms_eps(float(config.get("rms_norm_eps") or 1e-5))
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        if inner := config.get("moe_intermediate_size"):
-            writer.add_expert_feed_forward_length(inner)
+def _text_fields(config: Mapping[str, Any]) -> dict[str, Field]:
     vocabulary = ByteVocabulary(int(config["vocab_size"]))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.kinds)
-    writer.add_token_merges([" ".join(MERGE)])
-    writer.add_bos_token_id(vocabulary.specials[END])
-    writer.add_eos_token_id(vocabulary.specials[END_OF_TURN])
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": vocabulary.tokens,
+        "tokenizer.ggml.token_type": vocabulary.kinds,
+        "tokenizer.ggml.merges": [" ".join(MERGE)],
+        "tokenizer.ggml.bos_token_id": vocabulary.specials[END],
+        "tokenizer.ggml.eos_token_id": vocabulary.specials[END_OF_TURN],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
 
 
 def _encoded(tensor: StoredTensor, source: RandomWeights) -> Iterator[memoryview]:
@@ -195,11 +128,3 @@ def _encoded(tensor: StoredTensor, source: RandomWeights) -> Iterator[memoryview
 
 def _stored(values: Tensor, kind: str) -> Tensor:
     return values if kind == "f32" else quantize(values, kind).parts["blocks"]
-
-
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise ConfigError("Writing .gguf files needs the package gguf: pip install gguf") from None
-    return gguf

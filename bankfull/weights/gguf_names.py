@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -94,6 +94,33 @@ def hf_name(name: str, model_type: str) -> str:
         return f"{layer}.{whole}"
     inner = table.get(match[2])
     return name if inner is None else f"{layer}.{inner}" + (f".{match[3]}" if match[3] else "")
+
+
+def gguf_name(name: str, model_type: str) -> str | None:
+    """The inverse of `hf_name`; None if files of the architecture have no such tensor."""
+    stem, _, suffix = name.rpartition(".")
+    outer = {inner: own for own, inner in _OUTER_OF.get(model_type, _OUTER).items()}
+    if stem in outer:
+        return f"{outer[stem]}.{suffix}"
+    prefix = f"{_PREFIX.get(model_type, 'model.layers')}."
+    number, _, inner = stem.removeprefix(prefix).partition(".")
+    table = {inner: own for own, inner in _LAYERS.get(model_type, _ATTENTION).items()}
+    if not name.startswith(prefix) or inner not in table:
+        return None
+    return f"blk.{number}.{table[inner]}.{suffix}"
+
+
+def interleaved_rows(name: str, config: Mapping[str, Any]) -> torch.Tensor | None:
+    """The order in which a file stores the rows of a query or key projection; None: as they are."""
+    if config["model_type"] not in _INTERLEAVED:
+        return None
+    heads = int(config["num_attention_heads"])
+    size = int(config.get("head_dim") or config["hidden_size"] // heads)
+    if name.endswith((".k_proj.weight", ".k_proj.bias")):
+        heads = int(config.get("num_key_value_heads") or heads)
+    elif not name.endswith((".q_proj.weight", ".q_proj.bias")):
+        return None
+    return head_halves(heads * size, heads).argsort()
 
 
 @lru_cache(maxsize=8)  # all layers use the same order

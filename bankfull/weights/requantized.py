@@ -135,6 +135,11 @@ def _types_of(word: str, device: str) -> list[str]:
     return [name_of(kind, group) for group in GROUPS if group <= widest]
 
 
+def is_table(name: str) -> bool:
+    """Whether the tensor is an embedding or the head."""
+    return _TABLE.search(name) is not None
+
+
 def is_matrix(source: TensorSource, name: str) -> bool:
     dimensions = 3 if STACKED.search(name) else 2
     return name.endswith(".weight") and len(source.shape(name)) == dimensions
@@ -171,5 +176,5 @@ def inner_weights(source: TensorSource) -> int:
     return sum(
         math.prod(source.shape(name))
         for name in source.names()
-        if is_matrix(source, name) and not _TABLE.search(name) and not source.scheme(name).is_dense
+        if is_matrix(source, name) and not is_table(name) and not source.scheme(name).is_dense
     )

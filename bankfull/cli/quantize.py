@@ -1,0 +1,170 @@
+"""`bankfull quantize`: a smaller copy of a model, in files that other engines read, too."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bankfull.cli.options import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bankfull.quantize.calibration import Sample
+    from bankfull.quantize.save import SavedModel
+    from bankfull.weights.source import ModelFiles
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A model directory, a hub id (org/name), or a .gguf file.")],
+    *,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Directory for the quantized model.", show_default=False)
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="rtn (round to nearest), awq, gptq, smoothquant (int8 weights and activations) or fp8. "
+            "All but rtn, and fp8 with a scale per token, read a calibration text."
+        ),
+    ] = "rtn",
+    bits: Annotated[
+        str | None, typer.Option(help="Bits of a weight: 8, 4, 3 or 2.", show_default="4; 8 for 8-bit methods")
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Columns with a common scale: 32, 64, 128, or row.", show_default="row for 8 bits, else 128"),
+    ] = None,
+    calibration: Annotated[
+        str, typer.Option(help="Text for calibrated methods: bundled, a UTF-8 file, or self (the model writes it).")
+    ] = "bundled",
+    clip: Annotated[
+        str | None,
+        typer.Option(
+            help="mse: clip each group's range where that lowers the error. none: never.", show_default="mse for awq"
+        ),
+    ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="A zero point for each group; for 4, 3 and 2 bits.")
+    ] = False,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="How products round activations: float (not at all), int8 (per token); for fp8: token or static.",
+            show_default="int8 with a scale per row, token for fp8, else float",
+        ),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="smoothquant: share of the outliers that moves into the weights.", show_default="0.5"),
+    ] = None,
+    ablate: Annotated[
+        str | None,
+        typer.Option(
+            help="awq: instead, keep this share of channels in bfloat16, chosen by activations, weights or random: "
+            "0.01, 0.01:weights. An experiment; the result is stored unquantized.",
+            show_default=False,
+        ),
+    ] = None,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Quantize embeddings and the head to 8 bits, too; for --format gguf.")
+    ] = False,
+    form: Annotated[
+        str, typer.Option("--format", help="compressed-tensors (a model directory) or gguf (one file in DIR).")
+    ] = "compressed-tensors",
+    block: Annotated[
+        str | None,
+        typer.Option("--type", help="With --format gguf: q4_k, q6_k, ... instead of --bits.", show_default=False),
+    ] = None,
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Accept a model that is quantized already; it loses accuracy twice.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Write a quantized copy of a model, in files that vLLM, transformers or llama.cpp read, too.
+
+    Tensors are read and written one at a time, or layer by layer with a calibration text, so that a model larger than
+    the memory works. A run that was interrupted continues if it is started again.
+    """
+    from bankfull.errors import ConfigError
+    from bankfull.quantize.recipe import parse_recipe
+    from bankfull.quantize.save import save_quantized
+    from bankfull.quantize.table import METHODS, make_method
+    from bankfull.weights.fetch import displayed
+    from bankfull.weights.locate import locate
+    from bankfull.weights.source import open_model
+
+    if output is None:
+        raise ConfigError("`bankfull quantize` needs a directory for the model: give -o DIR.")
+    if output.suffix == ".gguf":
+        raise ConfigError(
+            f"--output {str(output)!r} must be a directory, in which the .gguf file appears; give its folder."
+        )
+    recipe = parse_recipe(
+        method,
+        bits,
+        group,
+        methods=tuple(METHODS),
+        symmetric=not asymmetric,
+        clip=clip,
+        activations=activations,
+        tables=tables,
+        form=form,
+        block=block,
+        calibration=calibration,
+        alpha=alpha,
+        ablate=ablate,
+    )
+    files = open_model(locate(model))
+    sequences = _sequences(model, files, calibration) if make_method(recipe).calibrated else []
+    with displayed() as report:
+        saved = save_quantized(files, recipe, output, requantize=requantize, sequences=sequences, report=report)
+    _print(saved, json)
+
+
+def _sequences(model: str, files: ModelFiles, choice: str) -> list[list[int]]:
+    """Token ids of the calibration text."""
+    from bankfull.quantize.calibration import LENGTH, OWN, own_text, sequences_of, text_of
+    from bankfull.text.load import load_tokenizer
+
+    tokenizer, _ = load_tokenizer(files)
+    length = min(LENGTH, int(files.config.get("max_position_embeddings") or LENGTH))
+    if choice == OWN:
+        return own_text(_sampling(model), tokenizer.opening or sorted(tokenizer.eos_ids)[:1], length)
+    opening = tokenizer.opening if tokenizer.add_bos else ()
+    return sequences_of(tokenizer.encode(text_of(choice), add_bos=False), opening, length)
+
+
+def _sampling(model: str) -> Sample:
+    from bankfull import LLM, SamplingParams
+
+    def sample(opening: Sequence[int], count: int, tokens: int) -> list[list[int]]:
+        wanted = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=0, n=count)
+        [result] = LLM(model).generate([list(opening)], wanted)
+        return [list(answer.token_ids) for answer in result.outputs]
+
+    return sample
+
+
+def _print(saved: SavedModel, json: bool) -> None:
+    import shlex
+
+    from bankfull.cli.terminal import say
+    from bankfull.limits.units import scaled
+
+    command = f"bankfull chat --model {shlex.quote(str(saved.path))}"
+    if json:
+        import json as text
+
+        print(text.dumps({**asdict(saved), "path": str(saved.path), "command": command}))
+        return
+    before, after = scaled(saved.bytes_before, "B"), scaled(saved.bytes_after, "B")
+    say(
+        f"bankfull: {saved.bits_per_weight:.2f} bits per weight in {saved.quantized} matrices, "
+        f"{saved.model_bits:.2f} in the whole model; {before} before, {after} after"
+        + (f"; {saved.kept} matrices fit no group and stay as they are" if saved.kept else "")
+    )
+    print(command)

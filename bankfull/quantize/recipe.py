@@ -1,0 +1,222 @@
+"""What a user asked of `bankfull quantize`, checked: the method, the width of weights, and the form of the files."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bankfull.errors import ConfigError
+from bankfull.weights.formats import SCHEMES, kquants, legacy
+from bankfull.weights.formats.groups import GROUPS, name_of
+from bankfull.weights.formats.rows import FP8, INT8_ROW
+from bankfull.weights.source import TensorSource
+from bankfull.weights.writing.compressed_tensors import Rounded
+
+BITS = (8, 4, 3, 2)
+ROW = "row"
+FORMATS = ("compressed-tensors", "gguf")
+CLIPS = ("none", "mse")
+GROUPED_ONLY = ("gptq", "awq")
+"""Methods that have no form with one scale per row."""
+BLOCKS = tuple(scheme.name for scheme in (*legacy.SCHEMES, *kquants.SCHEMES))
+NARROWER = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""Types of matrices whose columns blocks of 256 do not divide."""
+DEFAULT_GROUP = {8: ROW, 4: "128", 3: "128", 2: "64"}
+"""Groups of a width of weights, unless one is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeRecipe:
+    method: str
+    bits: int = 4
+    group: int | None = 128
+    """Columns that share a scale; None: the whole row."""
+    symmetric: bool = True
+    clip: str = "none"
+    activations: Rounded = ""
+    """How products round activations, as far as the files say it."""
+    tables: bool = False
+    """Whether embeddings and the head are quantized, too, to 8 bits."""
+    form: str = "compressed-tensors"
+    floats: bool = False
+    """8-bit floats instead of integers."""
+    calibration: str = "bundled"
+    alpha: float = 0.5
+    """Share of the outliers that moves from the activations to the weights."""
+    ablate: str = ""
+    """Share of channels that stay in bfloat16, and what chooses them, such as 0.01:weights: an experiment."""
+    block: str = ""
+    """A block format of GGUF files, in place of bits and group."""
+
+    def scheme_of(self, columns: int) -> str | None:
+        """The scheme of a matrix with this number of columns: narrower groups where the wanted one does not divide it;
+        None if none does."""
+        if self.ablate:
+            return "bf16"
+        if self.block:
+            fitting = (self.block, NARROWER.get(self.block, self.block))
+            return next((name for name in fitting if columns % SCHEMES[name].block == 0), None)
+        if self.floats:
+            return FP8
+        if self.group is None:
+            return INT8_ROW
+        kind = f"int{self.bits}" if self.symmetric else f"uint{self.bits}"
+        widest = max((group for group in GROUPS if group <= self.group and columns % group == 0), default=None)
+        return None if widest is None else name_of(kind, widest)
+
+    def table_scheme_of(self, columns: int) -> str | None:
+        """The scheme of an embedding or the head."""
+        return None if columns % min(GROUPS) else name_of("int8", min(GROUPS))
+
+    def scheme_name(self) -> str:
+        """The scheme of matrices that the wanted group divides."""
+        return self.scheme_of(self.group or 1) or ""
+
+    def about(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_recipe(
+    method: str,
+    bits: str | None = None,
+    group: str | None = None,
+    *,
+    methods: tuple[str, ...],
+    symmetric: bool | None = None,
+    clip: str | None = None,
+    activations: str | None = None,
+    tables: bool = False,
+    form: str = "compressed-tensors",
+    calibration: str = "bundled",
+    alpha: float | None = None,
+    ablate: str | None = None,
+    block: str | None = None,
+) -> QuantizeRecipe:
+    """The recipe for these options; refuses what cannot be made with one sentence."""
+    if method not in methods:
+        raise ConfigError(f"--method {method[:40]!r} is unknown; use one of {', '.join(methods)}.")
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form[:40]!r} is unknown; use {' or '.join(FORMATS)}.")
+    if clip is not None and clip not in CLIPS:
+        raise ConfigError(f"--clip {clip[:40]!r} is unknown; use {' or '.join(CLIPS)}.")
+    if clip is not None and method == "gptq":
+        raise ConfigError("--clip has no use with --method gptq, which searches its scales always; leave it out.")
+    if block is not None:
+        return _with_blocks(block.lower(), method, bits, group, form, tables)
+    floats = method == "fp8"
+    by_row = method in ("fp8", "smoothquant")
+    width = _bits(bits or ("8" if by_row else "4"))
+    if by_row and width != 8:
+        raise ConfigError(f"--method {method} makes 8-bit weights; leave --bits {width} out, or use --method rtn.")
+    usual = ROW if by_row else "128" if method in GROUPED_ONLY else DEFAULT_GROUP[width]
+    columns = _group(group or usual, width)
+    if columns is None and method in GROUPED_ONLY:
+        raise ConfigError(f"--method {method} needs groups; use --group 32, 64 or 128.")
+    if by_row and columns is not None:
+        raise ConfigError(f"--method {method} has one scale per row; leave --group {columns} out.")
+    even = True if symmetric is None else symmetric
+    if not even and (width == 8 or by_row):
+        raise ConfigError("--asymmetric is for 4, 3 and 2 bits; leave it out with 8 bits, which lose nothing without.")
+    rounded = _activations(activations, method, columns)
+    if alpha is not None and (method != "smoothquant" or not 0.0 <= alpha <= 1.0):
+        raise ConfigError(f"--alpha {alpha:g} is for --method smoothquant, and a number from 0 to 1.")
+    if ablate is not None:
+        _check_ablation(ablate, method, form)
+    recipe = QuantizeRecipe(
+        method,
+        width,
+        columns,
+        even,
+        clip or ("mse" if method == "awq" else "none"),
+        rounded,
+        tables,
+        form,
+        floats,
+        calibration,
+        0.5 if alpha is None else alpha,
+        ablate or "",
+    )
+    if form == "gguf":
+        _refuse_in_gguf(recipe)
+    elif tables:
+        raise ConfigError("--tables is for --format gguf: other engines read no quantized embeddings of a directory.")
+    return recipe
+
+
+def _check_ablation(text: str, method: str, form: str) -> None:
+    share, _, by = text.partition(":")
+    try:
+        fits = 0.0 < float(share) < 1.0
+    except ValueError:
+        fits = False
+    if not fits or by not in ("", "activations", "weights", "random"):
+        raise ConfigError(f"--ablate {text[:40]!r} is not a share of channels; give 0.01, 0.01:weights or 0.01:random.")
+    if method != "awq" or form == "gguf":
+        raise ConfigError(
+            "--ablate is an experiment for --method awq, stored unquantized as a directory; leave it out."
+        )
+
+
+def _with_blocks(
+    block: str, method: str, bits: str | None, group: str | None, form: str, tables: bool
+) -> QuantizeRecipe:
+    if block not in BLOCKS:
+        raise ConfigError(f"--type {block[:20]!r} is unknown; use one of {', '.join(BLOCKS)}.")
+    if form != "gguf" or method != "rtn" or bits is not None or group is not None:
+        raise ConfigError("--type is for --format gguf with --method rtn, and replaces --bits and --group.")
+    return QuantizeRecipe(method, int(block[1]), SCHEMES[block].block, tables=tables, form=form, block=block)
+
+
+def _bits(text: str) -> int:
+    if text not in map(str, BITS):
+        raise ConfigError(f"--bits {text[:20]!r} is not offered; use 8, 4, 3 or 2.")
+    return int(text)
+
+
+def _group(text: str, bits: int) -> int | None:
+    if text == ROW:
+        if bits != 8:
+            raise ConfigError(f"--group row is for 8 bits; with --bits {bits} use 32, 64 or 128.")
+        return None
+    if text not in map(str, GROUPS):
+        raise ConfigError(f"--group {text[:20]!r} is not offered; use 32, 64, 128 or row.")
+    return int(text)
+
+
+def _activations(wanted: str | None, method: str, group: int | None) -> Rounded:
+    known: dict[str, Rounded] = {"float": "", "int8": "int8", "token": "fp8", "static": "fp8-static"}
+    if wanted is None:
+        return "fp8" if method == "fp8" else "" if group is not None else "int8"
+    if wanted not in known:
+        raise ConfigError(f"--activations {wanted[:20]!r} is unknown; use float, int8, token or static.")
+    if (wanted in ("token", "static")) != (method == "fp8") and wanted != "float":
+        offered = "token or static" if method == "fp8" else "float or int8"
+        raise ConfigError(f"--activations {wanted} does not go with --method {method}; use {offered}.")
+    if wanted == "int8" and group is not None:
+        raise ConfigError("--activations int8 needs one scale per row; use --bits 8 --group row.")
+    return known[wanted]
+
+
+def _refuse_in_gguf(recipe: QuantizeRecipe) -> None:
+    if recipe.bits < 4:
+        raise ConfigError(
+            f"A GGUF file has no {recipe.bits}-bit groups; use --type q{recipe.bits}_k instead of --bits, or "
+            "--format compressed-tensors."
+        )
+    if recipe.floats or recipe.group is None:
+        raise ConfigError(
+            f"A GGUF file has no {'fp8' if recipe.floats else 'scale per row'}; use --group 32, or --format "
+            "compressed-tensors."
+        )
+
+
+def refuse_without_use(recipe: QuantizeRecipe, source: TensorSource, names: list[str]) -> None:
+    """Refuses a recipe that quantizes none of the matrices `names`."""
+    if not names:
+        raise ConfigError("The model has no matrices that could be quantized; choose another model.")
+    if not any(recipe.scheme_of(source.shape(name)[-1]) for name in names):
+        widths = sorted({source.shape(name)[-1] for name in names})[:4]
+        raise ConfigError(
+            f"--group {recipe.group} divides the columns of no matrix ({', '.join(map(str, widths))}); use --bits 8 "
+            "--group row."
+        )

@@ -1,0 +1,110 @@
+"""`bankfull quantize` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bankfull.quantize import walk as walking
+from bankfull.quantize.gptq import Gptq
+from bankfull.quantize.method import LayerData
+from tests.cli.conftest import Cli
+from tests.quantize.models import random_folder
+from tests.tiny import CORPUS, speaking_folder
+
+SMALL = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
+
+
+def test_a_model_is_quantized_and_the_last_line_runs_it(cli: Cli, tmp_path: Path) -> None:
+    done = cli("quantize", speaking_folder(), "--group", 32, "-o", tmp_path / "q")
+    assert done.code == 0 and done.out.strip() == f"bankfull chat --model {tmp_path / 'q'}"
+    # The matrices of 48 columns fit no group.
+    assert "4.50 bits per weight in 12 matrices" in done.err and "2 matrices fit no group" in done.err
+    answer = cli("run", "the river", "--model", tmp_path / "q", "--max-tokens", 4)
+    assert answer.code == 0 and answer.out
+    info = cli("info", tmp_path / "q", "--json").json
+    assert "int4_g32" in info["bytes_by_scheme"]
+
+
+def test_json_has_every_number(cli: Cli, tmp_path: Path) -> None:
+    found = cli("quantize", random_folder(tmp_path / "m"), "--bits", 8, "-o", tmp_path / "q", "--json").json
+    assert found["path"] == str(tmp_path / "q") and found["command"] == f"bankfull chat --model {tmp_path / 'q'}"
+    assert found["bits_per_weight"] < 8.3 and found["bytes_after"] < found["bytes_before"] and found["kept"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gptq", "--group", 32),
+        ("awq", "--group", 64, "--asymmetric"),
+        ("smoothquant", "--alpha", 0.6),
+        ("fp8", "--activations", "static"),
+        ("awq", "--group", 32, "--ablate", "0.02:weights"),
+    ],
+    ids=["gptq", "awq", "smoothquant", "fp8", "ablate"],
+)
+def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(CORPUS)
+    folder = random_folder(tmp_path / "m", num_hidden_layers=1, **SMALL)
+    made = cli("quantize", folder, "--method", *arguments, "--calibration", tmp_path / "text.txt", "-o", tmp_path / "q")
+    assert made.code == 0, made.err
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert ("quantization_config" in config) == ("--ablate" not in arguments)
+    assert config["made_with"]["method"] == arguments[0]
+    assert cli("run", "the river", "--model", tmp_path / "q", "--max-tokens", 2).code == 0
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["m", "q", "text.txt"]
+
+
+def test_an_interrupted_calibration_keeps_its_layers(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text(CORPUS)
+    folder = random_folder(tmp_path / "m", **SMALL)
+    command = ["quantize", folder, "--method", "gptq", "--group", 32, "--calibration", tmp_path / "text.txt"]
+    seen: list[int] = []
+    real = Gptq.quantize
+
+    def quantize(self: Gptq, layer: LayerData) -> None:
+        seen.append(layer.number)
+        if seen == [0, 1]:
+            raise KeyboardInterrupt
+        real(self, layer)
+
+    monkeypatch.setattr(Gptq, "quantize", quantize)
+    assert cli(*command, "-o", tmp_path / "q").code == 130
+    assert cli(*command, "-o", tmp_path / "q").code == 0
+    assert seen == [0, 1, 1], "the first layer is not done again"
+    assert not list(tmp_path.glob(".q*")) and walking.MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "needs a directory for the model: give -o DIR"),
+        (("-o", "x.gguf"), "must be a directory, in which the .gguf file appears"),
+        (("-o", "x", "--bits", 5), "--bits '5' is not offered; use 8, 4, 3 or 2"),
+        (("-o", "x", "--group", 48), "--group '48' is not offered; use 32, 64, 128 or row"),
+        (("-o", "x", "--group", "row"), "--group row is for 8 bits; with --bits 4 use 32, 64 or 128"),
+        (("-o", "x", "--method", "magic"), "--method 'magic' is unknown; use one of rtn, awq, gptq, fp8, smoothquant"),
+        (("-o", "x", "--format", "onnx"), "--format 'onnx' is unknown; use compressed-tensors or gguf"),
+        (("-o", "x", "--clip", "hard"), "--clip 'hard' is unknown"),
+        (("-o", "x", "--method", "gptq", "--clip", "mse"), "--clip has no use with --method gptq"),
+        (("-o", "x", "--method", "fp8", "--bits", 4), "--method fp8 makes 8-bit weights"),
+        (("-o", "x", "--method", "smoothquant", "--group", 32), "has one scale per row; leave --group 32 out"),
+        (("-o", "x", "--method", "awq", "--bits", 8, "--group", "row"), "--method awq needs groups"),
+        (("-o", "x", "--bits", 8, "--asymmetric"), "--asymmetric is for 4, 3 and 2 bits"),
+        (("-o", "x", "--alpha", 0.5), "--alpha 0.5 is for --method smoothquant"),
+        (("-o", "x", "--activations", "int8"), "--activations int8 needs one scale per row"),
+        (("-o", "x", "--activations", "static"), "does not go with --method rtn; use float or int8"),
+        (("-o", "x", "--ablate", "0.01"), "--ablate is an experiment for --method awq"),
+        (("-o", "x", "--method", "awq", "--ablate", "2"), "--ablate '2' is not a share of channels"),
+        (("-o", "x", "--tables"), "--tables is for --format gguf"),
+        (("-o", "x", "--format", "gguf", "--bits", 3), "has no 3-bit groups; use --type q3_k instead of --bits"),
+        (("-o", "x", "--format", "gguf", "--method", "fp8"), "A GGUF file has no fp8"),
+        (("-o", "x", "--type", "q4_k"), "--type is for --format gguf"),
+        (("-o", "x", "--format", "gguf", "--type", "q9_k"), "--type 'q9_k' is unknown; use one of q4_0"),
+        (("-o", "x", "--method", "gptq", "--calibration", "no.txt"), "The calibration text 'no.txt' cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(arguments: tuple[object, ...], message: str, cli: Cli) -> None:
+    assert message in cli("quantize", speaking_folder(), *arguments).sentence
