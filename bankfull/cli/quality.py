@@ -64,18 +64,50 @@ class QualityOptions:
     ] = False
 
 
+@dataclass(frozen=True, slots=True)
+class FrontierOptions:
+    """Options of `--frontier`."""
+
+    frontier: Annotated[
+        bool,
+        typer.Option("--frontier", help="Measure many ways to run the model: size, speed and loss of each."),
+    ] = False
+    ways: Annotated[
+        str | None,
+        typer.Option(
+            help='Ways for --frontier, with semicolons: "bf16; int4:128; int4:32 kv:int8; DIR". A way is a type for '
+            "--quantize, a dtype, kv:TYPE, activations:TYPE, saved, several of these, or another saved form of the "
+            "model.",
+            show_default="what suits the device",
+        ),
+    ] = None
+    reps: Annotated[int, typer.Option(min=0, help="Timed repetitions for --frontier; 0: no speeds.")] = 3
+    cost: Annotated[str, typer.Option(help="Cost in the chart of --frontier: bytes, decode or prefill.")] = "bytes"
+    chart: Annotated[
+        str | None, typer.Option(help="Draw the frontier to this .svg or .png file.", show_default=False)
+    ] = None
+
+
 def quality(
     model: Annotated[
         str, typer.Argument(help="A model directory, a .gguf file, a hub id (org/name), or a short name (smollm2).")
     ] = "smollm2",
     *,
     options: QualityOptions,
+    search: FrontierOptions,
     json: Json = False,
 ) -> None:
     """Measure the quality of a model as it runs: perplexity, and KL divergence from a reference.
 
     The reference computes in float32 with dequantized weights and no fast kernels.
     """
+    if search.frontier:
+        _frontier(model, options, search, json)
+        return
+    if search != FrontierOptions():
+        from bankfull.errors import ConfigError
+
+        raise ConfigError("--ways, --reps, --cost and --chart belong to --frontier; give it, too.")
     from bankfull.cli.terminal import print_table, progress
     from bankfull.limits.quality.evaluate import CHUNKS, across_chunks, evaluate, windows_of
 
@@ -106,6 +138,28 @@ def quality(
     print_table(_quality_table(pair.facts, found))
     if widths:
         print_table(_chunks_table(widths))
+
+
+def _frontier(model: str, options: QualityOptions, search: FrontierOptions, json: bool) -> None:
+    from bankfull.cli.frontier import frontier
+    from bankfull.errors import ConfigError
+
+    shared = replace(QualityOptions(), device=options.device, text=options.text, window=options.window)
+    if options != shared:
+        raise ConfigError(
+            "--frontier takes its options from --ways; beside it give only --device, --text and --window."
+        )
+    frontier(
+        model,
+        _texts(options.text),
+        device_name=options.device,
+        ways=search.ways,
+        window=options.window,
+        reps=search.reps,
+        cost=search.cost,
+        chart=search.chart,
+        json=json,
+    )
 
 
 @dataclass(frozen=True, slots=True)

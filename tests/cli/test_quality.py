@@ -83,7 +83,7 @@ def test_bad_input_gets_one_sentence(cli: Cli, model: Path, tmp_path: Path, text
     empty = tmp_path / "empty"
     empty.write_text("")
     for options, said in {
-        ("--quantize", "int3"): "'int3'",
+        ("--quantize", "int5"): "'int5'",
         ("--quantize", "q4_k"): "columns",
         ("--tables",): "--quantize",
         ("--text", tmp_path / "none"): "cannot be read",

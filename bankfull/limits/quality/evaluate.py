@@ -30,6 +30,8 @@ WINDOW = 512
 CHUNKS = (1, 8, 64, 512)
 BLOCK_BYTES = 32 << 20
 """Bytes of float64 logits held at once per model; a single position may need more."""
+KEPT_BYTES = 4 << 30
+"""Bytes of a reference's hidden states that are kept at most."""
 CPU = torch.device("cpu")
 
 Progress = Callable[[int], None]
@@ -120,12 +122,60 @@ def evaluate(
     _check(model, window, window if chunk is None else chunk)
     _check(reference, window, window)
     if model.vocab != reference.vocab:
-        raise ModelError(
-            f"The models have different vocabularies ({model.vocab} and {reference.vocab} tokens), so their "
-            "distributions cannot be compared; choose a reference that shares the model's tokenizer."
+        raise _other_vocabulary(model.vocab, reference.vocab)
+    sides = _Side(reference, window, device), [_Side(model, window if chunk is None else chunk, device)]
+    return _compare(*sides, windows_of(texts, opening, window), progress)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReference:
+    """The reference's hidden states over all windows, and its head: enough to compare any number of models one after
+    the other, while the reference's layers no longer take memory."""
+
+    head: Callable[[Tensor], Tensor]
+    vocab: int
+    windows: list[EvaluationWindow]
+    hidden: list[Tensor]
+    """Of each window, on the host."""
+    device: torch.device
+    seconds: float
+
+
+def keep_reference(
+    reference: Decoder,
+    texts: Sequence[Sequence[int]],
+    *,
+    opening: Sequence[int] = (),
+    window: int = WINDOW,
+    device: torch.device = CPU,
+    progress: Progress | None = None,
+) -> KeptReference:
+    _check(reference, window, window)
+    windows, side, kept, done = windows_of(texts, opening, window), _Side(reference, window, device), [], 0
+    size = sum(len(one.tokens) for one in windows) * reference.hidden * 4
+    if size > KEPT_BYTES:
+        raise RequestError(
+            f"The reference's hidden states over this text take {size / 2**30:.1f} GiB, more than "
+            f"{KEPT_BYTES / 2**30:.0f} GiB; give a shorter text."
         )
-    sides = (_Side(reference, window, device), _Side(model, window if chunk is None else chunk, device))
-    return _compare(sides, windows_of(texts, opening, window), progress)[0]
+    for one in windows:
+        kept.append(side.hidden(one).cpu())
+        done += len(one.tokens) - one.first
+        if progress is not None:
+            progress(done)
+    return KeptReference(reference.head, reference.vocab, windows, kept, device, side.seconds)
+
+
+def evaluate_kept(
+    model: Decoder, kept: KeptReference, *, chunk: int | None = None, progress: Progress | None = None
+) -> Quality:
+    """Like `evaluate`, with the reference's hidden states computed before."""
+    window = max(len(one.tokens) for one in kept.windows)
+    _check(model, window, window if chunk is None else chunk)
+    if model.vocab != kept.vocab:
+        raise _other_vocabulary(model.vocab, kept.vocab)
+    side = _Side(model, window if chunk is None else chunk, kept.device)
+    return _compare(_KeptSide(kept), [side], kept.windows, progress)[0]
 
 
 def across_chunks(
@@ -147,8 +197,15 @@ def across_chunks(
         raise ConfigError(f"chunks={tuple(chunks)} must have at least two different sizes.")
     for chunk in chunks:
         _check(model, window, chunk)
-    sides = [_Side(model, chunk, device) for chunk in chunks]
-    return dict(zip(chunks[1:], _compare(sides, windows_of(texts, opening, window), progress), strict=True))
+    first, *others = (_Side(model, chunk, device) for chunk in chunks)
+    return dict(zip(chunks[1:], _compare(first, others, windows_of(texts, opening, window), progress), strict=True))
+
+
+def _other_vocabulary(own: int, other: int) -> ModelError:
+    return ModelError(
+        f"The models have different vocabularies ({own} and {other} tokens), so their distributions cannot be "
+        "compared; choose a reference that shares the model's tokenizer."
+    )
 
 
 def _check(model: Decoder, window: int, chunk: int) -> None:
@@ -178,12 +235,33 @@ class _Side:
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Shape (positions, vocab) in float64; the head gets at most `chunk` rows at once, like the layers."""
         start = perf_counter()
-        scores = torch.cat([self.model.head(rows).to(torch.float64) for rows in hidden.split(self.chunk)])
-        if not bool(scores.isfinite().all()):
-            raise ModelError("The model produced logits that are not finite; try another dtype (float32).")
-        logprobs = scores.log_softmax(-1)
+        logprobs = _logprobs(torch.cat([self.model.head(rows).to(torch.float64) for rows in hidden.split(self.chunk)]))
         self.seconds += perf_counter() - start
         return logprobs
+
+
+@dataclass(slots=True)
+class _KeptSide:
+    kept: KeptReference
+    number: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.kept.seconds
+
+    def hidden(self, window: EvaluationWindow) -> Tensor:
+        assert self.kept.windows[self.number] is window, "windows are compared in order"
+        self.number += 1
+        return self.kept.hidden[self.number - 1].to(self.kept.device)
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        return _logprobs(self.kept.head(hidden).to(torch.float64))
+
+
+def _logprobs(scores: Tensor) -> Tensor:
+    if not bool(scores.isfinite().all()):
+        raise ModelError("The model produced logits that are not finite; try another dtype (float32).")
+    return scores.log_softmax(-1)
 
 
 class _Tally:
@@ -229,18 +307,22 @@ def _perplexity(logprobs: np.ndarray) -> float:
 
 
 @torch.inference_mode()
-def _compare(sides: Sequence[_Side], windows: Sequence[EvaluationWindow], progress: Progress | None) -> list[Quality]:
-    """Compare every model with the first."""
-    reference, others = sides[0], sides[1:]
+def _compare(
+    reference: _Side | _KeptSide,
+    others: Sequence[_Side],
+    windows: Sequence[EvaluationWindow],
+    progress: Progress | None,
+) -> list[Quality]:
+    """Compare every model with the reference."""
     count, done = sum(len(window.tokens) - window.first for window in windows), 0
     tallies = [_Tally(count) for _ in others]
-    block = max(1, BLOCK_BYTES // (8 * reference.model.vocab))
+    block = max(1, BLOCK_BYTES // (8 * others[0].model.vocab))
     for window in windows:
-        hidden = [side.hidden(window) for side in sides]
+        hidden = [side.hidden(window) for side in (reference, *others)]
         last = len(window.tokens) - 1
         for at in range(window.first - 1, last, block):
             end = min(at + block, last)
-            targets = torch.tensor(window.tokens[at + 1 : end + 1], device=reference.device)
+            targets = torch.tensor(window.tokens[at + 1 : end + 1], device=others[0].device)
             expected = reference.logprobs(hidden[0][at:end])
             for side, tally, states in zip(others, tallies, hidden[1:], strict=True):
                 tally.add(done, expected, side.logprobs(states[at:end]), targets)
