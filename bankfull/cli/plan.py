@@ -59,6 +59,14 @@ def plan(
     lossless: Annotated[
         bool, typer.Option("--lossless", help="Leave out configurations that quantize weights or the KV cache.")
     ] = False,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            help="Leave out configurations whose loss is larger: KL divergence from the unrounded model in nats per "
+            "token, measured on the model, or of a table if it has no weights here or with --no-calibrate.",
+            show_default="no bound",
+        ),
+    ] = None,
     requests: Annotated[
         int, typer.Option(help="Requests in the longest simulation, in --verify, and in the day of --simulate.")
     ] = DEFAULT_REQUESTS,
@@ -134,7 +142,17 @@ def plan(
         goal = usual_goal(objectives.stated, all(site.dollars_per_hour is not None for site in sites))
     planned = requests if simulate is None else DEFAULT_REQUESTS
     request = PlanRequest(
-        model, parse_traffic(traffic), objectives, goal, most, planned, seed, lossless, not no_calibrate, refresh
+        model,
+        parse_traffic(traffic),
+        objectives,
+        goal,
+        most,
+        planned,
+        seed,
+        lossless,
+        not no_calibrate,
+        refresh,
+        max_kl,
     )
     if simulate is not None:
         from bankfull.cli.fleet import simulate_day

@@ -19,11 +19,12 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.memory import memory_of
 from bankfull.limits.model.recipe import Recipe, recipe_of
 from bankfull.models.registry import Config
+from bankfull.plan.losses import NO_LOSS, StoredLoss
 from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.sites import Site
 from bankfull.plan.step_times import ALONE, ParallelLayout, StepTimes
 from bankfull.runtime.memory import Sizes, plan_memory
-from bankfull.weights.requantized import block_types
+from bankfull.weights.requantized import Requantized, block_types, parse_quantization
 from bankfull.weights.source import ModelFiles
 
 LATER = {
@@ -31,7 +32,12 @@ LATER = {
     "prefill and decode apart": "prefill and decode on different devices",
 }
 """Features that this version does not have."""
-QUANTIZE = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
+QUANTIZE = {
+    "cpu": ("int8", "q6_k,keep", "int4", "q4_k,keep"),
+    "cuda": ("int8", "fp8", "int4", "int4:32"),
+}
+"""Weight types that kernels of a kind of device read as they are stored. Others, such as wide groups on a CPU, become
+one of these at load and would only lose more."""
 ROWS = {"cpu": (8, 32, 64), "cuda": (32, 128, 256)}
 STEP_TOKENS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
 """Step token budgets, which are also the chunk sizes of chunked prefill."""
@@ -72,6 +78,7 @@ class PreparedModel:
     """Bytes of weights in memory."""
     step_bytes: float
     """Bytes of intermediate results per token of a step."""
+    loss: StoredLoss = NO_LOSS
 
     @property
     def name(self) -> str:
@@ -177,6 +184,7 @@ class Configuration:
             "kv_dtype": stored.kv_dtype,
             "weights": self.prepared.name,
             "lossy": self.lossy,
+            **self.prepared.loss.as_json(),
             "rows": self.rows,
             "step_tokens": self.step_tokens,
             "not_yet": self.not_yet,
@@ -191,7 +199,7 @@ def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iter
     if not block_types(base.files.source):
         if base.dtype_name == "float32" and base.matrices.itemsize == 4:
             weights.append(Stored(dtype="bfloat16"))
-        weights += [] if lossless else [Stored(quantize=name) for name in QUANTIZE[kind]]
+        weights += [] if lossless else [Stored(quantize=name) for name in _fitting(base, kind)]
     rounds_pages = not lossless and base.metered().takes_int8_pages
     for stored in weights:
         yield stored
@@ -199,16 +207,23 @@ def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iter
             yield replace(stored, kv_dtype="int8")
 
 
+def _fitting(base: Recipe, kind: str) -> Iterator[str]:
+    """Weight types that apply to at least one matrix of the model."""
+    for name in QUANTIZE[kind]:
+        wish = parse_quantization(name, kind)
+        if block_types(Requantized(base.files.source, wish.types, wish.tables)):
+            yield name
+
+
 def recipe_for(model: ModelFiles | Config, kind: str, stored: Stored) -> Recipe:
     return recipe_of(model, kind, RunConfig(quantize=stored.quantize, dtype=stored.dtype, kv_dtype=stored.kv_dtype))
 
 
-def prepare(site: Site, stored: Stored, recipe: Recipe, times: StepTimes) -> PreparedModel:
+def prepare(site: Site, stored: Stored, recipe: Recipe, times: StepTimes, loss: StoredLoss = NO_LOSS) -> PreparedModel:
     metered = recipe.metered()
     memory = memory_of(recipe, 1, 1, StepShape.prefill(MEMORY_STEP), None)
-    return PreparedModel(
-        site, stored, recipe, metered, forms_by_operation(metered), times, memory.weights, memory.step / MEMORY_STEP
-    )
+    forms, step = forms_by_operation(metered), memory.step / MEMORY_STEP
+    return PreparedModel(site, stored, recipe, metered, forms, times, memory.weights, step, loss)
 
 
 def grid(prepared: PreparedModel) -> Iterator[Configuration]:

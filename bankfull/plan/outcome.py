@@ -91,6 +91,11 @@ class SimulatedOutcome:
         return self.configuration.lossy
 
     @property
+    def kl(self) -> float | None:
+        """The loss of the stored weights and KV cache; None: unknown."""
+        return self.configuration.prepared.loss.kl
+
+    @property
     def device_seconds(self) -> float:
         """Device seconds per output token, over all devices."""
         return self.busy * self.configuration.devices / self.output_per_s if self.output_per_s else float("inf")
@@ -109,6 +114,7 @@ class SimulatedOutcome:
             max(self.tpot_p99, 1e-9),
             self.dollars_per_million,
             self.memory,
+            self.kl,
         )
 
     def as_json(self, model: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ GOALS = ("goodput", "cost", "efficiency", "latency")
 CLOSE = 0.02
 """Relative difference within the noise of simulations."""
 NEARLY = 0.05
-"""Relative loss in the goal that is accepted to avoid quantization."""
+"""Relative loss in the goal that is accepted to lose less accuracy."""
 Axes = tuple[float | None, ...]
 """Smaller is better; None = unknown."""
 
@@ -63,10 +63,10 @@ def recommend(outcomes: Sequence[SimulatedOutcome], goal: str) -> SimulatedOutco
     best = min(possible, key=ORDER[goal], default=None)
     if best is None:
         return None
-    # Simulations are not exact: prefer a nearly equal outcome that is lossless or uses default settings.
+    # Simulations are not exact: prefer a nearly equal outcome that loses less or uses default settings.
     leading = MEASURE[goal](best)
     near = [o for o in possible if o.met == best.met and _ratio(MEASURE[goal](o), leading) <= 1 + NEARLY]
-    return min(near, key=lambda outcome: (outcome.lossy, not outcome.configuration.usual, *ORDER[goal](outcome)))
+    return min(near, key=lambda outcome: (_loss(outcome), not outcome.configuration.usual, *ORDER[goal](outcome)))
 
 
 def _unmet(outcome: SimulatedOutcome) -> tuple[bool, float]:
@@ -78,21 +78,26 @@ def _cost(outcome: SimulatedOutcome) -> float:
     return float("inf") if outcome.dollars_per_million is None else outcome.dollars_per_million
 
 
+def _loss(outcome: SimulatedOutcome) -> float:
+    """An unknown loss counts as the largest."""
+    return float("inf") if outcome.kl is None else outcome.kl
+
+
 def _by_goodput(outcome: SimulatedOutcome) -> tuple[object, ...]:
     goodput = -round(outcome.goodput, 3)
-    return (*_unmet(outcome), goodput, _cost(outcome), outcome.lossy, outcome.memory, outcome.e2e_p99)
+    return (*_unmet(outcome), goodput, _cost(outcome), _loss(outcome), outcome.memory, outcome.e2e_p99)
 
 
 def _by_cost(outcome: SimulatedOutcome) -> tuple[object, ...]:
-    return (*_unmet(outcome), _cost(outcome), outcome.lossy, -outcome.goodput, outcome.memory)
+    return (*_unmet(outcome), _cost(outcome), _loss(outcome), -outcome.goodput, outcome.memory)
 
 
 def _by_efficiency(outcome: SimulatedOutcome) -> tuple[object, ...]:
-    return (*_unmet(outcome), outcome.device_seconds, outcome.lossy, outcome.e2e_p99, outcome.memory)
+    return (*_unmet(outcome), outcome.device_seconds, _loss(outcome), outcome.e2e_p99, outcome.memory)
 
 
 def _by_latency(outcome: SimulatedOutcome) -> tuple[object, ...]:
-    return (*_unmet(outcome), outcome.e2e_p99, outcome.lossy, _cost(outcome), outcome.memory)
+    return (*_unmet(outcome), outcome.e2e_p99, _loss(outcome), _cost(outcome), outcome.memory)
 
 
 ORDER: dict[str, Callable[[SimulatedOutcome], tuple[object, ...]]] = {

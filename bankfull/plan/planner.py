@@ -32,6 +32,7 @@ from bankfull.plan.configurations import (
     ways_to_store,
 )
 from bankfull.plan.efficiency import assumed
+from bankfull.plan.losses import TABLE_MODEL, Losses, StoredLoss
 from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, bottlenecks_of, outcome_of
 from bankfull.plan.pareto import ORDER, front, recommend
 from bankfull.plan.simulate import simulate
@@ -72,8 +73,12 @@ class PlanRequest:
     lossless: bool = False
     calibrate: bool = True
     refresh: bool = False
+    max_kl: float | None = None
+    """Largest loss: KL divergence from the unrounded model, in nats per token."""
 
     def __post_init__(self) -> None:
+        if self.max_kl is not None and not 0 <= self.max_kl < math.inf:
+            raise ConfigError(f"--max-kl {self.max_kl} is no bound on a divergence; give 0 or more, for example 0.02.")
         if self.goal not in ORDER:
             raise ConfigError(f"The goal {self.goal[:40]!r} is unknown; use {', '.join(ORDER)}.")
         if not 1 <= self.most <= 1024:
@@ -133,6 +138,13 @@ class Planner:
     _notes: list[str] = field(default_factory=list)
     _seen: dict[Key, SimulatedOutcome] = field(default_factory=dict)
     _done: int = 0
+    _losses: Losses = field(init=False)
+
+    def __post_init__(self) -> None:
+        measures = self.request.max_kl is not None and self.request.calibrate
+        self._losses = Losses(
+            self.subject, measures, lambda note: self.advance(self._done, f"measuring the loss of {note}")
+        )
 
     def plan(self) -> DeploymentPlan:
         asked = self.request
@@ -173,23 +185,38 @@ class Planner:
 
     def _prepared(self) -> Iterator[PreparedModel]:
         for site in self.sites:
-            found = [(stored, recipe, self._calibration(site, recipe)) for stored, recipe in self._recipes(site)]
+            found = [
+                (stored, recipe, loss, self._calibration(site, recipe)) for stored, recipe, loss in self._recipes(site)
+            ]
             # Other load lowers measured ceilings, nothing raises them: all variants use the best measurement.
-            best = reduce(better, (one.ceilings for _, _, one in found if one is not None), site.ceilings)
-            for stored, recipe, one in found:
+            best = reduce(better, (one.ceilings for *_, one in found if one is not None), site.ceilings)
+            for stored, recipe, loss, one in found:
                 efficiency = assumed(site.kind) if one is None else one.fitted(recipe, site.kind, best)
                 try:
-                    yield prepare(site, stored, recipe, step_times(recipe, site.kind, efficiency, best))
+                    yield prepare(site, stored, recipe, step_times(recipe, site.kind, efficiency, best), loss)
                 except ConfigError as error:
                     self._skip(site, stored, error)
 
-    def _recipes(self, site: Site) -> Iterator[tuple[Stored, Recipe]]:
+    def _recipes(self, site: Site) -> Iterator[tuple[Stored, Recipe, StoredLoss]]:
         exact = self.request.lossless or not site.supported
         for stored in ways_to_store(self.subject, site.kind, exact):
             try:
-                yield stored, recipe_for(self.subject, site.kind, stored)
+                loss = self._losses.of(stored, site.kind)
+                self._refuse_loss(loss)
+                yield stored, recipe_for(self.subject, site.kind, stored), loss
             except ConfigError as error:
                 self._skip(site, stored, error)
+        for note in self._losses.notes:
+            self._note(note)
+
+    def _refuse_loss(self, loss: StoredLoss) -> None:
+        most = self.request.max_kl
+        if most is None or (loss.kl is not None and loss.kl <= most):
+            return
+        if loss.kl is None:
+            raise ConfigError(f"its loss is unknown, and --max-kl is {most:g}")
+        where = "measured on this model" if loss.measured else f"of the table, measured on {TABLE_MODEL}"
+        raise ConfigError(f"its KL of {loss.kl:.2g} ({where}) is above --max-kl {most:g}")
 
     def _calibration(self, site: Site, recipe: Recipe) -> Calibration | None:
         if site.here and self.request.calibrate and isinstance(self.subject, ModelFiles):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bankfull.plan.verify import PredictionCheck
 
 HEADINGS = (
+    "KL",
     "rows",
     "step tokens",
     "goodput/s",
@@ -68,6 +69,7 @@ def _cells(outcome: SimulatedOutcome) -> Iterator[Text]:
     for text in (
         f"{own.devices} x {own.site.name}{ways}{route}",
         own.prepared.name + (" (lossy)" if own.lossy else ""),
+        str(own.prepared.loss),
         str(own.rows),
         str(own.step_tokens),
         f"{outcome.goodput:.3g}",

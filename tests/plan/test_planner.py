@@ -12,7 +12,8 @@ import pytest
 from bankfull.bench.load.slo import Slo
 from bankfull.errors import ConfigError
 from bankfull.limits.model.recipe import files_for_config
-from bankfull.plan.configurations import Configuration, ways_to_store
+from bankfull.plan.configurations import QUANTIZE, Configuration, ways_to_store
+from bankfull.plan.losses import tabulated
 from bankfull.plan.outcome import Objectives, SimulatedOutcome
 from bankfull.plan.pareto import GOALS, dominates, front, recommend, usual_goal
 from bankfull.plan.planner import DeploymentPlan, Planner, PlanRequest
@@ -153,8 +154,30 @@ def test_ways_to_store_are_those_that_the_loader_has() -> None:
         ("int4", "auto", "auto"),
         ("int4", "auto", "int8"),
     }
-    assert any(stored.quantize == "fp8" for stored in ways_to_store(MODEL, "cuda", False))
+    wide = {**MODEL, "hidden_size": 256, "intermediate_size": 512}
+    assert {stored.quantize for stored in ways_to_store(wide, "cpu", False)} == {None, *QUANTIZE["cpu"]}
+    assert {stored.quantize for stored in ways_to_store(wide, "cuda", False)} == {None, *QUANTIZE["cuda"]}
     assert {stored.kv_dtype for stored in ways_to_store(RECURRENT, "cpu", False)} == {"auto"}
+
+
+def test_a_bound_on_the_loss_leaves_out_what_loses_more() -> None:
+    free, bounded, exact = (plan(CPU, max_kl=most) for most in (None, 0.01, 0.0))
+    assert any("int4" in outcome.configuration.prepared.name for outcome in free.pareto)
+    losses = [outcome.kl for outcome in bounded.pareto]
+    assert losses and max(kl for kl in losses if kl is not None) <= 0.01
+    assert any("--quantize int4: its KL of" in line and "table" in line for line in bounded.skipped)
+    assert all(outcome.kl == 0 for outcome in exact.pareto) and exact.recommended is not None
+    stored = json.loads(json.dumps(bounded.as_json()))["pareto"]
+    assert all(one["configuration"]["kl"] <= 0.01 and not one["configuration"]["kl_measured"] for one in stored)
+
+
+def test_loss_is_an_axis_of_the_front(outcome: SimulatedOutcome) -> None:
+    exact = other(outcome, stored={"quantize": None, "dtype": "auto", "kv_dtype": "auto"})
+    rounded = other(outcome, stored={"quantize": "int4"})
+    faster = replace(rounded, tpot_p99=0.5 * rounded.tpot_p99)
+    assert front([rounded, exact]) == [exact] and front([faster, exact]) == [faster, exact]
+    finer = other(faster, stored={"quantize": "int8"})
+    assert recommend([faster, finer], "latency") is finer
 
 
 def test_a_quantized_file_is_not_rounded_again() -> None:
@@ -171,7 +194,12 @@ def test_requests_longer_than_the_context_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [({"goal": "joy"}, "goal 'joy' is unknown"), ({"most": 0}, "--most 0"), ({"requests": 3}, "--requests 3")],
+    [
+        ({"max_kl": -1.0}, "--max-kl -1"),
+        ({"goal": "joy"}, "goal 'joy' is unknown"),
+        ({"most": 0}, "--most 0"),
+        ({"requests": 3}, "--requests 3"),
+    ],
 )
 def test_invalid_requests_are_rejected(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -247,6 +275,7 @@ def _stored(configuration: Configuration, changed: dict[str, Any]) -> Any:
 
     prepared = copy.copy(configuration.prepared)
     prepared.stored = replace(prepared.stored, **changed)
+    prepared.loss = tabulated(prepared.stored, prepared.site.kind)
     return prepared
 
 

@@ -1,0 +1,62 @@
+"""Losses of storages: measured once on a model with weights, else those of the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bankfull.plan import losses as module
+from bankfull.plan.configurations import QUANTIZE, Stored
+from bankfull.plan.losses import KV_CACHE, WEIGHTS, Losses, tabulated
+from bankfull.weights.locate import locate
+from bankfull.weights.source import open_model
+from tests.limits.models import LLAMA
+from tests.tiny import speaking_folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path / "cache"))
+
+
+def test_the_table_knows_every_type_that_is_offered() -> None:
+    for kind, names in QUANTIZE.items():
+        assert all(0 < WEIGHTS[kind][name] < 1 for name in names)
+    both = tabulated(Stored("int4", kv_dtype="int8"), "cpu")
+    assert both.kl == WEIGHTS["cpu"]["int4"] + KV_CACHE["int8"] and not both.measured and str(both).startswith("~")
+    assert str(tabulated(Stored(), "cpu")) == "0" and str(tabulated(Stored("int4:64"), "cpu")) == "?"
+
+
+def test_a_model_with_weights_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = open_model(speaking_folder())
+    told: list[str] = []
+    losses = Losses(files, True, told.append)
+    fine, coarse = losses.of(Stored("int8"), "cpu"), losses.of(Stored("int4"), "cpu")
+    both = losses.of(Stored("int4", kv_dtype="int8"), "cpu")
+    assert fine.kl is not None and coarse.kl is not None and both.kl is not None
+    assert 0 < fine.kl < coarse.kl < both.kl and both.measured and losses.of(Stored(), "cpu").kl == 0
+    assert len(told) == 3 and losses.notes == []
+    monkeypatch.setattr(Losses, "_measured", None)  # a second plan reads what the first has stored
+    assert Losses(files, True).of(Stored("int4"), "cpu") == coarse
+
+
+def test_what_cannot_be_measured_gets_the_table_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Losses(LLAMA, True)
+    assert bare.of(Stored("int4"), "cpu") == tabulated(Stored("int4"), "cpu")
+    (note,) = bare.notes
+    assert "no weights" in note and "smollm2" in note
+    monkeypatch.setattr(module, "available_memory", lambda: 1000)
+    large = Losses(open_model(speaking_folder()), True)
+    assert not large.of(Stored("int4"), "cpu").measured and "free memory" in large.notes[0]
+
+
+@pytest.mark.full
+def test_the_table_is_what_the_default_model_loses() -> None:
+    losses = Losses(open_model(locate("smollm2")), True)
+    for kind, table in WEIGHTS.items():
+        for name, kl in table.items():
+            if not name.startswith("q"):  # the default model's columns are not those of super-blocks
+                found = losses.of(Stored(name), kind).kl
+                assert found == pytest.approx(kl, rel=0.3), (kind, name)
+    assert losses.of(Stored(kv_dtype="int8"), "cpu").kl == pytest.approx(KV_CACHE["int8"], rel=0.3)
