@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -45,6 +46,8 @@ class Requantized:
     tables: bool = False
     device: torch.device | None = None
     """Device on which matrices are quantized and stay; None: the source's device."""
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    """Types of single matrices, before `types`."""
 
     def names(self) -> list[str]:
         return self.source.names()
@@ -81,7 +84,7 @@ class Requantized:
         if not self._meant(name):
             return None
         columns = self.source.shape(name)[-1]
-        for chosen in self.types:
+        for chosen in (self.by_name[name],) if name in self.by_name else self.types:
             if chosen == KEEP:
                 return None
             if columns % SCHEMES[chosen].block == 0:

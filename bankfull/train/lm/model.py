@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ from bankfull.weights.safetensors import COMPOSED
 class TrainedModel:
     """`parameters` are all that an optimizer step changes; their names are those of the checkpoint."""
 
-    def __init__(self, config: Config, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, seed: int, device: torch.device, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`weights`: the parameters to start from, instead of new ones drawn by `seed`."""
         if config.get("model_type") != COMPOSED:
             raise ModelError(
                 f"Architecture {str(config.get('model_type'))[:80]!r} cannot be trained here; write it as a model of "
@@ -42,13 +45,12 @@ class TrainedModel:
         if fields.object_or_none("rope_scaling") is not None:
             raise ModelError("A model with 'rope_scaling' cannot be trained here; leave it out of the configuration.")
         self.plans = plans_of(config)
-        self.parameters = {
-            name: value.to(device).requires_grad_() for name, value in initial_weights(config, seed).items()
-        }
+        first = initial_weights(config, seed) if weights is None else weights
+        self.parameters = {name: value.to(device).requires_grad_() for name, value in first.items()}
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """(sequences, tokens, vocabulary) from ids (sequences, tokens)."""
-        w = Weights(self.parameters)
+    def logits(self, tokens: Tensor, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+        """(sequences, tokens, vocabulary) from ids (sequences, tokens). `parameters`: others in place of the own."""
+        w = Weights(self.parameters if parameters is None else parameters)
         x = w["model.embed_tokens.weight"][tokens]
         run = SequencePass(tokens.shape[1], self.device, self.eps, self.theta, len(self.plans))
         for layer, plan in enumerate(self.plans):
