@@ -1,0 +1,179 @@
+"""One-shot pruning: weights become zero without retraining, by Wanda (2306.11695) or SparseGPT (2301.00774).
+
+Wanda drops the weights with the smallest |weight| times norm of their input, row by row. SparseGPT drops the weights
+whose loss costs least by the Hessian, and lets the weights that remain make up for it, column by column as in GPTQ.
+
+Zeros inside a matrix save no bytes and no time here: every format stores them, and no kernel skips them. `neurons`
+removes whole rows and columns instead, and that does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ConfigError
+from bankfull.quantize.gptq import DAMPING, inverse_factor
+from bankfull.quantize.method import LayerData
+from bankfull.weights.qtensor import QTensor
+
+BLOCK = 128
+"""Columns of which SparseGPT chooses the weights to drop at once; their updates of later columns are one product."""
+RULES = ("wanda", "sparsegpt", "magnitude")
+LARGEST_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityPattern:
+    """A share of zeros, or so many weights of each group of adjacent columns."""
+
+    share: float
+    """Of the weights that become zero."""
+    group: int | None = None
+    """Columns of a group; None: the zeros may stand anywhere."""
+
+    @property
+    def dropped(self) -> int:
+        """Zeros in a group."""
+        assert self.group is not None
+        return round(self.share * self.group)
+
+    @property
+    def statement(self) -> str:
+        """What the pattern saves."""
+        if self.group == 4 and self.dropped == 2:
+            kernel = "a GPU's sparse matrix units could use the pattern, which no kernel here does yet"
+        else:
+            kernel = "no kernel skips them"
+        return (
+            f"{self.share:.0%} of the weights are zero. The file is as large as before and runs as fast: zeros are "
+            f"stored, and {kernel}. Pruned blocks of neurons save bytes and time."
+        )
+
+
+def parse_pattern(text: str) -> SparsityPattern:
+    """ "50%", "0.5" or "2:4" (of four adjacent weights two may differ from zero)."""
+    if match := re.fullmatch(r"(\d{1,2}):(\d{1,2})", text.strip()):
+        kept, group = int(match[1]), int(match[2])
+        if 0 < kept < group <= LARGEST_GROUP:
+            return SparsityPattern(1 - kept / group, group)
+    elif match := re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text.strip()):
+        share = float(match[1]) / (100 if match[2] else 1)
+        if 0 < share < 1:
+            return SparsityPattern(share)
+    raise ConfigError(f"--sparsity {text[:20]!r} is no pattern; use a share of zeros (50%), or 2:4.")
+
+
+@dataclass(frozen=True, slots=True)
+class Pruner:
+    """A quantization method that stores matrices as they were, with zeros."""
+
+    rule: str
+    pattern: SparsityPattern
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ConfigError(f"Pruning by {self.rule[:20]!r} is not offered; use {', '.join(RULES)}.")
+
+    @property
+    def name(self) -> str:
+        return self.rule
+
+    @property
+    def calibrated(self) -> bool:
+        return self.rule != "magnitude"
+
+    def quantize(self, layer: LayerData) -> None:
+        if not self.calibrated:
+            for name, matrix in layer.matrices.items():
+                flat = matrix.flatten(0, -2)
+                if self._fits(flat):
+                    layer.quantized[name] = self._stored(self.pruned(flat, torch.empty(0)).view_as(matrix))
+            return
+        experts: dict[str, dict[int, Tensor]] = {}
+        for group in layer.groups():
+            first, of_first = group[0]
+            hessian = layer.hessian(first, of_first)
+            for name, expert in group:
+                matrix = layer.matrices[name] if expert is None else layer.matrices[name][expert]
+                if not self._fits(matrix):
+                    continue  # stays as it is
+                made = self.pruned(matrix, hessian)
+                if expert is None:
+                    layer.quantized[name] = self._stored(made)
+                else:
+                    experts.setdefault(name, {})[expert] = made
+        for name, parts in experts.items():
+            layer.quantized[name] = self._stored(torch.stack([parts[number] for number in sorted(parts)]))
+
+    def pruned(self, matrix: Tensor, hessian: Tensor) -> Tensor:
+        """`matrix`: float32 (out, in)."""
+        if self.rule == "magnitude":
+            return pruned_by(matrix.abs(), matrix, self.pattern, by_row=False)
+        if self.rule == "wanda":
+            return pruned_by(matrix.abs() * hessian.diagonal().clamp(min=0).sqrt(), matrix, self.pattern, by_row=True)
+        return sparse_gpt(matrix, hessian, self.pattern)
+
+    def _fits(self, matrix: Tensor) -> bool:
+        return self.pattern.group is None or matrix.shape[-1] % self.pattern.group == 0
+
+    def _stored(self, matrix: Tensor) -> QTensor:
+        return QTensor.dense(matrix.to(self.dtype).contiguous())
+
+
+def pruned_by(scores: Tensor, matrix: Tensor, pattern: SparsityPattern, by_row: bool) -> Tensor:
+    """The matrix without the weights of the lowest scores. `by_row`: each row loses the same number of weights."""
+    if pattern.group is not None:
+        parts = scores.unflatten(-1, (-1, pattern.group))
+        lowest = parts.argsort(-1)[..., : pattern.dropped]
+        return matrix.masked_fill(torch.zeros_like(parts, dtype=torch.bool).scatter(-1, lowest, True).flatten(-2), 0)
+    scored = scores if by_row else scores.reshape(1, -1)
+    lowest = scored.argsort(-1)[:, : round(pattern.share * scored.shape[-1])]
+    return matrix.masked_fill(torch.zeros_like(scored, dtype=torch.bool).scatter(-1, lowest, True).view_as(matrix), 0)
+
+
+def sparse_gpt(matrix: Tensor, hessian: Tensor, pattern: SparsityPattern) -> Tensor:
+    factor = inverse_factor(hessian, DAMPING, act_order=False)
+    if factor is None:  # nothing enters this matrix: what it loses makes no difference
+        return pruned_by(matrix.abs(), matrix, pattern, by_row=True)
+    upper = factor[0]
+    left = matrix.T.to(torch.float32).contiguous()  # columns as rows
+    costs = upper.diagonal().square()[:, None]
+    columns, owed = len(left), 0.0
+    width = BLOCK if pattern.group is None else BLOCK // pattern.group * pattern.group
+    for begin in range(0, columns, width):
+        end = min(begin + width, columns)
+        errors = torch.zeros(end - begin, left.shape[1])
+        dropped = torch.zeros(end - begin, left.shape[1], dtype=torch.bool)
+        if pattern.group is None:
+            scores = (left[begin:end].square() / costs[begin:end]).flatten()
+            # Rounding is carried over, so that the whole matrix has the wanted share.
+            owed += pattern.share * len(scores)
+            count = round(owed)
+            owed -= count
+            dropped.view(-1)[scores.argsort()[:count]] = True
+        for column in range(begin, end):
+            if pattern.group is not None and (column - begin) % pattern.group == 0:
+                part = slice(column, column + pattern.group)
+                lowest = (left[part].square() / costs[part]).argsort(0)[: pattern.dropped]
+                dropped[column - begin : column - begin + pattern.group].scatter_(0, lowest, True)
+            gone = left[column].where(dropped[column - begin], 0.0)
+            errors[column - begin] = -gone / upper[column, column]
+            left[column] -= gone
+            if column + 1 < end:
+                left[column + 1 : end].addr_(upper[column, column + 1 : end], errors[column - begin])
+        # A weight that was dropped took later updates of the block until its own column was reached; none comes after.
+        if end < columns:
+            left[end:].addmm_(upper[begin:end, end:].T, errors)
+    return left.T.contiguous()
+
+
+def zeros_of(tensors: Mapping[str, QTensor]) -> float:
+    """Share of zeros in these matrices."""
+    values = [tensor.dequantize() for tensor in tensors.values()]
+    return sum(int((value == 0).sum()) for value in values) / max(1, sum(value.numel() for value in values))
