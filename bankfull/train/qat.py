@@ -1,0 +1,222 @@
+"""Quantization-aware tuning: weights learn to be rounded, with the model's own predictions as the goal.
+
+Each step rounds the matrices exactly as they will be stored, and lets gradients pass the rounding as if it were not
+there (straight-through). The loss is the divergence of the rounded model's predictions from the unrounded model's: no
+labels, and nothing new to learn. It is for the widths at which rounding alone hurts: 3 and 2 bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ConfigError, ModelError
+from bankfull.models.registry import Config
+from bankfull.train.lm.model import TrainedModel
+from bankfull.train.lm.tasks import HELD_OUT, TextWindows
+from bankfull.train.lm.weights import shapes_of
+from bankfull.train.loop import Schedule, optimize
+from bankfull.train.run import Bar
+from bankfull.weights.drafter_files import write_json
+from bankfull.weights.formats.groups import GROUPS, name_of
+from bankfull.weights.hf_config import read_json
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.quantize import quantize
+from bankfull.weights.requantized import is_inner_matrix
+from bankfull.weights.safetensors import COMPOSED
+from bankfull.weights.source import ModelFiles
+
+CPU = torch.device("cpu")
+MEASURED = 4
+"""Held-out batches of a measurement."""
+BITS = (4, 3, 2)
+RECIPE = "qat.json"
+_LLAMA = {
+    "input_layernorm": "mixer_norm",
+    "self_attn": "mixer",
+    "post_attention_layernorm": "feed_norm",
+    "mlp": "feed",
+}
+"""Modules of a Llama's layer, and of the same layer as data."""
+_LAYER = re.compile(r"^(model\.layers\.\d+\.)([^.]+)(\..*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class QatOptions:
+    bits: int = 2
+    group: int = 32
+    steps: int = 200
+    batch: int = 8
+    """Sequences of a step."""
+    length: int = 128
+    """Tokens of a sequence."""
+    rate: float = 1e-4
+    seed: int = 0
+    measure_every: int = 50
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ConfigError(f"--bits {self.bits} is not tuned; use 4, 3 or 2.")
+        if self.group not in GROUPS:
+            raise ConfigError(f"--group {self.group} is not offered; use 32, 64 or 128.")
+        for name in ("steps", "batch", "length", "measure_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1.")
+        if not 0 < self.rate < 1:
+            raise ConfigError(f"--rate {self.rate:g} is no learning rate; use for example 1e-4.")
+
+    def type_of(self, columns: int) -> str | None:
+        """The scheme of a matrix: narrower groups where the wanted one does not divide it; None if none does."""
+        fitting = (group for group in GROUPS if group <= self.group and columns % group == 0)
+        return next((name_of(f"int{self.bits}", group) for group in fitting), None)
+
+
+@dataclass(frozen=True, slots=True)
+class QatReport:
+    options: QatOptions
+    steps: int
+    seconds: float
+    kl_before: float
+    """Held-out divergence of the model when it is only rounded."""
+    kl: float
+    """The same after tuning."""
+    measured: list[dict[str, Any]]
+
+
+class QatModel:
+    """A model that is rounded in every step. Embeddings and the head stay as they are."""
+
+    def __init__(self, files: ModelFiles, options: QatOptions, device: torch.device) -> None:
+        config, self._checkpoint_name = differentiable(files.config)
+        weights = {name: files.source.get(self._checkpoint_name(name)).dequantize() for name in shapes_of(config)}
+        self.types = {
+            name: kind
+            for name, value in weights.items()
+            if is_inner_matrix(files.source, self._checkpoint_name(name))
+            and (kind := options.type_of(value.shape[-1])) is not None
+        }
+        if not self.types:
+            raise ConfigError(f"Groups of up to {options.group} columns divide no matrix of the model; use others.")
+        self._model = TrainedModel(config, 0, device, {name: value.clone() for name, value in weights.items()})
+        self._teacher = {name: value.to(device) for name, value in weights.items()}
+        every = self._model.parameters
+        self.tuned = {
+            name: value for name, value in every.items() if name in self.types or name.endswith("norm.weight")
+        }
+        self.device = device
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """KL(model || rounded model), mean nats per token."""
+        tokens = tokens.to(self.device)
+        with torch.no_grad():
+            expected = self._model.logits(tokens, self._teacher).log_softmax(-1)
+        found = self._model.logits(tokens, self.rounded()).log_softmax(-1)
+        return (expected.exp() * (expected - found)).sum(-1).mean()
+
+    def rounded(self) -> dict[str, Tensor]:
+        found = dict(self._model.parameters)
+        for name, kind in self.types.items():
+            found[name] = straight_through(found[name], kind)
+        return found
+
+    def tensors(self) -> Iterator[tuple[str, QTensor]]:
+        """What has changed, by the names of the checkpoint: the matrices as they are stored, and the norms."""
+        for name, value in self.tuned.items():
+            own = value.detach().cpu()
+            stored = quantize(own, self.types[name]) if name in self.types else QTensor.dense(own.clone())
+            yield self._checkpoint_name(name), stored
+
+
+def straight_through(weight: Tensor, kind: str) -> Tensor:
+    """The weight as the type stores it; its gradient is the weight's own."""
+    with torch.no_grad():
+        change = quantize(weight.detach(), kind).dequantize() - weight
+    return weight + change
+
+
+def differentiable(config: Config) -> tuple[Config, Any]:
+    """The configuration as a model that can be differentiated, and the checkpoint's name of each of its tensors."""
+    kind = config.get("model_type")
+    if kind == COMPOSED:
+        return config, lambda name: name
+    if kind != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
+        raise ModelError(
+            f"Architecture {str(kind)[:80]!r} cannot be tuned here; use a Llama, a model as data, or another method."
+        )
+    copied = (
+        "vocab_size",
+        "hidden_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "tie_word_embeddings",
+    )
+    same = {name: config[name] for name in copied if config.get(name) is not None}
+    back = {ours: theirs for theirs, ours in _LLAMA.items()}
+
+    def name_of_checkpoint(name: str) -> str:
+        match = _LAYER.match(name)
+        return name if match is None else f"{match[1]}{back[match[2]]}{match[3]}"
+
+    layers = f"{config['num_hidden_layers']} x attention"
+    return {"model_type": COMPOSED, "layers": layers, **same}, name_of_checkpoint
+
+
+def tune(
+    files: ModelFiles,
+    ids: Tensor,
+    digest: str,
+    options: QatOptions,
+    folder: Path,
+    bar: Bar,
+    device: torch.device = CPU,
+    deadline: float | None = None,
+) -> tuple[QatModel, QatReport]:
+    """Tune on windows of the text `ids`, or continue the tuning in `folder`. `digest` identifies the text."""
+    task = TextWindows(ids, options.length, options.seed, digest)
+    model = QatModel(files, options, device)
+    _open(folder, options, digest)
+
+    def figures() -> dict[str, Any]:
+        with torch.no_grad():
+            losses = [model.loss(task.batch(HELD_OUT + number, options.batch).tokens) for number in range(MEASURED)]
+        return {"kl": float(torch.stack(losses).mean())}
+
+    schedule = Schedule(options.steps, options.batch, options.rate, options.seed, options.measure_every)
+    with bar("steps", options.steps, 0) as advance:
+        progress = optimize(
+            model.tuned,
+            lambda step: model.loss(task.batch(step, options.batch).tokens),
+            figures,
+            lambda found: f"held-out KL {found['kl']:.4f}",
+            schedule,
+            folder,
+            deadline,
+            advance,
+        )
+    last = progress.measured[-1]
+    kl = last["kl"] if last["step"] == progress.step else figures()["kl"]
+    before = progress.measured[0]["kl"]
+    return model, QatReport(options, progress.step, progress.seconds, before, kl, progress.measured)
+
+
+def _open(folder: Path, options: QatOptions, digest: str) -> None:
+    """A folder belongs to one tuning."""
+    recipe: Mapping[str, Any] = {**asdict(options), "text": digest}
+    path = folder / RECIPE
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists() and read_json(path) != recipe:
+        raise ConfigError(f"{folder} holds a tuning with other options; repeat its command, or choose another folder.")
+    write_json(path, dict(recipe))
