@@ -91,7 +91,7 @@ def parse_way(text: str, device: str) -> RunWay:
 def _set(way: RunWay, field: str, value: str) -> RunWay:
     if getattr(way, field) not in (None, "auto"):
         raise ConfigError(f"The way {way.name[:40]!r} names two types of one kind; separate ways with semicolons.")
-    return replace(way, **{field: value})  # type: ignore[arg-type]
+    return replace(way, **{field: value})
 
 
 def _is_path(text: str) -> bool:
