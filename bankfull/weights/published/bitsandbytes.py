@@ -136,7 +136,8 @@ def _by_table(files: StoredTensors, module: str, kind: str) -> TableMatrix:
     expect_shape(files, names["quant_map"], (16,))
     expect_shape(files, names["absmax"], (blocks,), (blocks, 1))
     nested = expect_dtype(files, names["absmax"], "U8", "F32") == "U8"
-    outer, offset = 0, 0.0
+    outer = 0
+    offset: Any = 0.0
     if nested:
         outer = whole_number(state.get("nested_blocksize"), "a nested_blocksize", 1, MOST_COLUMNS)
         offset = state.get("nested_offset")
