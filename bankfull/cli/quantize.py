@@ -13,7 +13,9 @@ from bankfull.cli.options import Json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bankfull.quantize.allocation import Budget
     from bankfull.quantize.calibration import Sample
+    from bankfull.quantize.recipe import QuantizeRecipe
     from bankfull.quantize.save import SavedModel
     from bankfull.weights.source import ModelFiles
 
@@ -27,12 +29,17 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="rtn (round to nearest), awq, gptq, smoothquant (int8 weights and activations) or fp8. "
-            "All but rtn, and fp8 with a scale per token, read a calibration text."
+            help="rtn (round to nearest), awq, gptq, smoothquant (int8 weights and activations), fp8, mixed (bits by "
+            "layer within a budget), wanda or sparsegpt (zeros). All but rtn, and fp8 with a scale per token, read a "
+            "calibration text."
         ),
     ] = "rtn",
     bits: Annotated[
-        str | None, typer.Option(help="Bits of a weight: 8, 4, 3 or 2.", show_default="4; 8 for 8-bit methods")
+        str | None,
+        typer.Option(
+            help="Bits of a weight: 8, 4, 3 or 2; for mixed their mean, such as 3.5.",
+            show_default="4; 8 for 8-bit methods",
+        ),
     ] = None,
     group: Annotated[
         str | None,
@@ -69,6 +76,16 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="mixed: bytes of the whole model, such as 4GiB.", show_default=False)
+    ] = None,
+    kl: Annotated[
+        float | None, typer.Option(help="mixed: the most loss, in nats per token.", show_default=False)
+    ] = None,
+    sparsity: Annotated[
+        str | None,
+        typer.Option(help="wanda, sparsegpt: share of zeros (50%), or 2:4 (two of four weights).", show_default=False),
+    ] = None,
     tables: Annotated[
         bool, typer.Option("--tables", help="Quantize embeddings and the head to 8 bits, too; for --format gguf.")
     ] = False,
@@ -91,7 +108,7 @@ def quantize(
     """
     from bankfull.errors import ConfigError
     from bankfull.quantize.recipe import parse_recipe
-    from bankfull.quantize.save import save_quantized
+    from bankfull.quantize.save import refuse_early, save_quantized
     from bankfull.quantize.table import METHODS, make_method
     from bankfull.weights.fetch import displayed
     from bankfull.weights.locate import locate
@@ -117,12 +134,34 @@ def quantize(
         calibration=calibration,
         alpha=alpha,
         ablate=ablate,
+        sparsity=sparsity,
+        size=size,
+        kl=kl,
     )
     files = open_model(locate(model))
-    sequences = _sequences(model, files, calibration) if make_method(recipe).calibrated else []
+    refuse_early(files, output, requantize)
+    calibrated = recipe.budget is not None or make_method(recipe).calibrated
+    sequences = _sequences(model, files, calibration) if calibrated else []
+    if recipe.budget is not None:
+        recipe = _mixed(files, recipe, recipe.budget, sequences)
     with displayed() as report:
         saved = save_quantized(files, recipe, output, requantize=requantize, sequences=sequences, report=report)
-    _print(saved, json)
+    _print(saved, recipe, json)
+
+
+def _mixed(
+    files: ModelFiles, recipe: QuantizeRecipe, budget: Budget, sequences: Sequence[Sequence[int]]
+) -> QuantizeRecipe:
+    """The recipe with a scheme for each matrix."""
+    from dataclasses import replace
+
+    from bankfull.cli.terminal import progress, say
+    from bankfull.quantize.mixed import mix_bits
+
+    with progress("modules measured at a width", None) as told:
+        mixture = mix_bits(files, budget, sequences, group=recipe.group or 64, told=told)
+    say(f"bankfull: the mixture loses {mixture.kl:.4g} nats per token on the calibration text")
+    return replace(recipe, types=mixture.types)
 
 
 def _sequences(model: str, files: ModelFiles, choice: str) -> list[list[int]]:
@@ -149,7 +188,7 @@ def _sampling(model: str) -> Sample:
     return sample
 
 
-def _print(saved: SavedModel, json: bool) -> None:
+def _print(saved: SavedModel, recipe: QuantizeRecipe, json: bool) -> None:
     import shlex
 
     from bankfull.cli.terminal import say
@@ -167,4 +206,8 @@ def _print(saved: SavedModel, json: bool) -> None:
         f"{saved.model_bits:.2f} in the whole model; {before} before, {after} after"
         + (f"; {saved.kept} matrices fit no group and stay as they are" if saved.kept else "")
     )
+    if recipe.sparsity:
+        from bankfull.quantize.sparse import parse_pattern
+
+        say(f"bankfull: {parse_pattern(recipe.sparsity).statement}")
     print(command)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bankfull.config import parse_memory
 from bankfull.errors import ConfigError
+from bankfull.quantize.allocation import Budget
+from bankfull.quantize.sparse import parse_pattern
 from bankfull.weights.formats import SCHEMES, kquants, legacy
 from bankfull.weights.formats.groups import GROUPS, name_of
 from bankfull.weights.formats.rows import FP8, INT8_ROW
+from bankfull.weights.requantized import KEEP
 from bankfull.weights.source import TensorSource
 from bankfull.weights.writing.compressed_tensors import Rounded
 
@@ -18,6 +23,9 @@ FORMATS = ("compressed-tensors", "gguf")
 CLIPS = ("none", "mse")
 GROUPED_ONLY = ("gptq", "awq")
 """Methods that have no form with one scale per row."""
+MIXED = "mixed"
+PRUNING = ("wanda", "sparsegpt")
+"""Methods that set weights to zero and store the matrices as they were."""
 BLOCKS = tuple(scheme.name for scheme in (*legacy.SCHEMES, *kquants.SCHEMES))
 NARROWER = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Types of matrices whose columns blocks of 256 do not divide."""
@@ -47,6 +55,21 @@ class QuantizeRecipe:
     """Share of channels that stay in bfloat16, and what chooses them, such as 0.01:weights: an experiment."""
     block: str = ""
     """A block format of GGUF files, in place of bits and group."""
+    sparsity: str = ""
+    """The pattern of zeros, for the methods that prune."""
+    budget: Budget | None = None
+    """What a mixture of bits must fit."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """Schemes by the names of matrices, once a mixture was chosen."""
+
+    def scheme_for(self, name: str, columns: int) -> str | None:
+        """The scheme of a matrix; None if it stays as it is."""
+        if self.sparsity:
+            return None
+        if self.budget is not None:
+            found = self.types.get(name, KEEP)
+            return None if found == KEEP else found
+        return self.scheme_of(columns)
 
     def scheme_of(self, columns: int) -> str | None:
         """The scheme of a matrix with this number of columns: narrower groups where the wanted one does not divide it;
@@ -73,7 +96,8 @@ class QuantizeRecipe:
         return self.scheme_of(self.group or 1) or ""
 
     def about(self) -> dict[str, Any]:
-        return asdict(self)
+        """The settings; the types of a mixture are seen in the files."""
+        return {name: value for name, value in asdict(self).items() if name != "types"}
 
 
 def parse_recipe(
@@ -91,6 +115,9 @@ def parse_recipe(
     alpha: float | None = None,
     ablate: str | None = None,
     block: str | None = None,
+    sparsity: str | None = None,
+    size: str | None = None,
+    kl: float | None = None,
 ) -> QuantizeRecipe:
     """The recipe for these options; refuses what cannot be made with one sentence."""
     if method not in methods:
@@ -101,6 +128,22 @@ def parse_recipe(
         raise ConfigError(f"--clip {clip[:40]!r} is unknown; use {' or '.join(CLIPS)}.")
     if clip is not None and method == "gptq":
         raise ConfigError("--clip has no use with --method gptq, which searches its scales always; leave it out.")
+    if (sparsity is not None) != (method in PRUNING):
+        raise ConfigError("--sparsity is the pattern of --method wanda and sparsegpt, such as 50% or 2:4; give both.")
+    if method != MIXED and (size is not None or kl is not None):
+        raise ConfigError("--size and --kl are budgets of --method mixed; leave them out, or use that method.")
+    if method in (MIXED, *PRUNING) and (form != FORMATS[0] or symmetric is False or clip or activations or tables):
+        raise ConfigError(
+            f"--method {method} writes a model directory with symmetric weights and float activations; leave --format, "
+            "--asymmetric, --clip, --activations and --tables out."
+        )
+    if sparsity is not None:
+        parse_pattern(sparsity)
+        if bits is not None or group is not None:
+            raise ConfigError(f"--method {method} keeps the width of weights; leave --bits and --group out.")
+        return QuantizeRecipe(method, calibration=calibration, sparsity=sparsity)
+    if method == MIXED:
+        return _mixed(bits, size, kl, group, calibration)
     if block is not None:
         return _with_blocks(block.lower(), method, bits, group, form, tables)
     floats = method == "fp8"
@@ -155,6 +198,27 @@ def _check_ablation(text: str, method: str, form: str) -> None:
         raise ConfigError(
             "--ablate is an experiment for --method awq, stored unquantized as a directory; leave it out."
         )
+
+
+def _mixed(bits: str | None, size: str | None, kl: float | None, group: str | None, calibration: str) -> QuantizeRecipe:
+    try:
+        mean = None if bits is None else float(bits)
+    except ValueError:
+        raise ConfigError(f"--bits {bits!r} is not a number; give the mean of all layers, such as 3.5.") from None
+    columns = _group(group or "64", 4)
+    return QuantizeRecipe(MIXED, group=columns, calibration=calibration, budget=Budget(mean, _size(size), kl))
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        found = parse_memory(text, 0)
+    except ConfigError:
+        found = 0
+    if not found:
+        raise ConfigError(f"--size {text[:20]!r} is not a size of a model; give for example 4GiB.")
+    return found
 
 
 def _with_blocks(
@@ -214,7 +278,7 @@ def refuse_without_use(recipe: QuantizeRecipe, source: TensorSource, names: list
     """Refuses a recipe that quantizes none of the matrices `names`."""
     if not names:
         raise ConfigError("The model has no matrices that could be quantized; choose another model.")
-    if not any(recipe.scheme_of(source.shape(name)[-1]) for name in names):
+    if not recipe.sparsity and not any(recipe.scheme_for(name, source.shape(name)[-1]) for name in names):
         widths = sorted({source.shape(name)[-1] for name in names})[:4]
         raise ConfigError(
             f"--group {recipe.group} divides the columns of no matrix ({', '.join(map(str, widths))}); use --bits 8 "

@@ -35,8 +35,8 @@ Coded = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RoundToNearest:
-    scheme_of: Callable[[int], str | None]
-    """Scheme of a matrix with this number of columns; None: it is kept."""
+    scheme_for: Callable[[str, int], str | None]
+    """Scheme of a matrix by its name and its number of columns; None: it is kept."""
     clip: bool = False
     scale_dtype: torch.dtype = torch.float32
     """Scales are representable in it, and in the scheme's own dtype."""
@@ -45,7 +45,7 @@ class RoundToNearest:
 
     def quantize(self, layer: LayerData) -> None:
         for name, weight in layer.matrices.items():
-            scheme = self.scheme_of(weight.shape[-1])
+            scheme = self.scheme_for(name, weight.shape[-1])
             if scheme is None:
                 continue
             try:

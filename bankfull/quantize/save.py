@@ -90,24 +90,22 @@ def save_quantized(
 ) -> SavedModel:
     """Write the quantized model to the new directory `target`. `sequences`: token ids of the calibration text."""
     begun = perf_counter()
-    refuse_existing(target)
-    if (found := block_types(files.source)) and not requantize:
-        raise ConfigError(
-            f"{files.path.name} is quantized already ({', '.join(found)}), so that its weights would be rounded twice; "
-            "give an unquantized checkpoint, or --requantize."
-        )
+    refuse_early(files, target, requantize)
     all_names = files.source.names()
     meant = [name for name in all_names if is_inner_matrix(files.source, name)]
     refuse_without_use(recipe, files.source, meant)
     targets = [_target(files, recipe, name) for name in all_names]
     if recipe.activations == "fp8-static":
         targets += [TargetTensor(scale_name(name), (1,), BY_DTYPE[torch.float32]) for name in meant]
-    kept = [t.name for t in targets if t.name in set(meant) and t.scheme.name != _wanted(recipe, t)]
+    unfit = [t.name for t in targets if t.name in set(meant) and t.scheme.name != _wanted(recipe, t)]
+    # Pruning keeps every scheme, and a mixture may choose to.
+    kept = [] if recipe.sparsity else [name for name in unfit if name not in recipe.types]
     form = _form(files, recipe, targets)
     form.refuse()
     planned = form.planned()
     text = hashlib.sha256(json.dumps(sequences).encode()).hexdigest()
-    identity = json.dumps([__version__, recipe.about(), weights_fingerprint(files.path), text], sort_keys=True)
+    about = [__version__, recipe.about(), dict(recipe.types), weights_fingerprint(files.path), text]
+    identity = json.dumps(about, sort_keys=True)
     method = make_method(recipe, _scale_dtype(files, recipe))
     total = sum(place.nbytes for file in planned for place in file.places)
     with output_folder(target, planned, identity) as folder:
@@ -136,6 +134,16 @@ def save_quantized(
         resumed_bytes=resumed,
         seconds=perf_counter() - begun,
     )
+
+
+def refuse_early(files: ModelFiles, target: Path, requantize: bool) -> None:
+    """Refuses what no recipe could change, before anything long begins."""
+    refuse_existing(target)
+    if (found := block_types(files.source)) and not requantize:
+        raise ConfigError(
+            f"{files.path.name} is quantized already ({', '.join(found)}), so that its weights would be rounded twice; "
+            "give an unquantized checkpoint, or --requantize."
+        )
 
 
 @contextmanager
@@ -188,7 +196,7 @@ def _form(files: ModelFiles, recipe: QuantizeRecipe, targets: Sequence[TargetTen
 
 def _target(files: ModelFiles, recipe: QuantizeRecipe, name: str) -> TargetTensor:
     own = _source_target(files, name)
-    scheme = recipe.scheme_of(own.shape[-1]) if is_inner_matrix(files.source, name) else None
+    scheme = recipe.scheme_for(name, own.shape[-1]) if is_inner_matrix(files.source, name) else None
     if scheme is None and recipe.tables and is_matrix(files.source, name) and is_table(name):
         scheme = recipe.table_scheme_of(own.shape[-1])
     if scheme is not None:
@@ -203,7 +211,7 @@ def _source_target(files: ModelFiles, name: str) -> TargetTensor:
 
 
 def _wanted(recipe: QuantizeRecipe, target: TargetTensor) -> str | None:
-    return recipe.scheme_of(target.shape[-1])
+    return recipe.scheme_for(target.name, target.shape[-1])
 
 
 def _scale_dtype(files: ModelFiles, recipe: QuantizeRecipe) -> torch.dtype:

@@ -17,6 +17,7 @@ from bankfull.quantize.method import Method
 from bankfull.quantize.recipe import QuantizeRecipe
 from bankfull.quantize.rtn import RoundToNearest
 from bankfull.quantize.smoothquant import SmoothQuant
+from bankfull.quantize.sparse import Pruner, parse_pattern
 
 Make = Callable[[QuantizeRecipe, torch.dtype], Method]
 """Makes the method of a recipe. The dtype is the one that scales must be representable in, besides their own."""
@@ -34,7 +35,7 @@ def _grid(recipe: QuantizeRecipe, scales: torch.dtype) -> Grid:
 
 
 def _rtn(recipe: QuantizeRecipe, scales: torch.dtype) -> Method:
-    return RoundToNearest(recipe.scheme_of, recipe.clip == "mse", scales)
+    return RoundToNearest(recipe.scheme_for, recipe.clip == "mse", scales)
 
 
 def _awq(recipe: QuantizeRecipe, scales: torch.dtype) -> Method:
@@ -56,12 +57,19 @@ def _smoothquant(recipe: QuantizeRecipe, scales: torch.dtype) -> Method:
     return SmoothQuant(recipe.alpha, recipe.clip == "mse", scales)
 
 
+def _pruned(recipe: QuantizeRecipe, scales: torch.dtype) -> Method:
+    return Pruner(recipe.method, parse_pattern(recipe.sparsity))
+
+
 METHODS: dict[str, Offered] = {
     "rtn": Offered("round to nearest, each matrix by itself; needs no text", _rtn),
     "awq": Offered("scale up the channels with large activations before rounding", _awq),
     "gptq": Offered("round column by column, and correct each error in the columns that follow", _gptq),
     "fp8": Offered("8-bit floats, one scale per row", _fp8),
     "smoothquant": Offered("int8 weights and activations, outliers moved into the weights", _smoothquant),
+    "mixed": Offered("round to nearest, with bits by layer that fit a budget", _rtn),
+    "wanda": Offered("zeros where weight and activation are small", _pruned),
+    "sparsegpt": Offered("zeros where they cost least, corrected in the weights that stay", _pruned),
 }
 
 

@@ -42,8 +42,11 @@ def test_json_has_every_number(cli: Cli, tmp_path: Path) -> None:
         ("smoothquant", "--alpha", 0.6),
         ("fp8", "--activations", "static"),
         ("awq", "--group", 32, "--ablate", "0.02:weights"),
+        ("mixed", "--bits", 5.5),
+        ("sparsegpt", "--sparsity", "2:4"),
+        ("wanda", "--sparsity", "50%"),
     ],
-    ids=["gptq", "awq", "smoothquant", "fp8", "ablate"],
+    ids=["gptq", "awq", "smoothquant", "fp8", "ablate", "mixed", "sparsegpt", "wanda"],
 )
 def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(CORPUS)
@@ -51,7 +54,7 @@ def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli,
     made = cli("quantize", folder, "--method", *arguments, "--calibration", tmp_path / "text.txt", "-o", tmp_path / "q")
     assert made.code == 0, made.err
     config = json.loads((tmp_path / "q" / "config.json").read_text())
-    assert ("quantization_config" in config) == ("--ablate" not in arguments)
+    assert ("quantization_config" in config) != bool({"--ablate", "--sparsity"} & set(arguments))
     assert config["made_with"]["method"] == arguments[0]
     assert cli("run", "the river", "--model", tmp_path / "q", "--max-tokens", 2).code == 0
     assert sorted(item.name for item in tmp_path.iterdir()) == ["m", "q", "text.txt"]
@@ -103,6 +106,15 @@ def test_an_interrupted_calibration_keeps_its_layers(cli: Cli, tmp_path: Path, m
         (("-o", "x", "--format", "gguf", "--method", "fp8"), "A GGUF file has no fp8"),
         (("-o", "x", "--type", "q4_k"), "--type is for --format gguf"),
         (("-o", "x", "--format", "gguf", "--type", "q9_k"), "--type 'q9_k' is unknown; use one of q4_0"),
+        (("-o", "x", "--method", "mixed"), "Mixed bits need one budget: --bits 3.5, --size 4GiB or --kl 0.02"),
+        (("-o", "x", "--method", "mixed", "--bits", "few"), "--bits 'few' is not a number"),
+        (("-o", "x", "--method", "mixed", "--kl", -1), "--kl -1.0 is no budget"),
+        (("-o", "x", "--method", "mixed", "--size", "50%"), "--size '50%' is not a size of a model"),
+        (("-o", "x", "--method", "mixed", "--bits", 4, "--format", "gguf"), "--method mixed writes a model directory"),
+        (("-o", "x", "--size", "1GiB"), "--size and --kl are budgets of --method mixed"),
+        (("-o", "x", "--method", "wanda"), "--sparsity is the pattern of --method wanda and sparsegpt"),
+        (("-o", "x", "--method", "wanda", "--sparsity", "3:2"), "--sparsity '3:2' is no pattern"),
+        (("-o", "x", "--method", "wanda", "--sparsity", "2:4", "--bits", 4), "keeps the width of weights"),
         (("-o", "x", "--method", "gptq", "--calibration", "no.txt"), "The calibration text 'no.txt' cannot be read"),
     ],
 )

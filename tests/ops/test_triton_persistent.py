@@ -103,7 +103,7 @@ def test_it_fuses_norm_and_gate(name: str, dtype: torch.dtype, offset: float) ->
 def test_programs_process_several_tiles(plan: GemvPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_persistent, "multiprocessors", lambda device: 1)
     for columns in (256, 2048):
-        weight = weight_of("int4_g128", 19 * plan.outputs + 3, columns)
+        weight = weight_of("int4_g128", 7 * plan.outputs + 3, columns)
         x = normal(1, columns, dtype=HALF)
         assert error_of(one_row(x, repack(weight), None, plan=plan), exact(x, weight)) < 2e-3
 
@@ -116,7 +116,7 @@ def test_interleaved_scales_are_those_of_each_row(
 ) -> None:
     """Bitwise: whole tiles load the scales of several rows at once, others row by row."""
     monkeypatch.setattr(quantized_persistent, "multiprocessors", lambda device: 1)
-    weight, x = weight_of(name, 64, 512), normal(1, 512, dtype=HALF)
+    weight, x = weight_of(name, 4 * outputs, 512), normal(1, 512, dtype=HALF)
     together = one_row(x, repack(weight), None, gate, GemvPlan(outputs, 2))
     monkeypatch.setattr(quantized_persistent, "_divides", lambda *facts: False)
     assert torch.equal(one_row(x, repack(weight), None, gate, GemvPlan(outputs, 2)), together)

@@ -67,7 +67,7 @@ def test_scales_are_representable_in_the_dtype_of_the_model() -> None:
 
 
 def test_a_matrix_that_fits_no_group_is_kept_and_one_with_nan_is_named() -> None:
-    method = RoundToNearest(recipe_of("rtn", "4", "64").scheme_of)
+    method = RoundToNearest(recipe_of("rtn", "4", "64").scheme_for)
     layer = LayerData(0, {"a.weight": torch.ones(4, 40), "b.weight": torch.ones(4, 96), "c.weight": torch.ones(4, 64)})
     method.quantize(layer)
     assert {name: made.scheme.name for name, made in layer.quantized.items()} == {
