@@ -26,7 +26,9 @@ _CHOICES = (
     "int8, int4, int3, int2, int4:64 (a scale for each 64 columns; or 32, or 128), uint4, uint3, uint2 (with a zero "
     f"point), int8:row (a scale for each row), fp8 (on a GPU) or one of {', '.join(_BLOCKS)}"
 )
-_ROUTER = re.compile(r"\.(mlp|block_sparse_moe|feed_forward)\.(gate|router|router\.layer|shared_expert_gate)\.weight$")
+_ROUTER = re.compile(
+    r"\.(mlp|block_sparse_moe|feed_forward|feed)\.(gate|router|router\.layer|shared_expert_gate)\.weight$"
+)
 """Matrices that choose experts: tiny, and a rounded one chooses other experts."""
 _TABLE = re.compile(r"(^|\.)(lm_head|embeddings|embed_\w+|wte|wpe)\.weight$")
 
@@ -153,7 +155,7 @@ def is_inner_matrix(source: TensorSource, name: str, tables: bool = False) -> bo
     return is_matrix(source, name) and not _ROUTER.search(name) and (tables or not _TABLE.search(name))
 
 
-STACKED = re.compile(r"\.experts\.[a-z]\w*\.weight$")
+STACKED = re.compile(r"\.experts\.[a-z]\w*\.weight$|\.block_sparse_moe\.(input|output)_linear\.weight$")
 """Names of stacked matrices of experts; matrices of single experts have the expert's number in their name."""
 
 

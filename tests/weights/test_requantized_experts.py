@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bankfull.layers.experts import Experts
-from bankfull.weights.requantized import Requantized, bits_per_weight, block_types
+from bankfull.weights.requantized import Requantized, bits_per_weight, block_types, is_inner_matrix
 from bankfull.weights.source import open_model
 from tests.models.oracle import build, error, saved, spread
 
@@ -50,3 +50,25 @@ def test_a_stacked_tensor_is_rounded_like_its_parts() -> None:
     part = Requantized(files.source, ("q4_0",)).get("model.layers.0.mlp.experts.2.up_proj.weight")
     assert whole.scheme.name == "q4_0" and torch.equal(whole.parts["blocks"][2], part.parts["blocks"])
     assert error(build(files), saved("qwen3-moe-blocks").logits) < 1e-4
+
+
+def test_every_family_names_its_experts_and_routers() -> None:
+    stem = "model.layers.0."
+    shapes = {
+        f"{stem}block_sparse_moe.input_linear.weight": (4, 64, 32),  # Granite stacks gate and up
+        f"{stem}block_sparse_moe.output_linear.weight": (4, 32, 32),
+        f"{stem}block_sparse_moe.router.layer.weight": (4, 32),
+        f"{stem}feed.gate.weight": (4, 32),  # the router of a model as data
+        f"{stem}feed.gate_proj.weight": (64, 32),
+    }
+
+    class Shapes:
+        def shape(self, name: str) -> tuple[int, ...]:
+            return shapes[name]
+
+    inner = [name.removeprefix(stem) for name in shapes if is_inner_matrix(Shapes(), name)]  # type: ignore[arg-type]
+    assert inner == [
+        "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.output_linear.weight",
+        "feed.gate_proj.weight",
+    ]
