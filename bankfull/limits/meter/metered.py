@@ -73,9 +73,15 @@ class RequestedShapes:
     """Stands in for the file of a model that has none: provides every tensor that a layer requests, in the scheme that
     `choose` returns for its name and shape."""
 
-    def __init__(self, choose: Callable[[str, tuple[int, ...]], Scheme], optional: Collection[str] = ()) -> None:
-        """`optional`: optional tensors that are present."""
-        self._choose, self._optional = choose, optional
+    def __init__(
+        self,
+        choose: Callable[[str, tuple[int, ...]], Scheme],
+        optional: Collection[str] = (),
+        stacks_experts: bool = False,
+    ) -> None:
+        """`optional`: optional tensors that are present. `stacks_experts`: matrices of experts are one tensor unless
+        the tensors of single experts are present. A model of 512 experts has 70,000 of those."""
+        self._choose, self._optional, self.stacks_experts = choose, optional, stacks_experts
         self.read: dict[str, QTensor] = {}
 
     def names(self) -> list[str]:
@@ -120,6 +126,12 @@ class _RequestingBuild(Build):
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         self._request(name, shape)
         return Build.tensor(self, name, shape, dtype)
+
+    def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
+        assert isinstance(self.source, RequestedShapes)
+        if self.source.stacks_experts and not self.has(name.format(0)):
+            self._request(name.replace("{}.", ""), (count, *shape))
+        return Build.stacked(self, name, count, shape)
 
     def _request(self, name: str, shape: tuple[int, ...]) -> None:
         assert isinstance(self.source, RequestedShapes)

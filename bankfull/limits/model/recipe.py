@@ -12,7 +12,7 @@ from bankfull.config import RunConfig
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
-from bankfull.limits.meter.metered import MeteredModel, RequestedShapes, dense_scheme
+from bankfull.limits.meter.metered import MeteredModel, RequestedShapes, dense_scheme, torch_dtype
 from bankfull.loading import choose_arithmetic, choose_kv_dtype
 from bankfull.models.registry import Config, family_of
 from bankfull.ops.meter import Meter
@@ -80,7 +80,7 @@ class Recipe:
             kv_dtype=self.kv_dtype,
             activations=self.activations,
             meter=meter,
-            shapes=RequestedShapes(choose, self.schemes),
+            shapes=RequestedShapes(choose, self.schemes, stacks_experts=True),
         )
         if self.windows is not None:
             _set_windows(made, self.windows)
@@ -154,5 +154,7 @@ def files_for_config(config: Config, name: str = "config.json") -> ModelFiles:
         raise ModelError(
             f"The configuration has the unknown dtype {saved[:40]!r}; use one of {', '.join(sorted(known))}."
         )
-    shapes = MeteredModel(config, dtype=saved).shapes
+    stored = dense_scheme(torch_dtype(saved, config))
+    requested = RequestedShapes(lambda name, shape: stored, stacks_experts=True)
+    shapes = MeteredModel(config, dtype=saved, shapes=requested).shapes
     return ModelFiles(Path(name), "hf", {**config, "dtype": saved}, shapes, {}, {})
