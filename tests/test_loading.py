@@ -102,7 +102,7 @@ def test_tables_are_rounded_only_where_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"quantize": "int3"}, "'int3'"),
+        ({"quantize": "int5"}, "'int5'"),
         ({"quantize": "int4:48"}, "int4:64"),
         ({"quantize": "tables"}, "names no type"),
         ({"quantize": "fp8"}, "on a CPU use int8"),

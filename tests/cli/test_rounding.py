@@ -86,7 +86,7 @@ def test_quality_measures_what_they_cost(cli: Cli, model: Path, tmp_path: Path) 
 def test_what_cannot_be_is_refused_in_one_sentence(cli: Cli, model: Path, command: tuple[str, ...]) -> None:
     at = (model,) if command == ("quality",) else ("-m", model)
     for options, said in {
-        ("--quantize", "int3"): "'int3'",
+        ("--quantize", "int5"): "'int5'",
         ("--quantize", "int4:48"): "int4:64",
         ("--kv-dtype", "fp8"): "kv_dtype='fp8'",
         ("--activations", "int4"): "activations='int4'",
