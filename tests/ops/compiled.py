@@ -178,24 +178,34 @@ def compile_all(ahead: Iterable[Launch], launches: Iterable[Launch]) -> Report:
     return report
 
 
-def main(group: str) -> None:
+def main(*groups: str) -> None:
     from tests.ops.compile_groups import GROUPS
 
-    print(json.dumps(asdict(compile_all(*GROUPS[group]()))))
+    for group in groups:
+        print(json.dumps(asdict(compile_all(*GROUPS[group]()))))
 
 
 def report_on(group: str) -> Report:
-    """Runs in its own process: Triton decides at import whether it interprets."""
+    return reports_on(group)[group]
+
+
+def reports_on(*groups: str) -> dict[str, Report]:
+    """Runs in its own process: Triton decides at import whether it interprets. Several groups share the process, which
+    takes longer to start than a group takes. A kernel that two of them launch is compiled, and reported, once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.ops.compiled", group], cwd=root, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "tests.ops.compiled", *groups], cwd=root, env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
+    lines = ended.stdout.splitlines()[-len(groups) :]
+    return {group: _report(json.loads(line)) for group, line in zip(groups, lines, strict=True)}
+
+
+def _report(found: dict[str, Any]) -> Report:
     kernels = [Compiled(**kernel) for kernel in found.pop("kernels")]
     return Report(kernels, **found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

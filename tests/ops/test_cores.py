@@ -152,15 +152,16 @@ def test_the_environment_sets_the_threads_and_an_option_goes_first() -> None:
     assert started(code, BANKFULL_THREADS="3").stdout.strip() == "2"
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "1025", "1.5"])
-def test_a_wrong_environment_is_one_sentence(value: str) -> None:
+def test_a_wrong_environment_is_one_sentence() -> None:
+    values = ["0", "-1", "two", "1025", "1.5"]
     code = (
-        "from bankfull.errors import ConfigError\nfrom bankfull.ops import native\n"
-        "try:\n    native.threads()\nexcept ConfigError as error:\n    print(error)"
+        "import os\nfrom bankfull.errors import ConfigError\nfrom bankfull.ops import native\n"
+        f"for value in {values}:\n    os.environ['BANKFULL_THREADS'] = value\n"
+        "    try:\n        native.threads()\n    except ConfigError as error:\n        print(error)"
     )
-    assert started(code, BANKFULL_THREADS=value).stdout.strip() == (
-        f"BANKFULL_THREADS={value!r} is not a number of threads; use 1 to 1024, or unset it."
-    )
+    assert started(code, BANKFULL_THREADS=values[0]).stdout.splitlines() == [
+        f"BANKFULL_THREADS={value!r} is not a number of threads; use 1 to 1024, or unset it." for value in values
+    ]
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, True, "4"])

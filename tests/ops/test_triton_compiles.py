@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ops.compiled import fits_twice, overflows, report_on
+from tests.ops.compiled import Report, fits_twice, overflows, report_on, reports_on
 
 SINES = ("rope_angles_kernel", "gather_kernel", "gather_chunks_kernel")
 """The sine of a large angle uses an indexed array, which is not in registers."""
@@ -35,27 +35,24 @@ def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(gr
     assert not alone
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        "edges",
-        "plans",
-        "generated",
-        pytest.param("linear-recurrences", marks=FULL),
-        pytest.param("state-spaces", marks=FULL),
-        pytest.param("generated-more", marks=[FULL, LONG]),
-    ],
-)
-def test_kernels_compile_for_generated_inputs(group: str) -> None:
-    report = report_on(group)
+def check_generated(report: Report) -> None:
     assert not report.errors, "\n".join(report.errors)
     assert len(report.kernels) > 10
     assert not report.overflowing
 
 
-def test_a_kernel_that_does_not_compile_is_named_with_the_reason() -> None:
-    [error] = report_on("broken").errors
+def test_kernels_compile_for_generated_inputs_and_a_broken_one_is_named_with_the_reason() -> None:
+    *generated, broken = reports_on("edges", "plans", "generated", "broken").values()
+    for report in generated:
+        check_generated(report)
+    [error] = broken.errors
     assert "kernel refused" in error and "power of 2" in error
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", ["linear-recurrences", "state-spaces", pytest.param("generated-more", marks=LONG)])
+def test_kernels_compile_for_more_generated_inputs(group: str) -> None:
+    check_generated(report_on(group))
 
 
 def test_an_overflowing_pair_is_detected() -> None:
