@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.weights.formats import SCHEMES
-from bankfull.weights.formats.groups import GROUPS, name_of, pack_pairs, pack_planes
+from bankfull.weights.formats.groups import GROUPS, name_of, pack_pairs, pack_planes, widest_group
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.rounding import half, inverse
 
@@ -56,7 +56,7 @@ class Grid:
 
     def fitting(self, columns: int) -> Grid | None:
         """This grid, or the one with the widest narrower groups that divide `columns`; None if there is none."""
-        widest = max((g for g in GROUPS if g <= self.group and columns % g == 0), default=None)
+        widest = widest_group(columns, self.group)
         return None if widest is None else replace(self, group=widest)
 
     def scales(self, groups: Tensor, shrink: float = 1.0) -> tuple[Tensor, Tensor]:

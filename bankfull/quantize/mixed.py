@@ -20,7 +20,7 @@ from bankfull.errors import ConfigError
 from bankfull.quantize.allocation import Budget, PricedType, fewest_bytes, least_loss
 from bankfull.quantize.sensitivity import Divergence, Told, sensitivities, units_of
 from bankfull.weights.formats import SCHEMES
-from bankfull.weights.formats.groups import GROUPS, name_of
+from bankfull.weights.formats.groups import GROUPS, name_of, widest_group
 from bankfull.weights.quantize import quantize
 from bankfull.weights.requantized import KEEP, Requantized
 from bankfull.weights.source import ModelFiles, TensorSource
@@ -132,9 +132,8 @@ def _types(source: TensorSource, names: Sequence[str], width: int, group: int) -
     """The type of each matrix at this width; none for a matrix that no group divides."""
     found = {}
     for name in names:
-        fitting = [g for g in GROUPS if g <= group and source.shape(name)[-1] % g == 0]
-        if fitting:
-            found[name] = name_of(f"int{width}", fitting[0])
+        if (widest := widest_group(source.shape(name)[-1], group)) is not None:
+            found[name] = name_of(f"int{width}", widest)
     return found
 
 

@@ -11,7 +11,7 @@ from bankfull.errors import ConfigError
 from bankfull.quantize.allocation import Budget
 from bankfull.quantize.sparse import parse_pattern
 from bankfull.weights.formats import SCHEMES, kquants, legacy
-from bankfull.weights.formats.groups import GROUPS, name_of
+from bankfull.weights.formats.groups import GROUPS, name_of, widest_group
 from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.requantized import KEEP
 from bankfull.weights.source import TensorSource
@@ -84,16 +84,12 @@ class QuantizeRecipe:
         if self.group is None:
             return INT8_ROW
         kind = f"int{self.bits}" if self.symmetric else f"uint{self.bits}"
-        widest = max((group for group in GROUPS if group <= self.group and columns % group == 0), default=None)
+        widest = widest_group(columns, self.group)
         return None if widest is None else name_of(kind, widest)
 
     def table_scheme_of(self, columns: int) -> str | None:
         """The scheme of an embedding or the head."""
         return None if columns % min(GROUPS) else name_of("int8", min(GROUPS))
-
-    def scheme_name(self) -> str:
-        """The scheme of matrices that the wanted group divides."""
-        return self.scheme_of(self.group or 1) or ""
 
     def about(self) -> dict[str, Any]:
         """The settings; the types of a mixture are seen in the files."""

@@ -24,7 +24,7 @@ from bankfull.train.lm.weights import shapes_of
 from bankfull.train.loop import Schedule, optimize
 from bankfull.train.run import Bar
 from bankfull.weights.drafter_files import write_json
-from bankfull.weights.formats.groups import GROUPS, name_of
+from bankfull.weights.formats.groups import GROUPS, name_of, widest_group
 from bankfull.weights.hf_config import read_json
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
@@ -73,8 +73,8 @@ class QatOptions:
 
     def type_of(self, columns: int) -> str | None:
         """The scheme of a matrix: narrower groups where the wanted one does not divide it; None if none does."""
-        fitting = (group for group in GROUPS if group <= self.group and columns % group == 0)
-        return next((name_of(f"int{self.bits}", group) for group in fitting), None)
+        widest = widest_group(columns, self.group)
+        return None if widest is None else name_of(f"int{self.bits}", widest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,11 @@ def name_of(kind: str, group: int) -> str:
     return f"{kind}_g{group}"
 
 
+def widest_group(columns: int, most: int) -> int | None:
+    """The widest group of at most `most` columns that divides a row; None if none does."""
+    return max((group for group in GROUPS if group <= most and columns % group == 0), default=None)
+
+
 def bits_of(kind: str) -> int:
     return int(kind.split("_")[0][-1])
 
