@@ -131,7 +131,8 @@ class RunConfig:
     activations: str = "auto"
     """Type of activations in matrix products: float (the computation's dtype), bf16 (dense weights become bfloat16,
     too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, without a second
-    copy of the weights); auto: `loading.choose_activations`."""
+    copy of the weights), token (rounded per token to the 8-bit type of weights with one scale per row; lossy); auto:
+    `loading.choose_activations`."""
     threads: int | None = None
     """CPU threads that compute, for all models of this process; None = BANKFULL_THREADS, else all that it may use."""
     seed: int | None = None
@@ -152,8 +153,10 @@ class RunConfig:
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
         if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8"):
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown; use auto, float32, bfloat16 or int8.")
-        if self.activations not in ("auto", "int8", "int8-few", "bf16", "float"):
-            raise ConfigError(f"activations={self.activations!r} is unknown; use auto, int8, int8-few, bf16 or float.")
+        if self.activations not in ("auto", "int8", "int8-few", "token", "bf16", "float"):
+            raise ConfigError(
+                f"activations={self.activations!r} is unknown; use auto, int8, int8-few, token, bf16 or float."
+            )
         if not isinstance(self.quantize, str | None):
             raise ConfigError(f"quantize={self.quantize!r} is not the name of a weight type; use 'int8' or 'int4'.")
         if not isinstance(self.speculative, str):

@@ -34,7 +34,8 @@ from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
-from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
+from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
+from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW, TOKEN
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
 from bankfull.runtime.device import Device, available_memory, open_device
@@ -53,6 +54,7 @@ from bankfull.weights.bundled import bundled
 from bankfull.weights.eagle import read_eagle
 from bankfull.weights.locate import locate
 from bankfull.weights.medusa import read_heads
+from bankfull.weights.published.activations import rounds_per_token
 from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_quantization
 from bankfull.weights.source import ModelFiles, open_model
 from bankfull.weights.streams import read_streams
@@ -456,15 +458,23 @@ def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
 def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     """auto, on a CPU with native kernels: int8 for a model with quantized weights, unless a dtype is given or weights
     are dequantized at load (int8-few where the copy for many rows would take too much memory); bf16 where the dtype is
-    bfloat16. Else float, the exact mode of a wider dtype."""
+    bfloat16. On a GPU: token for a checkpoint that was made for it. Else float, the exact mode of a wider dtype."""
     blocks = not run.expand and block_types(files.source)
     if run.activations in (INT8, INT8_FEW) and not blocks:
         raise ConfigError(
             f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is "
             f"multiplied; use {BF16!r} or {FLOAT!r}, or quantize the model."
         )
+    by_row = bool(blocks) and not set(W8A8_SCHEMES).isdisjoint(blocks)
+    if run.activations == TOKEN and not by_row:
+        raise ConfigError(
+            f"activations={TOKEN!r} has no use here: no matrix of {files.path.name} is in 8 bits with one scale per "
+            "row; quantize the model to 'int8:row' or 'fp8', or leave activations out."
+        )
     if run.activations != "auto":
         return run.activations
+    if device != "cpu" and by_row and rounds_per_token(files.config):
+        return TOKEN
     if device != "cpu" or run.providers != "auto" or native.status() is not None:
         return FLOAT
     if run.dtype == "auto" and blocks:
@@ -476,7 +486,7 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
 def choose_kv_dtype(wanted: str, dtype: torch.dtype, activations: str) -> torch.dtype:
     """auto: the dtype of the computation, or bfloat16 where activations are rounded."""
     if wanted == "auto":
-        return dtype if activations == FLOAT else torch.bfloat16
+        return dtype if activations in (FLOAT, TOKEN) else torch.bfloat16
     return torch.int8 if wanted == "int8" else _dtype(wanted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,6 +187,32 @@ def test_activations_are_int8_unless_something_else_is_asked_for(
 ) -> None:
     """Of a model with weights in blocks, on a CPU with its kernels."""
     assert build_of(fresh(**{"quantize": "int8", "dtype": "auto", **options})) == (activations, pages)
+
+
+def test_activations_per_token_need_weights_with_one_scale_per_row() -> None:
+    with pytest.raises(ConfigError, match=r"activations='token' has no use here.*'int8:row' or 'fp8'"):
+        fresh(quantize="int8:32", activations="token")
+    llm = fresh(quantize="int8:row", activations="token")
+    assert "linear_w8a8" in llm.loaded.kit.chosen
+    assert len(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "token"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "float"),
+        ({"config_groups": {"0": {"input_activations": {"num_bits": 8, "dynamic": True}}}}, "token"),
+        ({"config_groups": {"0": {"input_activations": None}}}, "float"),
+        ({"config_groups": []}, "float"),
+        ("nonsense", "float"),
+    ],
+)
+def test_a_checkpoint_made_for_rounded_activations_gets_them_on_a_gpu(said: object, expected: str) -> None:
+    files = rounded(open_model(speaking_folder()), "int8:row", Cpu())
+    files = replace(files, config={**files.config, "quantization_config": said})
+    assert choose_activations(RunConfig(), files, "cuda") == expected
+    assert choose_activations(RunConfig(activations="float"), files, "cuda") == "float"
 
 
 def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:

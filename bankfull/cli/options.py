@@ -32,9 +32,10 @@ Activations = Annotated[
     typer.Option(
         help="Format of activations in matrix products: int8 (quantized weights only; lossy; a second copy of the "
         "weights, one byte each, makes large batches faster), int8-few (int8 for few rows, bf16 for many, no copy), "
-        "bf16 (dense weights become bfloat16, too) or float. auto, on a CPU: int8 for quantized weights (int8-few if "
-        "the copy would take more than a quarter of the free memory), bf16 for a checkpoint in bfloat16, and float, "
-        "which is exact, with --dtype float32."
+        "token (per token, in the 8-bit type of weights with one scale per row: int8:row, fp8; lossy), bf16 (dense "
+        "weights become bfloat16, too) or float. auto, on a GPU: token for checkpoints made for it; on a "
+        "CPU: int8 for quantized weights (int8-few if the copy would take more than a quarter of the free memory), "
+        "bf16 for a checkpoint in bfloat16, and float, which is exact, with --dtype float32."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

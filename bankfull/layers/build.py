@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.ops import Operation
-from bankfull.ops.registry import BF16, FLOAT, Function, Kit
+from bankfull.ops.registry import BF16, FLOAT, TOKEN, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
@@ -68,7 +68,7 @@ class Build:
     def bind_if_offered(self, operation: Operation, **facts: Any) -> Function | None:
         """Bind a fused operation if a kernel offers it; else None, and the layer calls its parts."""
         facts = {"dtype": self.dtype, **facts}
-        fits = self.kit.activations == FLOAT and self.kit.offers(operation, **facts)
+        fits = self.kit.activations in (FLOAT, TOKEN) and self.kit.offers(operation, **facts)
         return self.kit.bind(operation, **facts) if fits else None
 
     def prepare(self, operation: Operation, weight: QTensor) -> Any:
@@ -84,7 +84,7 @@ class Build:
             found = as_known(found) or self._expanded(found)
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
-        if self.kit.device == "cpu" and "native" in self.kit.prefer:
+        if self.kit.device == "cpu" and "native" in self.kit.prefer and self.kit.activations != TOKEN:
             found = as_blocks(found)  # the native kernels take quantization groups as blocks
         return found.to(self.device)
 

@@ -17,18 +17,24 @@ from bankfull.ops import (
     best_output_bf16,
     best_output_hadamard,
     best_output_int8,
+    best_output_w8a8,
     embedding,
     gated_linear,
+    gated_linear_w8a8,
     linear,
     linear_bf16,
     linear_hadamard,
     linear_int8,
+    linear_w8a8,
     normed_best_output,
     normed_gated_linear,
+    normed_gated_linear_w8a8,
     normed_linear,
+    normed_linear_w8a8,
 )
 from bankfull.ops.reference.linear import GROUP, normed_rows
-from bankfull.ops.registry import BF16, INT8, INT8_FEW, Function
+from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
+from bankfull.ops.registry import BF16, INT8, INT8_FEW, TOKEN, Function
 from bankfull.weights.qtensor import QTensor
 
 
@@ -54,6 +60,25 @@ class Weight:
         return stored
 
 
+class Normed:
+    """The fused operations of norm and product that kernels offer for a weight: one for few rows, whose programs repeat
+    the norm, and one for more rows, whose norm rounds the activations in the same pass."""
+
+    def __init__(self, build: Build, stored: QTensor, few: Operation, rounding: Operation) -> None:
+        self._few = build.bind_if_offered(few, weight=stored)
+        self._most = 0 if self._few is None else normed_rows(stored)
+        rounds = _rounds_per_token(build, stored)
+        self._more = build.bind_if_offered(rounding, weight=stored) if rounds else None
+
+    def takes(self, rows: int) -> bool:
+        return rows <= self._most or (rows > 1 and self._more is not None)
+
+    def of(self, rows: int) -> Function:
+        found = self._few if rows <= self._most else self._more
+        assert found is not None
+        return found
+
+
 class Linear:
     def __init__(
         self,
@@ -72,8 +97,7 @@ class Linear:
         self.bias = build.tensor("bias", (outer,)) if bias else None
         self._linear = build.bind(product, weight=stored)
         self._best = build.bind(best, weight=stored)
-        self._normed = build.bind_if_offered(normed_linear, weight=stored)
-        self._normed_rows = 0 if self._normed is None else normed_rows(stored)
+        self._normed = Normed(build, stored, normed_linear, normed_linear_w8a8)
         self._normed_best = build.bind_if_offered(normed_best_output, weight=stored)
         self._normed_best_rows = 0 if self._normed_best is None else normed_rows(stored)
 
@@ -84,13 +108,12 @@ class Linear:
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if isinstance(x, Unnormed):
-            assert self._normed is not None
-            return self._normed(x, self.weight, self.bias)
+            return self._normed.of(len(x.x))(x, self.weight, self.bias)
         return self._linear(x, self.weight, self.bias)
 
     def norms(self, rows: int) -> bool:
         """Whether a call takes this many rows `Unnormed`."""
-        return rows <= self._normed_rows
+        return self._normed.takes(rows)
 
     def norms_for_best(self, rows: int) -> bool:
         """Whether `best` takes this many rows `Unnormed`."""
@@ -110,18 +133,17 @@ class GatedLinear:
     def __init__(self, build: Build, whole: Linear, kind: str) -> None:
         stored = whole.stored.take()
         self.kind, self.bias = kind, whole.bias
-        self.stored = Weight(build, gated_linear, stored)
-        self._gated = build.bind(gated_linear, weight=stored)
-        self._normed = build.bind_if_offered(normed_gated_linear, weight=stored)
-        self._normed_rows = 0 if self._normed is None else normed_rows(stored)
+        product = gated_linear_w8a8 if _rounds_per_token(build, stored) else gated_linear
+        self.stored = Weight(build, product, stored)
+        self._gated = build.bind(product, weight=stored)
+        self._normed = Normed(build, stored, normed_gated_linear, normed_gated_linear_w8a8)
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
-        run: Function | None = self._normed if isinstance(x, Unnormed) else self._gated
-        assert run is not None
+        run: Function = self._normed.of(len(x.x)) if isinstance(x, Unnormed) else self._gated
         return run(x, self.stored.ready, self.bias, self.kind)
 
     def norms(self, rows: int) -> bool:
-        return rows <= self._normed_rows
+        return self._normed.takes(rows)
 
 
 def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
@@ -144,12 +166,19 @@ def _operations(build: Build, weight: QTensor, int8_when_batched: bool) -> tuple
     activations = build.kit.activations
     if activations == BF16:
         return linear_bf16, best_output_bf16
+    if _rounds_per_token(build, weight):
+        return linear_w8a8, best_output_w8a8
     if activations not in (INT8, INT8_FEW) or not _rounds(weight):
         return linear, best_output
     wanted = int8_when_batched and activations == INT8
     if wanted and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight):
         return linear_hadamard, best_output_hadamard
     return linear_int8, best_output_int8
+
+
+def _rounds_per_token(build: Build, weight: QTensor) -> bool:
+    """Whether activations are rounded to this weight's own 8-bit type."""
+    return build.kit.activations == TOKEN and weight.scheme.name in W8A8_SCHEMES
 
 
 def _rounds(weight: QTensor) -> bool:

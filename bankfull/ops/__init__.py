@@ -44,6 +44,13 @@ from bankfull.ops.reference.linear import (
     normed_linear,
 )
 from bankfull.ops.reference.linear_attention import linear_attention, taylor_features, taylor_size
+from bankfull.ops.reference.linear_w8a8 import (
+    best_output_w8a8,
+    gated_linear_w8a8,
+    linear_w8a8,
+    normed_gated_linear_w8a8,
+    normed_linear_w8a8,
+)
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 from bankfull.ops.reference.pages import move_tokens
 from bankfull.ops.reference.rope import rope_angles, rotate
@@ -74,6 +81,7 @@ __all__ = [
     "best_output",
     "best_output_bf16",
     "best_output_int8",
+    "best_output_w8a8",
     "best_output_hadamard",
     "causal_conv",
     "causal_conv_silu",
@@ -85,6 +93,7 @@ __all__ = [
     "expert_mlp_int8",
     "expanded_attention",
     "gated_linear",
+    "gated_linear_w8a8",
     "gated_rms_norm",
     "head_products",
     "kit_for",
@@ -94,11 +103,14 @@ __all__ = [
     "linear_attention",
     "linear_bf16",
     "linear_int8",
+    "linear_w8a8",
     "linear_hadamard",
     "move_tokens",
     "normed_best_output",
     "normed_gated_linear",
+    "normed_gated_linear_w8a8",
     "normed_linear",
+    "normed_linear_w8a8",
     "paged_attention",
     "rms_norm",
     "rope_angles",

@@ -17,7 +17,7 @@ from bankfull.ops.cost import Cost
 
 Function = Callable[..., Any]
 BODY = "torch"
-FLOAT, BF16, INT8, INT8_FEW = "float", "bf16", "int8", "int8-few"
+FLOAT, BF16, INT8, INT8_FEW, TOKEN = "float", "bf16", "int8", "int8-few", "token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class Kit:
         self.activations = activations
         """Format of activations in products. FLOAT: the computation's dtype. BF16: rounded to bfloat16, and dense
         weights are bfloat16, too. INT8: rounded to 8 bits where the weight is quantized (lossy). INT8_FEW: the same in
-        steps of few rows; steps of many rows may round less, and need no second copy of a weight."""
+        steps of few rows; steps of many rows may round less, and need no second copy of a weight. TOKEN: rounded to a
+        weight's own 8-bit type with one scale per token, where the weight has one scale per row (lossy)."""
         self.chosen: dict[str, Counter[str]] = {}
         """Operation -> provider -> number of bindings in the model."""
 
@@ -125,7 +126,7 @@ class Kit:
     def stacks(self) -> bool:
         """Whether layers with the same input are stacked into one. That pays where launches and narrow products cost
         more than views of the result; a tape on a CPU fuses them without it."""
-        return self.device == "cuda" and bool(self.prefer) and self.activations == FLOAT
+        return self.device == "cuda" and bool(self.prefer) and self.activations in (FLOAT, TOKEN)
 
     def offers(self, operation: Operation, **facts: Any) -> bool:
         """Whether a provider accepts these facts. Layers use fused operations only if one does."""
@@ -143,8 +144,10 @@ def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> K
     """`providers`: auto (the fastest that accept), or torch (bodies only: the reference)."""
     if providers not in ("auto", BODY):
         raise ConfigError(f"providers={providers!r} is unknown; use 'auto' or 'torch'.")
-    if activations not in (FLOAT, BF16, INT8, INT8_FEW):
-        raise ConfigError(f"activations={activations!r} is unknown; use 'float', 'bf16', 'int8' or 'int8-few'.")
+    if activations not in (FLOAT, BF16, INT8, INT8_FEW, TOKEN):
+        raise ConfigError(
+            f"activations={activations!r} is unknown; use 'float', 'bf16', 'int8', 'int8-few' or 'token'."
+        )
     if device == "cuda" and providers != BODY:
         from bankfull.ops import triton  # noqa: F401  (registers its providers; only a GPU needs the import)
     return Kit(device, () if providers == BODY else ("native", "triton", "triton-q"), activations)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
+from bankfull.loading import rounded
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.ops.registry import FLOAT, TOKEN
 from bankfull.runtime import naive
+from bankfull.runtime.device import open_device
 from bankfull.synthetic.random_weights import random_model
 from bankfull.synthetic.shapes import shape_config, with_layers
 from tests.gpu.place import CUDA, DEVICE, require_device
@@ -40,8 +43,11 @@ def divergence(files: ModelFiles, tokens: list[int], providers: str) -> float:
     return float((exact.exp() * (exact - rounded)).sum(-1).mean())
 
 
-def _logprobs(files: ModelFiles, tokens: list[int], dtype: torch.dtype, providers: str) -> Tensor:
-    model = build_model(files.config, Build(files.source, kit_for(DEVICE.type, providers), dtype, DEVICE))
+def _logprobs(
+    files: ModelFiles, tokens: list[int], dtype: torch.dtype, providers: str, activations: str = FLOAT
+) -> Tensor:
+    kit = kit_for(DEVICE.type, providers, activations)
+    model = build_model(files.config, Build(files.source, kit, dtype, DEVICE))
     return naive.logits(model, tokens, DEVICE).double().log_softmax(-1)
 
 
@@ -65,3 +71,20 @@ def test_a_model_of_real_width_stays_near(record_property: Callable[[str, object
     shape: Mapping[str, Any] = with_layers(shape_config("qwen3-0.6b"), 10) if CUDA else shape_config("qwen3-8b-tiny")
     tokens = [1 + i * 7919 % (shape["vocab_size"] - 1) for i in range(500 if CUDA else 60)]
     _check(lambda: random_model("middle", shape, torch.bfloat16, DEVICE), tokens, MIDDLE, record_property)
+
+
+@pytest.mark.parametrize("weights", ("int8:row", "fp8"))
+def test_activations_rounded_per_token_diverge_as_the_bodies_do(
+    weights: str, record_property: Callable[[str, object], None]
+) -> None:
+    [tokens] = random_prompts(1, 100, seed=8)
+    opened = open_device(DEVICE.type)
+
+    def run(providers: str, activations: str = TOKEN) -> Tensor:
+        files = rounded(open_model(folder_of("llama")), weights, opened)
+        return _logprobs(files, tokens, torch.bfloat16, providers, activations)
+
+    exact, ours, bodies = run("torch", FLOAT), run("auto"), run("torch")
+    lost, expected = (float((exact.exp() * (exact - found)).sum(-1).mean()) for found in (ours, bodies))
+    record_property("error", lost)
+    assert lost <= 2 * expected + TINY, f"{lost:.2e} nats, the bodies {expected:.2e}"

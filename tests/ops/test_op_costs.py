@@ -99,6 +99,8 @@ NO_SLOPE = {
     "best_output_bf16",
     "best_output_int8",
     "best_output_hadamard",
+    "linear_w8a8",
+    "best_output_w8a8",
 }
 """Rounding and argmax: they have no gradient. They are linear layers with another output."""
 EXPERTS = {"route", "expert_mlp_bf16", "expert_mlp_int8"}
@@ -115,11 +117,12 @@ def test_a_rounded_linear_or_argmax_reads_what_a_linear_reads(name: str) -> None
 
 
 LATENT = {"head_products", "absorb_queries", "write_latents", "latent_attention", "expanded_attention"}
-COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linear", *LATENT}
+GATED_W8A8 = {"gated_linear_w8a8", "normed_linear_w8a8", "normed_gated_linear_w8a8"}
+COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linear", *GATED_W8A8, *LATENT}
 """Their operands are inside records, which have no gradient: compared with their parts instead."""
 
 
-@pytest.mark.parametrize("name", ["linear", "best_output", "gated_linear"])
+@pytest.mark.parametrize("name", ["linear", "best_output", "gated_linear", "linear_w8a8", "gated_linear_w8a8"])
 def test_a_fused_norm_saves_memory_traffic(name: str) -> None:
     for seed in range(40):
         made = cases.case(f"normed_{name}", seed)

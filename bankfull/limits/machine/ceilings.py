@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
 from bankfull.limits.machine import cache_file
-from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
+from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW, TOKEN
 
 if TYPE_CHECKING:
     from bankfull.runtime.device import Device
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMAT = 4
 TORCH = "torch sum/dot and matmul, all threads, best of several"
 _IN_BYTES = ("float32", "bfloat16", "int8")
-NARROW = {BF16: ("float32", "bfloat16"), INT8: _IN_BYTES, INT8_FEW: _IN_BYTES}
+NARROW = {BF16: ("float32", "bfloat16"), INT8: _IN_BYTES, INT8_FEW: _IN_BYTES, TOKEN: (*_IN_BYTES, "float8")}
 """Operand types that kernels may use when activations are quantized."""
 SAME_SET = 0.9
 """Ratio above which two working sets count as equal in size."""

@@ -14,29 +14,29 @@ from bankfull.ops.registry import op
 from bankfull.weights.qtensor import QTensor
 
 
-def _linear_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
+def linear_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
     rows = x.numel() // x.shape[-1]
     out, inner = weight.shape
     return Cost(2.0 * rows * out * inner, nbytes(x, weight, bias), rows * out * x.element_size())
 
 
-def _linear_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+def linear_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@op(cost=_linear_cost, shape=_linear_shape)
+@op(cost=linear_cost, shape=linear_shape)
 def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, weight-only quantization: activations keep their dtype."""
     return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
 
 
-def _best_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
+def best_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
     rows = x.numel() // x.shape[-1]
     out, inner = weight.shape
     return Cost(2.0 * rows * out * inner, nbytes(x, weight, bias), rows * 8)
 
 
-def _best_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+def best_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], dtype=torch.int64)
 
 
@@ -46,7 +46,7 @@ def highest(scores: Tensor) -> Tensor:
     return torch.where(top.isfinite(), index, -1)
 
 
-@op(cost=_best_cost, shape=_best_shape)
+@op(cost=best_cost, shape=best_shape)
 def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Argmax over the outputs of `linear`: greedy decoding needs no logits, so a kernel stores none."""
     return highest(linear.body(x, weight, bias))
@@ -64,7 +64,7 @@ def quantized_groups(x: Tensor) -> Tensor:
     return ((groups * inverse).round() * (largest / 127)).flatten(-2).to(x.dtype)
 
 
-@op(cost=_linear_cost, shape=_linear_shape)
+@op(cost=linear_cost, shape=linear_shape)
 def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Lossy: activations are quantized to int8 in groups of 32 columns before the GEMM. A kernel may keep them in
     bfloat16 where that is no slower for many rows."""
@@ -93,7 +93,7 @@ def quantized_rows(x: Tensor) -> Tensor:
     return (x * inverse).round() * (largest / 127)
 
 
-@op(cost=_linear_cost, shape=_linear_shape)
+@op(cost=linear_cost, shape=linear_shape)
 def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Lossy, for many rows: activations and weights are Hadamard-transformed, then quantized to int8 with one scale per
     row and per output. A kernel may round activations to bfloat16 first, and compute few rows as `linear_int8`."""
@@ -101,42 +101,42 @@ def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> T
     return torch.nn.functional.linear(rows, weights, None if bias is None else wide(bias)).to(x.dtype)
 
 
-@op(cost=_best_cost, shape=_best_shape)
+@op(cost=best_cost, shape=best_shape)
 def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Argmax over the outputs of `linear_int8`."""
     return highest(linear_int8.body(x, weight, bias))
 
 
-@op(cost=_best_cost, shape=_best_shape)
+@op(cost=best_cost, shape=best_shape)
 def best_output_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Argmax over the outputs of `linear_hadamard`."""
     return highest(linear_hadamard.body(x, weight, bias))
 
 
-@op(cost=_linear_cost, shape=_linear_shape)
+@op(cost=linear_cost, shape=linear_shape)
 def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Activations are rounded to bfloat16 before the GEMM; the accumulator has the dtype of x. A kernel may also round
     block-quantized weights to bfloat16."""
     return torch.nn.functional.linear(x.to(torch.bfloat16).to(x.dtype), weight.dequantize(x.dtype), bias)
 
 
-@op(cost=_best_cost, shape=_best_shape)
+@op(cost=best_cost, shape=best_shape)
 def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Argmax over the outputs of `linear_bf16`."""
     return highest(linear_bf16.body(x, weight, bias))
 
 
-def _gated_cost(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Cost:
+def gated_cost(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Cost:
     rows = x.numel() // x.shape[-1]
     out, inner = weight.shape
     return Cost(rows * out * (2.0 * inner + 4.5), nbytes(x, weight, bias), rows * out // 2 * x.element_size())
 
 
-def _gated_shape(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
+def gated_shape(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
-@op(cost=_gated_cost, shape=_gated_shape)
+@op(cost=gated_cost, shape=gated_shape)
 def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
     """f(gate) * up, where the first half of the weight's rows computes the gate and the second half `up`. Layers use it
     where a provider has it as one fused kernel."""
@@ -175,8 +175,8 @@ class Unnormed:
 
 
 @op(
-    cost=lambda x, weight, bias=None: _linear_cost(x.x, weight, bias) + x.cost,
-    shape=lambda x, weight, bias=None: _linear_shape(x.x, weight, bias),
+    cost=lambda x, weight, bias=None: linear_cost(x.x, weight, bias) + x.cost,
+    shape=lambda x, weight, bias=None: linear_shape(x.x, weight, bias),
 )
 def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """`linear` with a fused input norm. Layers use it where a provider has it."""
@@ -184,8 +184,8 @@ def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> T
 
 
 @op(
-    cost=lambda x, weight, bias=None: _best_cost(x.x, weight, bias) + x.cost,
-    shape=lambda x, weight, bias=None: _best_shape(x.x, weight, bias),
+    cost=lambda x, weight, bias=None: best_cost(x.x, weight, bias) + x.cost,
+    shape=lambda x, weight, bias=None: best_shape(x.x, weight, bias),
 )
 def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """`best_output` with a fused input norm. Heads use it where a provider has it."""
@@ -193,8 +193,8 @@ def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None)
 
 
 @op(
-    cost=lambda x, weight, bias, kind: _gated_cost(x.x, weight, bias, kind) + x.cost,
-    shape=lambda x, weight, bias, kind: _gated_shape(x.x, weight, bias, kind),
+    cost=lambda x, weight, bias, kind: gated_cost(x.x, weight, bias, kind) + x.cost,
+    shape=lambda x, weight, bias, kind: gated_shape(x.x, weight, bias, kind),
 )
 def normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
     """`gated_linear` with a fused input norm."""

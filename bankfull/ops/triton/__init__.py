@@ -19,6 +19,7 @@ from bankfull.ops.triton import (
     recurrent,
     rope,
     state_space,
+    w8a8,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "recurrent",
     "rope",
     "state_space",
+    "w8a8",
 ]

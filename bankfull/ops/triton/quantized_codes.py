@@ -14,14 +14,15 @@ def subnormal(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.const
 
     No conversion instruction is needed. Bits below the exponent field of a float32 form a subnormal number: masked in
     place, codes only need a power of two to scale them up, and the kernels apply it together with another factor. This
-    takes one instruction for most codes; the hardware handles subnormals at full speed.
+    takes one instruction for most codes; the hardware handles subnormals at full speed. 8-bit integers are stored
+    signed and become unsigned first, by one instruction per word.
     """
     if FLOATS:
         # Sign, exponent and mantissa move to their float32 positions; the shift repeats the sign, which is masked out.
         moved = (words << (24 - 8 * J)).to(tl.int32, bitcast=True) >> 4
         found = (moved & -0x78100000).to(tl.float32, bitcast=True)
     elif BITS == 8:
-        found = masked(words, 8 * J, 8, 16)
+        found = masked(words ^ 0x80808080, 8 * J, 8, 16)
     else:
         found = masked(words, 4 * J, 4, 12)
         if BITS == 6:

@@ -233,11 +233,11 @@ def planes(numbers, BYTE: tl.constexpr):
 
 @triton.jit
 def bytes_of(codes, BITS: tl.constexpr):
-    """The codes of a word, each in its own byte."""
+    """The codes of a word, unsigned, each in its own byte."""
     if BITS == 4:
         return codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
     else:
-        return (codes,)
+        return (codes ^ 0x80808080,)
 
 
 @triton.jit

@@ -1,11 +1,12 @@
 """GPU layout of quantized weights: repacked once, at load, into 32-bit words common to all formats.
 
 Columns are divided into groups. A word holds eight 4-bit codes (for 6-bit codes, the lower 4 bits) or four 8-bit codes,
-the first in its lowest bits. In a group of L words, code i of the lower half of word l and code i of its upper half
-belong to the columns 2 (i L + l) and 2 (i L + l) + 1. So a thread with four adjacent words needs, for each i, four
-adjacent pairs of activations; no code moves between threads; and one mask extracts both codes of a pair. Scales and
-minima are separate arrays; if both are small integers, one array interleaves those of TOGETHER rows, so that a thread
-loads all of them in two loads. Dequantized values are bitwise equal to `dequantize`.
+the first in its lowest bits; 8-bit integers are stored signed, as tensor cores multiply them. In a group of L words,
+code i of the lower half of word l and code i of its upper half belong to the columns 2 (i L + l) and 2 (i L + l) + 1.
+So a thread with four adjacent words needs, for each i, four adjacent pairs of activations; no code moves between
+threads; and one mask extracts both codes of a pair. Scales and minima are separate arrays; if both are small integers,
+one array interleaves those of TOGETHER rows, so that a thread loads all of them in two loads. Dequantized values are
+bitwise equal to `dequantize`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.weights.formats.groups import GROUPS, LOW_BITS, WITH_ZEROS, bits_of, stored_codes
 from bankfull.weights.formats.kquants import BLOCK, planes, six_bit_scales_and_minima
 from bankfull.weights.formats.legacy import fifth_bits, nibbles
 from bankfull.weights.qtensor import QTensor
@@ -154,6 +156,8 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
         codes = codes & 15
     if form.bits != 8:
         codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
+    elif not form.floats:
+        codes = codes ^ 128
     words = _word_bytes(codes).view(torch.int32).flatten(1)
 
     def own(tensor: Tensor | None) -> Tensor | None:
@@ -297,6 +301,14 @@ def _int8(weight: QTensor) -> Codes:
     return Codes(weight.parts["codes"].contiguous().view(torch.uint8) ^ 128, weight.parts["scales"])
 
 
+def _few_bits(weight: QTensor) -> Codes:
+    """Codes of 2 to 4 bits, with zero points or without: a zero point becomes a minimum, in float32, which holds it
+    exactly."""
+    codes, scales = stored_codes(weight.parts["codes"], weight.scheme.name), weight.parts["scales"]
+    zeros = weight.parts.get("zeros")
+    return Codes(codes, scales, None if zeros is None else -(scales.float() * zeros.float()))
+
+
 def _fp8(weight: QTensor) -> Codes:
     return Codes(weight.parts["codes"].contiguous().view(torch.uint8), weight.parts["scales"])
 
@@ -314,7 +326,14 @@ LAYOUTS: dict[str, tuple[Form, int, Callable[[QTensor], Codes]]] = {
     "q6_k": (Form(6, 32, nested=True), 16, _q6_k),
     **{f"int4_g{group}": (Form(4, 8), group, _int4) for group in (32, 64, 128)},
     **{f"int8_g{group}": (Form(8, 128), group, _int8) for group in (32, 64, 128)},
+    **{f"{kind}_g{group}": (Form(4, minima=1), group, _few_bits) for kind in WITH_ZEROS for group in GROUPS},
+    **{
+        f"{kind}_g{group}": (Form(4, 2 ** (bits_of(kind) - 1)), group, _few_bits)
+        for kind in LOW_BITS
+        for group in GROUPS
+    },
     "int8_row": (Form(8, 128, by_row=True), 0, _int8),
+    "fp8_g128": (Form(8, floats=True), 128, _fp8),
     "fp8": (Form(8, floats=True, by_row=True), 0, _fp8),
 }
 """Scheme -> layout, columns per scale (0: the whole row), and the function that unpacks its rows."""

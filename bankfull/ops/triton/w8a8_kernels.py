@@ -1,0 +1,252 @@
+"""Kernels of 8-bit weights times 8-bit activations: rounding the activations, and tiles on tensor cores.
+
+The weight is read as its bytes, in the column order of `quantized_layout`; rounding stores the activations in the same
+order, so no code moves. Sums are int32 or float32; both scales are applied once, at the end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bankfull.ops.triton.launch import INTERPRETED, start_next, wait_for_inputs
+from bankfull.ops.triton.linear_rows import gated
+from bankfull.ops.triton.norm import weighted
+
+ROUND = tl.constexpr(1.5 * 2.0**23)
+"""Added and subtracted, it rounds a small float32 to an integer."""
+SMALL = tl.constexpr(1.5 * 2.0**14)
+"""In the same way, to a multiple of 2 ** -9, the smallest float8."""
+PLAIN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def stored_column(position, GROUP: tl.constexpr):
+    """The column of a byte of a row of 8-bit words (`quantized_layout`)."""
+    inside = position % GROUP
+    word, byte = inside // 4, inside % 4
+    return position - inside + 2 * ((byte % 2) * (GROUP // 4) + word) + byte // 2
+
+
+@triton.jit
+def to_float8(numbers):
+    """Rounded to the nearest float8_e4m3fn, among two to the even one. Numbers are at most 448."""
+    if PLAIN:  # the interpreter's conversion is wrong where rounding carries into the exponent
+        bits = numbers.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        numbers = tl.where(tl.abs(numbers) < 2.0**-6, (numbers + SMALL) - SMALL, normal)
+    return numbers.to(tl.float8e4nv)
+
+
+@triton.jit
+def round_rows_kernel(
+    x,
+    delta,
+    joined,
+    norm,
+    codes,
+    scales,
+    columns,
+    x_stride,
+    delta_stride,
+    eps,
+    offset,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    FLOATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row per program. NORM: of x + delta, which is stored to `joined`; rounded like the separate operations."""
+    start_next(OVERLAP)
+    kind: tl.constexpr = x.dtype.element_ty
+    position = tl.arange(0, BLOCK)
+    inside = position < columns
+    column = stored_column(position, GROUP)
+    row = tl.program_id(0).to(tl.int64)
+    if NORM:
+        gain = tl.load(norm + column, inside, 0.0)
+    wait_for_inputs(OVERLAP)
+    numbers = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
+    if NORM:
+        branch = tl.load(delta + row * delta_stride + column, inside, 0.0).to(tl.float32)
+        stream = (numbers + branch).to(kind)
+        tl.store(joined + row * columns + column, stream, inside)
+        numbers = stream.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(numbers * numbers, 0) / columns + eps)
+        numbers = weighted(numbers, inverse, gain, offset, SHIFTED, kind).to(kind).to(tl.float32)
+    largest = tl.max(tl.abs(numbers), 0)
+    finite = tl.sum(numbers * 0.0, 0) == 0.0
+    limit: tl.constexpr = 448.0 if FLOATS else 127.0
+    factor = tl.where(largest > 0, limit / largest, 0.0)
+    places = codes + row * columns + position
+    if FLOATS:
+        tl.store(places, to_float8(numbers * factor), inside)
+    else:
+        tl.store(places, ((numbers * factor + ROUND) - ROUND).to(tl.int8), inside)
+    # A row with an infinity or NaN has no finite result.
+    tl.store(scales + row, tl.where(finite, largest / limit, float("nan")))
+
+
+@triton.jit
+def scaled(total, row_scales, output_scales, bias, own, BIAS: tl.constexpr):
+    found = total.to(tl.float32) * output_scales[:, None] * row_scales[None, :]
+    if BIAS:
+        found += tl.load(bias + own).to(tl.float32)[:, None]
+    return found
+
+
+@triton.jit(do_not_specialize=["rows"])
+def w8a8_tiles_kernel(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    bias,
+    y,
+    partial,
+    arrivals,
+    rows,
+    outputs,
+    columns,
+    share,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """For few rows; split-K as in `linear_tiles.split_tiles_kernel`. Tiles divide outputs and columns evenly."""
+    start_next(OVERLAP)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    within = tl.arange(0, OUT)
+    own = tile * OUT + within
+    row = tl.arange(0, ROWS)
+    column = split * share + tl.arange(0, DEPTH)
+    used = row < rows
+    starts = weight + own[:, None].to(tl.int64) * columns
+    weights = starts + column[None, :]
+    inputs = x + tl.where(used, row, 0)[:, None].to(tl.int64) * columns + column[None, :]
+    output_scales = tl.load(weight_scales + own)
+    kind: tl.constexpr = tl.float32 if FLOATS else tl.int32
+    total = tl.zeros((OUT, ROWS), kind)
+    wait_for_inputs(OVERLAP)
+    for at in tl.range(0, share, DEPTH, num_stages=STAGES):
+        lines = tl.trans(tl.load(inputs + at))
+        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), lines, total, out_dtype=kind)
+    row_scales = tl.load(x_scales + row, used, 0.0)
+    places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
+    if SPLITS == 1:
+        found = scaled(total, row_scales, output_scales, bias, own, BIAS)
+        tl.store(places, found.to(y.dtype.element_ty), mask=used[None, :])
+    else:
+        sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
+        tl.store(sums + split * (OUT * ROWS), total.to(tl.float32))
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            # Bypass L1: other programs wrote these.
+            whole = tl.load(sums, cache_modifier=".cg")
+            for i in tl.static_range(1, SPLITS):
+                whole += tl.load(sums + i * (OUT * ROWS), cache_modifier=".cg")
+            found = scaled(whole, row_scales, output_scales, bias, own, BIAS)
+            tl.store(places, found.to(y.dtype.element_ty), mask=used[None, :])
+            # Reset for the next launch, which may be a replay of this one.
+            tl.store(arrivals + tile, 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def w8a8_gated_kernel(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    y,
+    rows,
+    outputs,
+    columns,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    FLOATS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """f(gate) * up for few rows and a weight of 2 * `outputs` rows; tiles divide both halves evenly."""
+    start_next(OVERLAP)
+    own = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, DEPTH)
+    used = row < rows
+    gates = weight + own[:, None].to(tl.int64) * columns
+    ups = weight + (outputs + own)[:, None].to(tl.int64) * columns
+    gate_weights, up_weights = gates + column[None, :], ups + column[None, :]
+    inputs = x + tl.where(used, row, 0)[:, None].to(tl.int64) * columns + column[None, :]
+    gate_scales, up_scales = tl.load(weight_scales + own), tl.load(weight_scales + outputs + own)
+    sums: tl.constexpr = tl.float32 if FLOATS else tl.int32
+    gate = tl.zeros((OUT, ROWS), sums)
+    up = tl.zeros((OUT, ROWS), sums)
+    wait_for_inputs(OVERLAP)
+    for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
+        lines = tl.trans(tl.load(inputs + at))
+        gate = tl.dot(tl.load(gate_weights + at, eviction_policy="evict_first"), lines, gate, out_dtype=sums)
+        up = tl.dot(tl.load(up_weights + at, eviction_policy="evict_first"), lines, up, out_dtype=sums)
+    row_scales = tl.load(x_scales + row, used, 0.0)
+    dtype: tl.constexpr = y.dtype.element_ty
+    result = gated(
+        gate.to(tl.float32) * gate_scales[:, None] * row_scales[None, :],
+        up.to(tl.float32) * up_scales[:, None] * row_scales[None, :],
+        KIND,
+        dtype,
+    )
+    tl.store(y + row[None, :].to(tl.int64) * outputs + own[:, None], result.to(dtype), mask=used[None, :])
+
+
+@triton.jit
+def w8a8_gemm_kernel(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    bias,
+    y,
+    rows,
+    outputs,
+    columns,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BIAS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """For many rows: persistent programs; x and weight are descriptors, which read zeros past the end. TOGETHER row
+    blocks share the weights that they read at the same time."""
+    start_next(OVERLAP)
+    kind: tl.constexpr = tl.float32 if FLOATS else tl.int32
+    row_blocks, out_blocks = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUT)
+    wait_for_inputs(OVERLAP)
+    for tile in tl.range(tl.program_id(0), row_blocks * out_blocks, tl.num_programs(0), flatten=True):
+        first = tile // (TOGETHER * out_blocks) * TOGETHER
+        size = tl.minimum(row_blocks - first, TOGETHER)
+        rest = tile % (TOGETHER * out_blocks)
+        from_row, from_out = (first + rest % size) * ROWS, rest // size * OUT
+        total = tl.zeros((ROWS, OUT), kind)
+        for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
+            lines, part = x.load([from_row, at]), weight.load([from_out, at])
+            total = tl.dot(lines, tl.trans(part), total, out_dtype=kind)
+        row, own = from_row + tl.arange(0, ROWS), from_out + tl.arange(0, OUT)
+        used, exist = row < rows, own < outputs
+        found = total.to(tl.float32) * tl.load(x_scales + row, used, 0.0)[:, None]
+        found = found * tl.load(weight_scales + own, exist, 0.0)[None, :]
+        if BIAS:
+            found += tl.load(bias + own, exist, 0.0).to(tl.float32)[None, :]
+        places = y + row[:, None].to(tl.int64) * outputs + own[None, :]
+        tl.store(places, found.to(y.dtype.element_ty), used[:, None] & exist[None, :])
