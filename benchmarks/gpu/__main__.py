@@ -21,10 +21,11 @@ from bankfull.runtime.device import open_device
 from benchmarks.gpu.architectures import ARCHITECTURES
 from benchmarks.gpu.engine import Session, Setup
 from benchmarks.gpu.peer import TransformersPeer
+from benchmarks.gpu.quantization import QUANTIZATION
 from benchmarks.gpu.works import TINY_WORKS, TOKENS, WORKS, Figure, Work
 
 COLUMNS = ("work", "weights", "figure", "median", "lowest .. highest", "limit", "% of limit", "also")
-KNOWN = WORKS | ARCHITECTURES | TINY_WORKS
+KNOWN = WORKS | ARCHITECTURES | QUANTIZATION | TINY_WORKS
 
 
 Rows = list[tuple[str, ...]]

@@ -45,6 +45,8 @@ class Setup:
     """Layers of a shortened model; None = all."""
     diffusion: str = ""
     """Options of denoising, for diffusion models."""
+    activations: str = "auto"
+    kv_dtype: str = "auto"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,7 +61,9 @@ class Setup:
     @property
     def weights(self) -> str:
         """Storage of the weights, for display."""
-        return self.quantize or self.dtype
+        rounded = "" if self.activations == "auto" else f", activations by {self.activations}"
+        cached = "" if self.kv_dtype == "auto" else f", {self.kv_dtype} K/V"
+        return f"{self.quantize or self.dtype}{rounded}{cached}"
 
 
 @dataclass(slots=True)
@@ -109,7 +113,13 @@ class Session:
         dtype: torch.dtype = getattr(torch, setup.dtype)
         files = random_model(setup.shape, setup.config, dtype, opened.torch, weights=weights)
         run = RunConfig(
-            device=device, dtype=setup.dtype, quantize=setup.quantize, speculative="off", diffusion=setup.diffusion
+            device=device,
+            dtype=setup.dtype,
+            quantize=setup.quantize,
+            activations=setup.activations,
+            kv_dtype=setup.kv_dtype,
+            speculative="off",
+            diffusion=setup.diffusion,
         )
         sched = SchedConfig(rows=setup.rows, step_tokens=setup.step_tokens)
         self.made: Assembled = assemble(

@@ -8,14 +8,21 @@ from torch import Tensor
 
 from bankfull.ops import Kit, best_output, embedding, gated_linear, linear
 from bankfull.ops.triton import quantized_layout
+from bankfull.ops.triton.quantized_embedding import BLOCKS, CODED
+from bankfull.ops.triton.quantized_expand import expanded
+from bankfull.ops.triton.quantized_four_bit import four_bit_tiles, supports
 from bankfull.ops.triton.quantized_layout import LAYOUTS, repack
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.quantized_tiles import many_rows
 from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.groups import LOW_BITS, WITH_ZEROS
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import Maker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ALIKE = tuple(f"{kind}_g{group}" for kind in (*WITH_ZEROS, *LOW_BITS) for group in (32, 64))
+"""Schemes that differ from another one only in the columns per scale."""
+VARIED = [name for name in LAYOUTS if name not in ALIKE]
 
 
 def weight_of(name: str, outer: int, groups: int = 1, seed: int = 0) -> QTensor:
@@ -34,7 +41,7 @@ def assert_near(found: Tensor, expected: Tensor, share: float = 1e-5) -> None:
     assert error <= share * expected.double().abs().max().item()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", VARIED)
 def test_every_number_comes_out_of_the_kernels_as_it_was_stored(name: str) -> None:
     """Times the identity matrix, in float32: bitwise equal."""
     one_is_long = SCHEMES[name].block >= 256 and DEVICE == "cpu"  # slow in the interpreter
@@ -47,12 +54,15 @@ def test_every_number_comes_out_of_the_kernels_as_it_was_stored(name: str) -> No
     assert torch.equal(few_rows(unit[some], packed, None).T, values[:, some])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", VARIED)
 def test_words_take_about_the_bytes_that_were_stored(name: str) -> None:
     weight = Maker(1).weight(SCHEMES[name], 16, 1024)
     packed = repack(weight)
-    # Scales of K-quants are unpacked to bytes, 5-bit codes take 6 bits, 2- and 3-bit codes take 4.
+    # Scales of K-quants are unpacked to bytes, 5-bit codes take 6 bits, 2- and 3-bit codes take 4, zero points 32.
     spare = {"q2_k": 2.5, "q3_k": 1.2, "q4_k": 0.2, "q5_0": 1.1, "q5_1": 1.1, "q5_k": 1.3}.get(name, 0.0)
+    kind = name.split("_")[0]
+    if kind in (*WITH_ZEROS, *LOW_BITS):
+        spare = 4 - int(kind[-1]) + (24 / 128 if kind in WITH_ZEROS else 0)
     assert weight.nbytes <= packed.nbytes <= weight.nbytes + spare / 8 * 16 * 1024
 
 
@@ -149,6 +159,33 @@ def test_one_row_is_gated_in_the_same_kernel(kind: str) -> None:
         assert_near(found, expected, 2e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("name", VARIED)
+def test_an_expanded_weight_has_the_stored_values(name: str) -> None:
+    weight = weight_of(name, 9, 1 if SCHEMES[name].block >= 256 else 3)
+    packed, bias = repack(weight), normal(9, dtype=torch.bfloat16)
+    unit = torch.eye(weight.shape[1], device=DEVICE, dtype=torch.bfloat16)
+    assert torch.equal(expanded(unit, packed, None).T, weight.dequantize(torch.bfloat16))
+    x = normal(3, weight.shape[1], dtype=torch.bfloat16)
+    assert_near(expanded(x, packed, bias), linear.body(x, weight, bias), 1e-2)
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(128, torch.bfloat16), (64, torch.float16)])
+def test_four_bit_tiles_are_exact_up_to_one_rounding(group: int, dtype: torch.dtype) -> None:
+    weight = weight_of(f"int4_g{group}", 64, 9)
+    packed, bias = repack(weight), normal(64, dtype=dtype)
+    exact = weight.dequantize(torch.float64)
+    for rows in (2, 19):
+        x = normal(rows, weight.shape[1], dtype=dtype, seed=rows)
+        assert supports(x, packed)
+        found, again = four_bit_tiles(x, packed, bias), four_bit_tiles(x, packed, bias)
+        expected = x.double() @ exact.T + bias.double()
+        assert torch.equal(found, again)
+        assert_near(found, expected, 2.0**-8)
+    assert not supports(x.float(), packed)
+    assert not supports(x, repack(weight_of("q4_1", 64, 2))), "it has minima"
+    assert not supports(x, repack(weight_of(f"int4_g{group}", 63, 2))), "tiles do not divide the outputs"
+
+
 def test_the_argmax_is_the_first_of_equals_and_missing_with_nan() -> None:
     weight = weight_of("int4_g128", 40)
     weight = QTensor.stacked([weight, weight])
@@ -159,7 +196,7 @@ def test_the_argmax_is_the_first_of_equals_and_missing_with_nan() -> None:
     assert found[2] == -1 and all(int(place) < 40 for place in found)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name in CODED or name in BLOCKS])
 def test_rows_of_a_table_are_its_numbers(name: str) -> None:
     table = weight_of(name, 9, 2)
     ids = torch.tensor([8, 0, 3, 3], device=DEVICE)

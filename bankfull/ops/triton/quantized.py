@@ -1,11 +1,13 @@
-"""Quantized linear layers on a GPU: provider "triton-q". Weights stay quantized until they are in registers.
+"""Quantized linear layers on a GPU: provider "triton-q". Weights stay quantized in memory.
 Accumulators are float32. Activations keep their dtype, except for one row with integer codes, where they become 16-bit
 fixed point (`quantized_persistent`).
 
 One row is a GEMV at the speed of reading the weights, with one of three kernels: integer dot products in persistent
 programs (`quantized_persistent`); for float8, tensor cores fed from registers (`quantized_fp8_rows`); or CUDA cores
 (`quantized_rows`), for every format. The fastest was measured in chains of whole layers. More rows use tensor core
-tiles (`quantized_tiles`). Weights are repacked for all of them at load (`quantized_layout`).
+tiles (`quantized_four_bit` for plain 4-bit codes, `quantized_tiles` for every format), and hundreds of rows the
+library, after the weight is expanded (`quantized_expand`). Weights are repacked for all of them at load
+(`quantized_layout`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from bankfull.ops.reference.linear import (
     normed_linear,
 )
 from bankfull.ops.reference.shapes import check_linear
-from bankfull.ops.triton import quantized_fp8_rows, quantized_persistent
+from bankfull.ops.triton import quantized_expand, quantized_four_bit, quantized_fp8_rows, quantized_persistent
 from bankfull.ops.triton.linear import read
+from bankfull.ops.triton.quantized_expand import expanded
+from bankfull.ops.triton.quantized_four_bit import four_bit_tiles
 from bankfull.ops.triton.quantized_fp8_rows import fp8_rows
 from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repack
 from bankfull.ops.triton.quantized_persistent import best_of_row, one_row
@@ -85,7 +89,12 @@ def _row_kernel(x: Tensor, weight: WordWeight) -> Callable[..., Tensor] | None:
 def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     if not len(x):
         return x.new_empty(0, weight.shape[0])
-    return (_row_kernel(x, weight) or many_rows)(x, weight, bias)
+    if quantized_expand.is_fastest(len(x), x):
+        return expanded(x, weight, bias)
+    kernel = _row_kernel(x, weight)
+    if kernel is None:
+        kernel = four_bit_tiles if quantized_four_bit.supports(x, weight) else many_rows
+    return kernel(x, weight, bias)
 
 
 @linear.provider(NAME, on="cuda", accepts=_accepts, prepare=repack)
