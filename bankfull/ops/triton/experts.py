@@ -101,7 +101,7 @@ def _few(own: Operands) -> Tensor:
     tokens, hidden = own.x.shape
     inner, launch = own.gate.shape[1], overlapped(own.x)
     middle = own.x.new_empty(tokens * own.per_token, inner)
-    depth = min(1024, power_of_two(hidden))
+    depth = min(2048, power_of_two(hidden))
     out = max(1, HELD // 2 // depth)
     pair_gate_kernel[(tokens * own.per_token, -(-inner // out))](
         own.x,
@@ -123,7 +123,8 @@ def _few(own: Operands) -> Tensor:
     )
     y = own.x.new_empty(tokens, hidden)
     depth = min(1024, power_of_two(inner))
-    out = max(1, HELD // depth)
+    together = max(1, min(power_of_two(own.per_token), HELD // depth))
+    out = max(1, HELD // (together * depth))
     pair_down_kernel[(tokens, -(-hidden // out))](
         middle,
         own.chosen,
@@ -133,6 +134,7 @@ def _few(own: Operands) -> Tensor:
         hidden,
         inner,
         own.per_token,
+        together,
         out,
         depth,
         own.down.form,

@@ -14,6 +14,8 @@ from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wai
 from bankfull.ops.triton.rows import accepts, contiguous_rows, supported
 
 SMALLEST = tl.constexpr(TINY)
+LOWEST = tl.constexpr(-(2**63))
+"""A key below all others."""
 MOST_EXPERTS, MOST_PER_TOKEN = 4096, 64
 """A program holds the scores of all experts, and chooses one after the other."""
 
@@ -22,6 +24,14 @@ MOST_EXPERTS, MOST_PER_TOKEN = 4096, 64
 def first_best(ranks, index, WIDTH: tl.constexpr):
     """The lowest index among the highest ranks. NaN ranks highest."""
     return tl.min(tl.where(ranks == tl.max(ranks), index, WIDTH))
+
+
+@triton.jit
+def sort_keys(ranks, index):
+    """Integers in the order of ranks, equal ranks in the reverse order of indices: one maximum finds rank and index."""
+    bits = ranks.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (index ^ 0x7FFFFFFF).to(tl.int64)
 
 
 @triton.jit
@@ -42,9 +52,11 @@ def route_kernel(
     BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """WIDTH, SLOTS: powers of two of at least EXPERTS and PER_TOKEN."""
+    """WIDTH, SLOTS: powers of two of at least EXPERTS and PER_TOKEN. AT_ONCE: the scores of all chosen experts are
+    found in one pass over WIDTH x SLOTS numbers."""
     start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     index, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)
@@ -84,12 +96,16 @@ def route_kernel(
         open = exist
     ids = tl.zeros((SLOTS,), tl.int32)
     factors = tl.zeros((SLOTS,), tl.float32)
+    keys = tl.where(open, sort_keys(ranks, index), LOWEST)
     for i in tl.static_range(PER_TOKEN):
-        best = tl.max(tl.where(open, ranks, gone))
-        expert = tl.min(tl.where(open & (ranks == best), index, WIDTH))
+        expert = (tl.max(keys) & 0xFFFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
         ids = tl.where(slot == i, expert, ids)
-        factors = tl.where(slot == i, tl.sum(tl.where(index == expert, scores, 0.0)), factors)
-        open = open & (index != expert)
+        keys = tl.where(index == expert, LOWEST, keys)
+        if not AT_ONCE:
+            factors = tl.where(slot == i, tl.sum(tl.where(index == expert, scores, 0.0)), factors)
+    if AT_ONCE:
+        mine = (index[:, None] == ids[None, :]) & (slot < PER_TOKEN)[None, :]
+        factors = tl.sum(tl.where(mine, scores[:, None], 0.0), 0)
     if RENORMALIZE:
         factors = factors / (tl.sum(factors) + SMALLEST)
     places = token * PER_TOKEN + slot
@@ -127,6 +143,7 @@ def run_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[T
             bias is not None,
             power_of_two(rule.experts),
             power_of_two(rule.per_token),
+            power_of_two(rule.experts) * power_of_two(rule.per_token) <= 4096,
             num_warps=1 if rule.experts <= 256 else 4,
             **overlapped(rows),
         )

@@ -89,6 +89,7 @@ def pair_down_kernel(
     outputs,
     columns,
     PER_TOKEN: tl.constexpr,
+    TOGETHER: tl.constexpr,
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
     FORM: tl.constexpr,
@@ -96,29 +97,32 @@ def pair_down_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """y[token] = sum of its experts' down(hidden) * weight, in the order of `chosen`."""
+    """y[token] = sum of its experts' down(hidden) * weight, in a fixed order. TOGETHER experts of a token are read at
+    once: one after the other, each would wait for memory again."""
     start_next(OVERLAP)
     token = tl.program_id(0)
-    own = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    lane = tl.arange(0, TOGETHER * OUT)
+    own = tl.program_id(1) * OUT + lane % OUT
     column = tl.arange(0, DEPTH)
-    exist = own < outputs
     wait_for_inputs(OVERLAP)
     dtype: tl.constexpr = y.dtype.element_ty
     whole = tl.zeros((OUT,), tl.float32)
-    for slot in range(PER_TOKEN):
-        pair = token * PER_TOKEN + slot
-        row = tl.load(chosen + pair).to(tl.int64) * outputs + own
-        source = hidden + pair.to(tl.int64) * columns
-        total = tl.zeros((OUT, DEPTH), tl.float32)
+    for first in tl.static_range(0, PER_TOKEN, TOGETHER):
+        slot = first + lane // OUT
+        used = (own < outputs) & (slot < PER_TOKEN)
+        pair = (token * PER_TOKEN + slot).to(tl.int64)
+        row = tl.load(chosen + pair, mask=used, other=0).to(tl.int64) * outputs + own
+        source = hidden + pair * columns
+        total = tl.zeros((TOGETHER * OUT, DEPTH), tl.float32)
         for at in range(0, columns, DEPTH):
             here = at + column
-            inside = here < columns
-            line = tl.load(source + here, mask=inside, other=0.0).to(tl.float32)[None, :]
-            both = exist[:, None] & inside[None, :]
+            both = used[:, None] & (here < columns)[None, :]
             part = weight_tile(down, down_scales, row[:, None], here[None, :], columns, both, FORM, GROUP, tl.float32)
-            total += part * line
-        out = tl.sum(total, 1) * output_scale(down_scales, row, exist, FORM)
+            total += part * tl.load(source[:, None] + here[None, :], mask=both, other=0.0).to(tl.float32)
+        out = tl.sum(total, 1) * output_scale(down_scales, row, used, FORM)
         if BIAS:
-            out += tl.load(down_bias + row, mask=exist, other=0.0).to(tl.float32)
-        whole += out.to(dtype).to(tl.float32) * tl.load(weights + pair)
-    tl.store(y + token.to(tl.int64) * outputs + own, whole.to(dtype), mask=exist)
+            out += tl.load(down_bias + row, mask=used, other=0.0).to(tl.float32)
+        out = out.to(dtype).to(tl.float32) * tl.load(weights + pair, mask=used, other=0.0)
+        whole += tl.sum(tl.reshape(out, (TOGETHER, OUT)), 0)
+    mine = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    tl.store(y + token.to(tl.int64) * outputs + mine, whole.to(dtype), mask=mine < outputs)
