@@ -25,6 +25,10 @@ GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_tr
 PACKAGES := $(sort $(dir $(wildcard bankfull/*/ bankfull/*/*/ bankfull/*/*/*/)))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
+# Packages are installed without byte code, and the tests start some two hundred Python processes. Each would compile
+# torch's sources again (3 s) if the environment kept the first one from writing its byte code.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-cluster test-console test-docs soak \
 	test-kernels test-sanitize test-aarch64 clean tools clients-environment
