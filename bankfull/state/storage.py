@@ -70,7 +70,10 @@ class Storage:
 
         Bytes of 0xFF are NaN in every type of float; int8 pages show it by their scales.
         """
-        self.frames[torch.tensor(list(pages), dtype=torch.long, device=self.frames.device)] = 0xFF
+        if self.frames.device.type == "cpu":
+            self.frames.numpy()[list(pages)] = 0xFF  # whole rows; torch would fill byte by byte
+        else:
+            self.frames[torch.tensor(list(pages), dtype=torch.long, device=self.frames.device)] = 0xFF
         index = torch.tensor(list(slots), dtype=torch.long, device=self.frames.device)
         for tensor in self.slots:
             tensor[index] = float("nan")
