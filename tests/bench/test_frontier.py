@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import tokenizers
 import torch
 from hypothesis import given, settings
@@ -42,6 +44,10 @@ def test_the_frontier_of_speed_is_another_than_that_of_bytes() -> None:
     assert pareto([small, fast, neither], "bytes") == [small] and pareto([small, fast, neither], "decode") == [fast]
     chart = frontier_chart("m", [small, fast, neither], "decode")
     assert [mark.label for mark in chart.marks] == ["a", "b", "c"] and len(chart.series) == 2
+    assert [mark.series for mark in chart.marks] == [1, 0, 1]
+    drawn = chart.svg()
+    for name, color in (("a", 1), ("b", 0), ("c", 1)):
+        assert re.search(rf"chart-series-{color}\);[^>]*><title>{name}:", drawn)
 
 
 def test_a_kept_reference_gives_the_figures_of_a_running_one() -> None:

@@ -56,6 +56,8 @@ class Mark:
     x: float
     y: float
     label: str
+    series: int | None = None
+    """Number of the series that its point belongs to, and is drawn like; None: of none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,8 @@ def _marks(marks: Sequence[Mark], plot: Box, x: Scale, y: Scale) -> Iterator[str
     for mark, place in placed:
         left, top = _at(plot, place)
         taken.append(Box(left - 5, top - 5, left + 5, top + 5))
-        yield _dot(plot, place, "var(--chart-ink)", f"{mark.label}: {x.shown(mark.x)}, {y.shown(mark.y)}")
+        color = "var(--chart-ink)" if mark.series is None else _color(mark.series)
+        yield _dot(plot, place, color, f"{mark.label}: {x.shown(mark.x)}, {y.shown(mark.y)}")
     for mark, place in placed:
         left, top = _at(plot, place)
         box, _ = best(around(left, top, _width(mark.label), 15, GAP, 15), taken, plot)

@@ -172,9 +172,9 @@ def _draw_marks(sheet: Sheet, chart: Chart, x: Scale, y: Scale) -> list[tuple[st
         box, covered = best((Box(*(int(side) for side in box)) for box in candidates), taken, within)
         if covered:
             numbered.append((str(len(numbered) + 1), _clean(mark.label)))
-            sheet.write(column, row, numbered[-1][0])
+            sheet.write(column, row, numbered[-1][0], mark.series)
             continue
-        sheet.write(column, row, "*" if sheet.plain else "●")
+        sheet.write(column, row, "*" if sheet.plain else "●", mark.series)
         sheet.write(int(box.left) + 1, int(box.top), label)
         taken.append(box)
     return numbered
