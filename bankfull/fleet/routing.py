@@ -1,11 +1,12 @@
 """Routing: which replica serves a request. Policies are pure: they see one `Candidate` per replica and return an index.
 
-`prefix`, the default, minimizes predicted milliseconds: the time until the first token, plus the delay that the
-request's prefill causes to others. It delays the streams that run there now, and where the cache is full it evicts
-prefixes that later requests must compute again. A session stays where its prefix is cached, because any other replica
-would compute it again, and leaves a replica whose queue costs more than that. Nothing else makes sessions stick. A
-prefix that all requests share spreads by the same rule: once the replica that holds it is busy enough, another one is
-faster although it must compute the prefix first, and holds it from then on.
+`prefix`, the default, minimizes predicted milliseconds: the time until the first token, the time that decoding takes
+longer beside other streams, and the delay that the request's prefill causes to others. It delays the streams that run
+there now, and where the cache is full it evicts prefixes that later requests must compute again. A session stays where
+its prefix is cached, because any other replica would compute it again, and leaves a replica whose queue or streams cost
+more than that. Nothing else makes sessions stick. A prefix that all requests share spreads by the same rule: once the
+replica that holds it is busy enough, another one is faster although it must compute the prefix first, and holds it from
+then on.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ DEFAULT_STEP_TOKENS = 512
 """Assumed tokens of a step for a replica that does not report them."""
 STREAM_WEIGHT = 0.5
 """Weight of a millisecond by which a running stream is delayed, relative to one before the first token."""
+SHARING_WEIGHT = 0.5
+"""How much longer a stream is taken to last at a replica whose rows are all in use than at an idle one, as a share of
+its measured time. Without it, requests with one short prompt would all go to the replica that holds it, and none to one
+that was added because the first was too slow."""
 EVICTION_WEIGHT = 2.0
 """Delay of later requests for each millisecond of prefill into a full cache: the evicted prefixes are computed again,
 and requests queue behind that. On the multi-turn traffic of `benchmarks.routing` (seeds 0 to 2) prefix routing reaches
@@ -118,6 +123,18 @@ def others_delay_ms(prompt_tokens: int, replica: Candidate) -> float:
     return own * (STREAM_WEIGHT * replica.running + EVICTION_WEIGHT * replica.fullness)
 
 
+def sharing_ms(replica: Candidate) -> float:
+    """Predicted milliseconds by which the request's stream is slower beside those that run there."""
+    if not replica.rows:
+        return 0.0
+    return SHARING_WEIGHT * replica.row_ms * min(1.0, replica.online / replica.rows)
+
+
+def predicted(prompt_tokens: int, replica: Candidate) -> float:
+    """What a replica costs in milliseconds, with its own rates."""
+    return first_token_ms(prompt_tokens, replica) + others_delay_ms(prompt_tokens, replica) + sharing_ms(replica)
+
+
 def with_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The same candidates; those without measured rates get the median of the others', or the defaults. A replica that
     has just started serves the same model, and must look neither free nor hopeless."""
@@ -174,7 +191,7 @@ def by_column(candidates: Sequence[Candidate]) -> ByColumn | None:
 
 
 def predicted_ms(prompt_tokens: int, candidates: ByColumn) -> np.ndarray[Any, Any]:
-    """`first_token_ms` plus `others_delay_ms` of all candidates, with the rates of `with_rates`: the same operations in
+    """`predicted` of all candidates, with the rates of `with_rates`: the same operations in
     the same order, so that the sums are equal to the last bit."""
     import numpy as np
 
@@ -189,11 +206,12 @@ def predicted_ms(prompt_tokens: int, candidates: ByColumn) -> np.ndarray[Any, An
     wait = (0.5 + np.ceil(work / tokens)) * step
     wait *= running > 0
     full = online >= rows
+    row = _known(of["row_ms"], 0.0)
     if full.any() and (full := full & (rows > 0)).any():
-        row = _known(of["row_ms"], 0.0)
         wait += np.where(full, (online - rows + 1) * row / np.maximum(1, rows), 0.0)
     wait += work * prefill
-    return wait + own * prefill * (STREAM_WEIGHT * running + EVICTION_WEIGHT * of["fullness"])
+    shared = SHARING_WEIGHT * row * np.minimum(1.0, online / np.maximum(1, rows)) * (rows > 0)
+    return wait + own * prefill * (STREAM_WEIGHT * running + EVICTION_WEIGHT * of["fullness"]) + shared
 
 
 def _known(rates: np.ndarray[Any, Any], default: float) -> np.ndarray[Any, Any]:
@@ -259,8 +277,7 @@ class PrefixRouting:
             return self._rotation.least_of_columns(costs, columns.columns()["online"])
         each = []
         for replica in with_rates(candidates):
-            cost = first_token_ms(prompt_tokens, replica) + others_delay_ms(prompt_tokens, replica)
-            each.append((round(cost / TIE_MS), replica.online))
+            each.append((round(predicted(prompt_tokens, replica) / TIE_MS), replica.online))
         return self._rotation.least(each)
 
 

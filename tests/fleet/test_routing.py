@@ -16,6 +16,7 @@ from bankfull.fleet.routing import (
     Candidate,
     first_token_ms,
     others_delay_ms,
+    predicted,
     routing_policy,
     with_rates,
 )
@@ -102,6 +103,40 @@ def test_a_replica_without_a_free_row_makes_requests_wait() -> None:
     crowded = replace(MEASURED, load=busy(running=16), cached_tokens=200, inflight=40)
     assert policy.choose(300, False, [crowded, MEASURED]) == 1
     assert first_token_ms(300, crowded) > 25 * 500.0 / 16
+
+
+def test_an_added_replica_gets_its_share_of_equal_prompts() -> None:
+    """Streams of one short prompt, which the first replica holds; each lasts 40 arrivals."""
+    policy = routing_policy()
+    online, holds = [0, 0], [True, False]
+    ends: list[tuple[int, int]] = []
+    for arrival in range(400):
+        for _, at in (one for one in ends if one[0] == arrival):
+            online[at] -= 1
+        replicas = [
+            replace(MEASURED, load=busy(running=count), inflight=count, cached_tokens=99 * held)
+            for count, held in zip(online, holds, strict=True)
+        ]
+        chosen = policy.choose(100, False, replicas)
+        online[chosen] += 1
+        holds[chosen] = True
+        ends.append((arrival + 40, chosen))
+        assert arrival < 100 or abs(online[0] - online[1]) <= 2
+
+
+@given(st.integers(1, 5000), st.integers(0, 16), st.integers(0, 16), st.integers(0, 5000))
+def test_a_prefix_is_left_exactly_if_sharing_costs_more_than_computing_it(
+    prompt: int, here: int, there: int, cached: int
+) -> None:
+    """Nothing but decoding runs at either replica, and the cache of neither is full."""
+    cached = min(cached, prompt - 1)
+    holder, other = (replace(MEASURED, inflight=count, cached_tokens=0) for count in (here, there))
+    holder = replace(holder, cached_tokens=cached)
+    gained = predicted(prompt, holder) - predicted(prompt, other)
+    full = (500.0 / 16) * ((here == 16) - (there == 16))  # until a row is free
+    assert gained == pytest.approx(0.5 * 500.0 * (here - there) / 16 - cached * 0.1 + full, abs=1e-6)
+    if abs(gained) > 0.2:
+        assert routing_policy().choose(prompt, False, [holder, other]) == int(gained > 0)
 
 
 def test_a_slower_replica_gets_less() -> None:
