@@ -78,5 +78,7 @@ def frontier_chart(model: str, found: Sequence[WayFigures], cost: str) -> Chart:
     series = [Series("not beaten in both", places(best))]
     series += [Series("beaten", places(others), kind="points")] if others else []
     shown = [one for one in found if of(one) is not None]
-    marks = [Mark(*place, one.way.name, int(id(one) not in chosen)) for one, place in zip(shown, places(shown), strict=True)]
+    marks = [
+        Mark(*place, one.way.name, int(id(one) not in chosen)) for one, place in zip(shown, places(shown), strict=True)
+    ]
     return Chart(f"{model}: cost against loss", axis, Axis("KL to float32, mean nats", log=True), series, marks)
