@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, stack
@@ -77,8 +76,6 @@ class Attention:
     ) -> None:
         """`sinks`: one logit for each head, which only adds to the denominator of its softmax. `rotates_first`: RoPE
         comes before the norms of queries and keys, not after them."""
-        if heads.mask is not None and build.kit.device == "cuda":
-            raise ModelError("Sparse attention masks have no GPU kernel yet; run this model with device='cpu'.")
         self.heads, self.rope = heads, rope
         self.q, self.k, self.v = q, k, v
         self.out: Product = out

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bankfull.config import SchedConfig, StateConfig
-from bankfull.errors import ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
@@ -20,7 +19,6 @@ from bankfull.weights.source import open_model
 from tests.gpu.place import CPU, DEVICE, require_device, the_device
 from tests.kit import Bench
 from tests.test_exact import SETTINGS, STRATEGIES, cases, check, other_cases
-from tests.tiny import model_of
 
 require_device()
 
@@ -30,10 +28,6 @@ from tests.models.oracle import saved  # noqa: E402
 NEW = 12
 MARGIN = 1e-3
 """By which the best token must beat the second: rounding in float32 is far below."""
-
-
-WITHOUT_KERNEL = ("sparse",)
-"""Shapes that a GPU refuses."""
 
 
 @pytest.mark.parametrize(",".join(SETTINGS), list(cases()))
@@ -49,15 +43,11 @@ def test_every_combination_gives_the_tokens_of_a_plain_loop_on_the_host(
     strategy: str,
     resumed: bool,
 ) -> None:
-    if shape in WITHOUT_KERNEL:
-        with pytest.raises(ModelError, match="no GPU kernel yet"):
-            model_of(shape, torch.float32, "auto")
-        return
     check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, torch.float32, "auto")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [shape for shape in SETTINGS["shape"] if shape not in WITHOUT_KERNEL])
+@pytest.mark.parametrize("shape", SETTINGS["shape"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_whole_product_on_the_device(shape: str, strategy: str) -> None:
     for case in other_cases(shape, strategy):

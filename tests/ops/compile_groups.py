@@ -15,7 +15,7 @@ import triton.language as tl
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
-from bankfull.ops import OPERATIONS, Kit, RecurrentMeta, Unnormed, kit_for
+from bankfull.ops import OPERATIONS, Kit, PagedMeta, RecurrentMeta, Unnormed, kit_for
 from bankfull.ops.triton import linear as dense
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write
 from bankfull.ops.triton.quantized_layout import repack
@@ -26,6 +26,7 @@ from bankfull.runtime.forward import Eager
 from bankfull.runtime.rehearsal import every_kind, rehearsal
 from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
+from bankfull.state.mask import Mask
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.synthetic.random_weights import RandomWeights, random_model
@@ -197,6 +198,7 @@ def edges() -> Two:
         for keep in (False, True):
             call = partial(launch_rotate_and_write, q, k, v, *pages, slots, (angles, angles), None, keep)
             made.append((f"{q_dtype} queries of {size}, {dtype} pages, values of {values}, {keep}", call))
+    made += sparse(((torch.float32, 16), Mask(5, 4, global_tokens=3)), ((DTYPE, 128), Mask(8, stride=8)))
     for name in ("int4_g128", "int4_g32", "q4_k", "int8_row"):
         for groups in (1, 3):
             inner = groups * max(64, SCHEMES[name].block)
@@ -204,6 +206,27 @@ def edges() -> Two:
             for dtype in (torch.float32, DTYPE):
                 call = partial(few_rows, torch.empty(1, inner, dtype=dtype), weight, None)
                 made.append((f"{name} 9x{inner}, a row of {dtype}", call))
+    return made, made
+
+
+def sparse(*shapes: tuple[tuple[torch.dtype, int], Mask]) -> list[Launch]:
+    """Attention under sparse masks: single tokens, a few (also in trees), and prompts."""
+    made = []
+    run = OPERATIONS["paged_attention"].providers["triton"].run
+    for (dtype, size), mask in shapes:
+        for counts, trees in (([1] * 3, False), ([5], True), ([200, 1], False)):
+            q = torch.empty(sum(counts), 8, size, dtype=dtype, device=META)
+            pages = torch.empty(99, 16, 2, size, dtype=dtype, device=META)
+            table, slots = (torch.empty(n, dtype=torch.int64, device=META) for n in ((len(counts), 20), (len(q),)))
+            ancestors = slots if trees else None
+            meta = PagedMeta(np.cumsum([0, *counts]), np.array(counts) + 90, table, slots, 16, ancestors=ancestors)
+            made.append((f"{mask} {dtype} {counts}", partial(run, q, pages, pages, meta, 0.1, mask)))
+    return made
+
+
+def sparse_kinds() -> Two:
+    masks = (Mask(9, aligned=True), Mask(8, stride=8, columns=2, aligned=True), Mask(6, global_tokens=4))
+    made = sparse(*(((dtype, 64), mask) for mask in masks for dtype in (DTYPE, torch.float32)))
     return made, made
 
 
@@ -287,6 +310,7 @@ GROUPS: dict[str, Callable[[], Two]] = {
     "broken": broken,
     "plans": plans,
     "edges": edges,
+    "sparse": sparse_kinds,
     "heads": partial(heads, "int4_g128", "int8_row"),
     "quantized": partial(quantized, "int4_g128"),
     "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),

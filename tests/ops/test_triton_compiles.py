@@ -50,7 +50,9 @@ def test_kernels_compile_for_generated_inputs_and_a_broken_one_is_named_with_the
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("group", ["linear-recurrences", "state-spaces", pytest.param("generated-more", marks=LONG)])
+@pytest.mark.parametrize(
+    "group", ["linear-recurrences", "state-spaces", "sparse", pytest.param("generated-more", marks=LONG)]
+)
 def test_kernels_compile_for_more_generated_inputs(group: str) -> None:
     check_generated(report_on(group))
 

@@ -2,11 +2,13 @@
 
 Sequences with few new tokens use the decode kernel, which streams their KV cache once, split over the multiprocessors.
 So do trees of drafts, which only this kernel supports. Others use the prefill kernel with tiles of queries, which alone
-supports blocks whose tokens see each other. A mixed batch runs both.
+supports blocks whose tokens see each other. A mixed batch runs both. Sparse masks have a decode and a prefill kernel of
+their own (`attention_sparse.py`), for the same shares of a batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,10 +28,12 @@ from bankfull.ops.triton.attention_decode import MOST_TOKENS, launch_decode
 from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
 from bankfull.ops.triton.attention_prefill import launch_prefill
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write
+from bankfull.ops.triton.attention_sparse import launch_sparse_decode, launch_sparse_prefill
 from bankfull.ops.triton.attention_tile import FLOATS
 from bankfull.ops.triton.norm import run_rms_norm
 from bankfull.ops.triton.rope import run_rotate
 from bankfull.ops.triton.rows import contiguous_rows
+from bankfull.state.mask import Mask, Sight
 
 LARGEST_HEAD = 256
 """Largest head size whose tile fits into registers."""
@@ -39,7 +43,7 @@ def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = No
     """KV pages in the queries' dtype, in int8, or in a dtype that converts to the queries' dtype without loss."""
     heads = facts.get("heads")
     fits = pages in (None, dtype, torch.int8) or (dtype is torch.float32 and pages in FLOATS)
-    return dtype in FLOATS and fits and (heads is None or (heads.size <= LARGEST_HEAD and heads.mask is None))
+    return dtype in FLOATS and fits and (heads is None or heads.size <= LARGEST_HEAD)
 
 
 def _accepts_attend(**facts: Any) -> bool:
@@ -47,9 +51,7 @@ def _accepts_attend(**facts: Any) -> bool:
     return _accepts(**facts) and facts.get("pages") is not torch.int8
 
 
-def _check(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: int | None, sinks: Tensor | None
-) -> None:
+def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: Sight, sinks: Tensor | None) -> None:
     page, key_heads, size = k_pages.shape[1:]
     if size != q.shape[2] or v_pages.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
         raise ValueError("attention: shapes of queries, keys, values and page size do not match")
@@ -59,7 +61,7 @@ def _check(
         raise ValueError("attention: each head's elements must be contiguous in a page")
     if meta.block and (window is not None or meta.ancestors is not None):
         raise ValueError("attention: blocks that see each other have neither a window nor a tree")
-    if window is not None and window < 1:
+    if isinstance(window, int) and window < 1:
         raise ValueError(f"attention: a window of {window} tokens is too small; use at least 1")
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_contiguous()):
         raise ValueError(f"attention: {q.shape[1]} heads need one sink each, not {tuple(sinks.shape)}")
@@ -90,12 +92,14 @@ def _over_pages(
     meta: PagedMeta,
     out: Tensor,
     scale: float,
-    window: int | None,
+    window: Sight,
     cap: float | None,
     sinks: Tensor | None,
     own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of final queries over pages that hold all keys and values; `own`: also the step's keys and values."""
+    if isinstance(window, Mask):
+        return _under_mask(q, k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
     if meta.partition is not None:
         return _by_partition(q, k_pages, v_pages, scales, meta, meta.partition, out, scale, window, cap, sinks)
     counts, table = np.diff(meta.q_start), contiguous_rows(meta.pages)
@@ -134,6 +138,39 @@ def _over_pages(
     return out
 
 
+def _under_mask(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    meta: PagedMeta,
+    out: Tensor,
+    scale: float,
+    mask: Mask,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`_over_pages` with the kernels of sparse masks, also for captured steps."""
+    table, (starts, lengths) = contiguous_rows(meta.pages), _on_device(meta, q.device)
+    tiles_of: Callable[[int], Tensor] | None
+    if meta.partition is not None:
+        tiles_of, width = meta.partition.tiles, 1 if meta.partition.decodes is not None else 0
+        chosen = meta.partition.decodes
+    else:
+        counts = np.diff(meta.q_start)
+        few = counts <= (MOST_TOKENS if meta.ancestors is None else TREE_TOKENS)
+        short, long = np.flatnonzero(few), np.flatnonzero(~few)
+        width = int(counts[short].max()) if len(short) else 0
+        chosen = device_sequences(short, q.device) if width and len(long) else None
+        tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, long, device=q.device) if len(long) else None
+    if tiles_of is not None:
+        launch_sparse_prefill(q, k_pages, v_pages, scales, table, lengths, tiles_of, out, scale, mask, cap, sinks)
+    if width:
+        args = starts, lengths, chosen, meta.ancestors, width, out, scale, mask, cap, sinks
+        launch_sparse_decode(q, k_pages, v_pages, scales, table, *args)
+    return out
+
+
 def _by_partition(
     q: Tensor,
     k_pages: Tensor,
@@ -143,7 +180,7 @@ def _by_partition(
     partition: SequencePartition,
     out: Tensor,
     scale: float,
-    window: int | None,
+    window: Sight,
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -185,7 +222,7 @@ def run_paged_attention(
     v_pages: Tensor,
     meta: PagedMeta,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
@@ -210,7 +247,7 @@ def run_attend(
     angles: tuple[Tensor, Tensor] | None,
     norms: HeadNorms | None,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -223,7 +260,7 @@ def run_attend(
         norms = HeadNorms(contiguous_rows(norms.q), contiguous_rows(norms.k), norms.eps, norms.offset)
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     width = int(np.diff(meta.q_start).max())
-    if meta.partition is None and width <= _most_few(meta):
+    if meta.partition is None and width <= _most_few(meta) and not isinstance(window, Mask):
         launch_decode(
             q,
             new,
@@ -252,7 +289,8 @@ def run_attend(
         return _over_pages(q, k_pages, v_pages, None, meta, out, scale, window, cap, sinks)
     k, v = new
     # Pages of another dtype hold rounded keys and values, and all readers must see the same ones.
-    keep = meta.partition is None and bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
+    fresh = meta.partition is None and not isinstance(window, Mask) and bool(_fresh(meta).any())
+    keep = fresh and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
     rotated, keys = launch_rotate_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
     own = (keys, v) if keep else None
     return _over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, sinks, own)
