@@ -92,15 +92,18 @@ struct Rows {
     int64_t length;                   // of the sequence
     const uint64_t* paths = nullptr;  // of the queries, if they belong to a tree
     int64_t tree = INT64_MAX;         // the tree's first position
+    int64_t listed = 0;               // under a sparse mask: keys that the item's query sees, in place of positions
 
     Rows(const AttentionJob& j, const AttentionItem& item)
         : job(j), token(j.q_start[item.sequence] + item.first), kv_head(item.kv_head), queries(item.queries),
           groups(j.heads / j.kv_heads), count(queries * groups), length(j.kv_len[item.sequence]) {
         const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
         position = length - all + item.first;
-        if (!j.ancestors || !j.ancestors[token]) return;
-        paths = j.ancestors + token;
-        tree = position - item.first;
+        if (j.ancestors && j.ancestors[token]) {
+            paths = j.ancestors + token;
+            tree = position - item.first;
+        }
+        if (j.mask.given()) listed = VisibleKeys(j.mask, position_of(0)).count();
     }
     int64_t position_of(int64_t row) const {
         const int64_t query = query_of(row);
@@ -113,7 +116,7 @@ struct Rows {
     const float* query(int64_t row) const { return job.q + token_of(row) * job.q_token + head_of(row) * job.size; }
     // Positions that the row sees in [begin, end) of a chunk; none if from >= to.
     int64_t to(int64_t row, int64_t end) const {
-        const int64_t last = end_of_sight(job, position_of(row), length);
+        const int64_t last = job.mask.given() ? listed : end_of_sight(job, position_of(row), length);
         return last < end ? last : end;
     }
     int64_t from(int64_t row, int64_t begin) const {
@@ -340,6 +343,27 @@ static void locate_run(const AttentionJob& job, const Pages& pages, const Attent
     }
 }
 
+// The same for the keys [from, to) of a sparse mask's list. Positions from `tree` on are those of a path.
+template <class E>
+static void locate_listed(const AttentionJob& job, const Pages& pages, const AttentionItem& item, const VisibleKeys& seen,
+                          int64_t tree, uint64_t path, int64_t from, int64_t to, const uint8_t** at) {
+    while (from < to) {
+        int64_t run, key = seen.key(from, run);
+        if (run > to - from) run = to - from;
+        if (key >= tree) {
+            uint64_t later = path;
+            for (int64_t i = tree; i < key; ++i) later &= later - 1;
+            key = tree + __builtin_ctzll(later);
+            run = 1;
+        } else if (key + run > tree) {
+            run = tree - key;
+        }
+        locate_run<E>(job, pages, item, key, key + run, at);
+        at += run;
+        from += run;
+    }
+}
+
 // The same for any positions that the item's first query sees. In a tree, the slots of its path are not consecutive:
 // lanes and chunks follow positions, so a draft's bits are those of plain decoding.
 template <class E>
@@ -348,6 +372,10 @@ static void locate(const AttentionJob& job, const Pages& pages, const AttentionI
     const int64_t first = job.q_start[item.sequence];
     uint64_t path = job.ancestors ? job.ancestors[first + item.first] : 0;
     const int64_t tree = job.kv_len[item.sequence] - (job.q_start[item.sequence + 1] - first);
+    if (job.mask.given()) {
+        const int64_t query = tree + (path ? __builtin_popcountll(path) - 1 : item.first);
+        return locate_listed<E>(job, pages, item, VisibleKeys(job.mask, query), path ? tree : INT64_MAX, path, from, to, at);
+    }
     if (!path || to <= tree) return locate_run<E>(job, pages, item, from, to, at);
     if (from < tree) {
         locate_run<E>(job, pages, item, from, tree, at);

@@ -38,12 +38,27 @@ void check_tree(const uint64_t* ancestors, int64_t tokens) {
     }
 }
 
+// Whether the pages of all keys that a query sees under the mask exist.
+bool listed_pages_exist(const AttentionJob& job, const VisibleKeys& seen, const int64_t* pages, int64_t frames) {
+    int64_t run = 0;
+    for (int64_t index = 0; index < seen.count(); index += run) {
+        const int64_t key = seen.key(index, run);
+        for (int64_t page = key / job.page_tokens; page * job.page_tokens < key + run; ++page)
+            if (pages[page] < 0 || pages[page] >= frames) return false;
+    }
+    return true;
+}
+
 // Pages visible to any query must exist; other entries may be invalid.
 void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t width, int64_t frames) {
     require(job.page_tokens > 0 && job.kv_heads > 0 && job.heads > 0 && job.heads % job.kv_heads == 0 && job.size > 0 &&
                 job.values > 0 && job.window >= 0 && job.block >= 0,
             "paged_attention: sizes do not match");
-    require(!job.block || !job.window, "paged_attention: blocks that see each other have no window");
+    const SparseMask& mask = job.mask;
+    require(!job.block || !(job.window || mask.given()), "paged_attention: blocks that see each other have no window");
+    require(!mask.given() || (!job.window && mask.dilation > 0 && mask.stride >= 0 && mask.globals >= 0 && mask.columns >= 0 &&
+                              mask.columns <= mask.stride && mask.window >> 31 == 0 && mask.dilation >> 31 == 0),
+            "paged_attention: a mask's sizes do not match");
     require(!job.out.data || job.values % 32 == 0,
             "paged_attention: encoded results need a head size that is a multiple of 32");
     require(job.q_start[0] == 0 && job.q_start[sequences] == tokens,
@@ -59,6 +74,16 @@ void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t w
             check_tree(job.ancestors + job.q_start[i], queries);
         }
         const int64_t* pages = job.table + i * job.table_stride;
+        if (mask.given()) {
+            // A draft's position is at most that of its slot, so the pages of its path are those of other queries' keys,
+            // or of the new tokens themselves.
+            for (int64_t query = length - queries; query < length; ++query)
+                require(listed_pages_exist(job, VisibleKeys(mask, query), pages, frames),
+                        "paged_attention: a page table entry is out of range");
+            for (int64_t page = (length - queries) / job.page_tokens; page * job.page_tokens < length; ++page)
+                require(pages[page] >= 0 && pages[page] < frames, "paged_attention: a page table entry is out of range");
+            continue;
+        }
         for (int64_t page = seen / job.page_tokens; page * job.page_tokens < length; ++page)
             require(pages[page] >= 0 && pages[page] < frames,
                     "paged_attention: a page table entry is out of range");
@@ -79,13 +104,14 @@ struct Plan {
     // they share nothing. Returns the number of chunks.
     int64_t add_tree(const AttentionJob& job, int64_t sequence, int64_t past, int64_t queries, int64_t most) {
         int64_t chunks = 0;
-        const bool shares = !job.window && past >= CHUNK && queries > 1;
+        const bool shares = !job.window && !job.mask.given() && past >= CHUNK && queries > 1;
         const int64_t each = shares ? most : 1;
         for (int64_t first = 0; first < queries; first += each) {
             AttentionItem tile{sequence, 0, first, std::min(each, queries - first), 0, 0, -1};
             int64_t from = INT64_MAX, end = 0;
             for (int64_t query = first; query < first + tile.queries; ++query) {
-                const int64_t last = end_of(job, sequence, past, query);
+                const int64_t position = end_of(job, sequence, past, query) - 1;
+                const int64_t last = job.mask.given() ? VisibleKeys(job.mask, position).count() : position + 1;
                 from = std::min(from, job.window ? std::max<int64_t>(0, last - job.window) : 0);
                 end = std::max(end, last);
                 products += (last - from) * job.heads * (job.size + job.values);
@@ -135,7 +161,8 @@ struct Plan {
         products = 0;
         const int64_t groups = job.heads / job.kv_heads, share_of_rows = job.q_start[sequences] * job.heads / pieces;
         const int64_t wanted = std::min(rows, std::max(share_of_rows, LEAST_ROWS));
-        const int64_t most = std::max<int64_t>(1, wanted / groups);
+        // Under a sparse mask each query has its own list of keys.
+        const int64_t most = job.mask.given() ? 1 : std::max<int64_t>(1, wanted / groups);
         int64_t chunks = 0;
         for (int64_t i = 0; i < sequences; ++i) {
             const int64_t queries = job.q_start[i + 1] - job.q_start[i], past = job.kv_len[i] - queries;
@@ -145,7 +172,8 @@ struct Plan {
             }
             // The last queries see the most keys, so they come first.
             for (int64_t first = (queries - 1) / most * most; first >= 0 && queries > 0; first -= most) {
-                const int64_t count = std::min(most, queries - first), end = end_of_sight(job, past + first + count - 1, job.kv_len[i]);
+                const int64_t count = std::min(most, queries - first), last = past + first + count - 1;
+                const int64_t end = job.mask.given() ? VisibleKeys(job.mask, last).count() : end_of_sight(job, last, job.kv_len[i]);
                 const int64_t from = job.window ? std::max<int64_t>(0, past + first + 1 - job.window) : 0;
                 const AttentionItem tile{i, 0, first, count, from / CHUNK, (end + CHUNK - 1) / CHUNK, -1};
                 for (int64_t head = 0; head < job.kv_heads; ++head) {

@@ -90,7 +90,7 @@ static void attend_item(const AttentionJob& job, const AttentionItem& item, floa
     }
 }
 
-static bool fits(const AttentionJob& job) { return job.size % WIDE == 0 && job.values % WIDE == 0; }
+static bool fits(const AttentionJob& job) { return job.size % WIDE == 0 && job.values % WIDE == 0 && !job.mask.given(); }
 
 static int64_t rows(const AttentionJob& job) { return fits(job) ? MANY_ROWS : attention_rows(job); }
 

@@ -243,14 +243,15 @@ void bind_tape(nb::module_& m) {
         .def("attention",
              [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At ancestors, At table,
                 At sinks, PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,
-                int64_t kv_heads, int64_t size, int64_t values, int64_t window, int64_t block, float scale, float cap, int type) {
+                int64_t kv_heads, int64_t size, int64_t values, int64_t window, MaskTuple mask, int64_t block, float scale,
+                float cap, int type) {
                  auto& made = append<AttentionStep>(tape, name);
                  made.q = place(q), made.y = place(y), made.encoded = place(encoded), made.q_start = place(q_start);
                  made.kv_len = place(kv_len), made.ancestors = place(ancestors), made.table = place(table);
                  made.sinks = place(sinks), made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
                  made.q_token = q_token, made.frames = frames, made.page_tokens = page_tokens, made.heads = heads;
                  made.kv_heads = kv_heads, made.size = size, made.values = values, made.window = window;
-                 made.block = block;
+                 made.mask = mask_of(mask), made.block = block;
                  made.scale = scale, made.cap = cap, made.type = type_of(type, made.k_pages);
                  type_of(type, made.v_pages);
              },
@@ -258,7 +259,32 @@ void bind_tape(nb::module_& m) {
              nb::arg("ancestors"), nb::arg("table"), nb::arg("sinks"), nb::arg("k_pages"), nb::arg("v_pages"),
              nb::arg("q_token"),
              nb::arg("frames"), nb::arg("page_tokens"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"),
-             nb::arg("window"), nb::arg("block"), nb::arg("scale"), nb::arg("cap"), nb::arg("type"))
+             nb::arg("window"), nb::arg("mask"), nb::arg("block"), nb::arg("scale"), nb::arg("cap"), nb::arg("type"))
+        .def("head_products",
+             [](Tape& tape, const std::string& name, At x, At weight, At y, At cos, At sin, int64_t heads, int64_t columns,
+                int64_t outputs, int64_t half, int64_t x_token, int64_t x_head, int64_t y_token, int64_t y_head, int64_t w_head,
+                int64_t w_column, int64_t w_output, bool narrow) {
+                 auto& made = append<HeadProductsStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.y = place(y), made.cos = place(cos), made.sin = place(sin);
+                 made.heads = heads, made.columns = columns, made.outputs = outputs, made.half = half;
+                 made.x_token = x_token, made.x_head = x_head, made.y_token = y_token, made.y_head = y_head;
+                 made.w_head = w_head, made.w_column = w_column, made.w_output = w_output, made.narrow = narrow;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("y"), nb::arg("cos"), nb::arg("sin"), nb::arg("heads"),
+             nb::arg("columns"), nb::arg("outputs"), nb::arg("half"), nb::arg("x_token"), nb::arg("x_head"), nb::arg("y_token"),
+             nb::arg("y_head"), nb::arg("w_head"), nb::arg("w_column"), nb::arg("w_output"), nb::arg("narrow"))
+        .def("latents",
+             [](Tape& tape, const std::string& name, At x, At weight, At cos, At sin, At slots, PagesTuple held, int64_t x_token,
+                int64_t rank, int64_t half, int64_t frames, int64_t page_tokens, float eps, int type) {
+                 auto& made = append<LatentsStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.cos = place(cos), made.sin = place(sin);
+                 made.slots = place(slots), made.pages = pages(held), made.x_token = x_token, made.rank = rank;
+                 made.half = half, made.frames = frames, made.page_tokens = page_tokens, made.eps = eps;
+                 made.type = type_of(type, made.pages);
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("cos"), nb::arg("sin"), nb::arg("slots"),
+             nb::arg("pages"), nb::arg("x_token"), nb::arg("rank"), nb::arg("half"), nb::arg("frames"),
+             nb::arg("page_tokens"), nb::arg("eps"), nb::arg("type"))
         .def("conv",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At state, At y, At q_start, At kept, At read,
                 At write, int64_t slots, int64_t channels, int64_t width, int64_t x_token, bool silu) {

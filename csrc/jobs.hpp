@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "sparse_mask.hpp"
+
 namespace bankfull {
 
 // y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o], for the outputs [begin, end).
@@ -217,6 +219,7 @@ struct AttentionJob {
     int64_t q_token;  // in floats
     Encoded out;  // if data is set, results are encoded there and y is not written
     int64_t window;  // 0: none
+    SparseMask mask;  // instead of a window
     int64_t block;   // tokens of a block, aligned to position 0, that see each other in both directions; 0: causal
     float scale, cap;  // cap 0: none
     const float* sinks;  // per head, one more logit in the denominator of its softmax; may be null
@@ -224,6 +227,27 @@ struct AttentionJob {
     const AttentionItem* split;  // the unsplit form of what was split into several items
     float* partials;
     bool ahead;  // kernels may prefetch the next sequence's keys and values
+};
+
+// y[token][head] = weight[head] x[token][head], then the 2 * half numbers behind the columns of x, rotated. Strides of
+// rows are in floats, of the weight in its numbers; one of w_column and w_output is 1.
+struct HeadProductsJob {
+    const float* x;
+    const uint8_t* weight;
+    float* y;
+    const float *cos, *sin;  // (tokens, half); unused if half is 0
+    int64_t tokens, heads, columns, outputs, half;
+    int64_t x_token, x_head, y_token, y_head, w_head, w_column, w_output;
+};
+
+// The RMS norm of each row's first `rank` numbers and the rotated 2 * half numbers behind them, into the rows' pages.
+struct LatentsJob {
+    const float *x, *weight, *cos, *sin;
+    Pages pages;
+    PageType type;
+    const int64_t* slots;
+    int64_t x_token, rank, half, page_tokens;
+    float eps;
 };
 
 // Slots of the sequences' recurrent states; as RecurrentMeta.

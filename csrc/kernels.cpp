@@ -39,6 +39,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "intake.hpp"
 #include "attention.hpp"
 #include "attention_tiles.hpp"
+#include "latent.hpp"
 #include "recurrent.hpp"
 #include "linear_attention.hpp"
 #include "delta.hpp"
@@ -120,6 +121,9 @@ static constexpr Kernels build() {
     table.attention_rows[PAGES_BF16] = table.attention_rows[PAGES_INT8] = attention_rows;
 #endif
     table.merge = merge_split;
+    table.head_products[0] = head_products<Float32>;
+    table.head_products[1] = head_products<BFloat16>;
+    table.write_latents = write_latents;
     table.causal_conv = causal_conv;
     table.selective_scan = selective_scan;
     table.linear_attention = linear_attention;

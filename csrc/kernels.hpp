@@ -80,6 +80,8 @@ struct Kernels {
     void (*attention[PAGE_TYPES])(const AttentionJob&, int64_t begin, int64_t end);  // work items
     int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // maximum queries x heads of a work item
     void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of split queries
+    void (*head_products[2])(const HeadProductsJob&, int64_t begin, int64_t end);  // float32, bfloat16
+    void (*write_latents)(const LatentsJob&, int64_t begin, int64_t end);
     void (*causal_conv)(const ConvJob&, int64_t begin, int64_t end);
     void (*selective_scan)(const ScanJob&, int64_t begin, int64_t end);
     void (*linear_attention)(const LinearAttentionJob&, int64_t begin, int64_t end);

@@ -197,7 +197,7 @@ void round_tokens(uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int6
 void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, uintptr_t y, nb::handle q_start, nb::handle kv_len,
                uintptr_t ancestors, uintptr_t table, int64_t table_stride, int64_t width, int64_t frames, int64_t page_tokens,
                int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, float scale,
-               int64_t window, int64_t block, float cap, uintptr_t sinks) {
+               int64_t window, const MaskTuple& mask, int64_t block, float cap, uintptr_t sinks) {
     const Integers starts(q_start), lengths(kv_len);
     require(starts.size() == lengths.size() + 1, "paged_attention: q_start must have one entry more than kv_len");
     if (tokens == 0) return;
@@ -205,7 +205,7 @@ void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, 
     const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, type), pages_at(v, type),
                            starts.data(), lengths.data(), pointer<int64_t>(table),
                            pointer<uint64_t>(ancestors), table_stride, page_tokens, heads,
-                           kv_heads, size, values, heads * size, {}, window, block, scale, cap, pointer<float>(sinks), nullptr, nullptr, nullptr};
+                           kv_heads, size, values, heads * size, {}, window, mask_of(mask), block, scale, cap, pointer<float>(sinks), nullptr, nullptr, nullptr};
     const nb::gil_scoped_release free;
     paged_attention(job, PageType(type), lengths.size(), tokens, width, frames);
 }
@@ -440,7 +440,8 @@ NB_MODULE(_native, m) {
     m.def("paged_attention", &attention,
           "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, ancestors (0: no "
           "trees), table, its stride and width, "
-          "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), block (0: causal), "
+          "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), "
+          "mask (window or 0: none, dilation, stride, global tokens, columns, aligned), block (0: causal), "
           "cap (0: none), sinks (0: none)");
     m.def("causal_conv", &causal_conv,
           "x, weight, bias (0: none), state, y, q_start, kept, read, write, its stride and width, slots, tokens, channels, "
@@ -475,6 +476,7 @@ NB_MODULE(_native, m) {
     bind_lookup(m);
     bind_packed(m);
     bind_experts(m);
+    bind_latent(m);
     bind_state_spaces(m);
     bind_ceilings(m);
 }

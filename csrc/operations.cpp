@@ -298,6 +298,22 @@ RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slot
     return plan;
 }
 
+void run_head_products(const HeadProductsJob& job, bool narrow) {
+    require(job.heads > 0 && job.columns > 0 && job.outputs > 0 && job.half >= 0 && (job.w_column == 1 || job.w_output == 1),
+            "head_products: sizes do not match");
+    constexpr int64_t PART = 64;  // as in latent.hpp
+    const int64_t items = job.heads * ((job.outputs + PART - 1) / PART);
+    const int64_t each = job.tokens * job.columns * (job.outputs < PART ? job.outputs : PART) + 1;
+    spread(kernels().head_products[narrow], job, items, PIECE_WORK / each + 1);
+}
+
+void run_write_latents(const LatentsJob& job, int64_t tokens, int64_t places) {
+    require(job.rank > 0 && job.half >= 0 && job.page_tokens > 0 && job.type != PAGES_INT8, "write_latents: sizes do not match");
+    for (int64_t i = 0; i < tokens; ++i)
+        require(job.slots[i] >= 0 && job.slots[i] < places, "write_latents: a slot is out of range");
+    spread(kernels().write_latents, job, tokens, PIECE_ROW_WORK / (job.rank + 2 * job.half) + 1);
+}
+
 void run_causal_conv(const ConvJob& job, int64_t tokens) {
     const int64_t items = job.plan.sequences * ((job.plan.channels + 15) / 16);
     const int64_t each = tokens * job.plan.channels * job.width / items + 1;

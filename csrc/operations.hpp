@@ -31,6 +31,10 @@ void run_linear_choice(const LinearJob& job, Format format, const Choice& choice
 // Returns `plan` if its slots and counts are valid, with at most `most` kept states per sequence; throws
 // std::invalid_argument otherwise.
 RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slots, int64_t tokens);
+// `narrow`: the weight is in bfloat16.
+void run_head_products(const HeadProductsJob& job, bool narrow);
+// `places`: KV slots that exist; throws std::invalid_argument if a token's slot is not among them.
+void run_write_latents(const LatentsJob& job, int64_t tokens, int64_t places);
 void run_causal_conv(const ConvJob& job, int64_t tokens);
 void run_selective_scan(const ScanJob& job, int64_t tokens);
 void run_linear_attention(const LinearAttentionJob& job, int64_t tokens);

@@ -213,11 +213,24 @@ void AttentionStep::run(const Step& step) const {
     job.q_token = q_token;
     job.out = encoded_at(encoded, step, heads * values);
     job.window = window;
+    job.mask = mask;
     job.block = block;
     job.scale = scale;
     job.cap = cap;
     job.sinks = sinks.in<float>(step);
     paged_attention(job, type, step.sequences, step.tokens, job.table_stride, frames);
+}
+
+void HeadProductsStep::run(const Step& step) const {
+    run_head_products({x.in<float>(step), weight.in<uint8_t>(step), y.in<float>(step), cos.in<float>(step), sin.in<float>(step),
+                       step.tokens, heads, columns, outputs, half, x_token, x_head, y_token, y_head, w_head, w_column,
+                       w_output}, narrow);
+}
+
+void LatentsStep::run(const Step& step) const {
+    run_write_latents({x.in<float>(step), weight.in<float>(step), cos.in<float>(step), sin.in<float>(step),
+                       pages_at(pages, step), type, slots.in<int64_t>(step), x_token, rank, half, page_tokens, eps},
+                      step.tokens, frames * page_tokens);
 }
 
 RecurrentPlan RecurrentAt::plan(const Step& step, int64_t channels) const {

@@ -215,7 +215,24 @@ struct AttentionStep : Instruction {
     Place q, y, encoded, q_start, kv_len, ancestors, table, sinks;
     PagesAt k_pages, v_pages;
     int64_t q_token, frames, page_tokens, heads, kv_heads, size, values, window, block;
+    SparseMask mask;
     float scale, cap;
+    PageType type;
+    void run(const Step& step) const override;
+};
+
+struct HeadProductsStep : Instruction {
+    Place x, weight, y, cos, sin;
+    int64_t heads, columns, outputs, half, x_token, x_head, y_token, y_head, w_head, w_column, w_output;
+    bool narrow;
+    void run(const Step& step) const override;
+};
+
+struct LatentsStep : Instruction {
+    Place x, weight, cos, sin, slots;
+    PagesAt pages;
+    int64_t x_token, rank, half, frames, page_tokens;
+    float eps;
     PageType type;
     void run(const Step& step) const override;
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from bankfull.ops import Kit, activate, activate_mul, kit_for, native
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager
+from bankfull.state.mask import Mask
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.requantized import Requantized
@@ -97,6 +99,26 @@ CONFIGS = {
         ssm_out_multiplier=0.8,
     ),
 }
+LATENT = {
+    "latent": lambda: transformers.DeepseekV3Config(
+        **_COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=24,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+    ),
+}
+"""Latent attention has no int8 pages."""
 ARITHMETIC = {
     "exact": (None, "float", torch.float32),
     "bf16": (None, "bf16", torch.bfloat16),
@@ -116,7 +138,7 @@ def folder_of(family: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="bankfull-tape-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | LATENT)[family](), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
 
@@ -170,8 +192,11 @@ class Sides:
             return self.eager(batch), self.taped(batch).clone()
 
 
-@pytest.mark.parametrize("arithmetic", ARITHMETIC)
-@pytest.mark.parametrize("family", CONFIGS)
+TAPED = [(family, arithmetic) for family in CONFIGS for arithmetic in ARITHMETIC]
+TAPED += [("latent", arithmetic) for arithmetic in ARITHMETIC if "pages" not in arithmetic]
+
+
+@pytest.mark.parametrize(("family", "arithmetic"), TAPED)
 def test_captured_and_uncaptured_steps_give_the_same_bits(family: str, arithmetic: str) -> None:
     model, kit = built(family, arithmetic)
     sides = Sides(model, kit, 3)
@@ -197,6 +222,19 @@ def test_layers_that_share_keys_and_values_are_part_of_the_tape(arithmetic: str)
     sides = Sides(model, kit, 2)
     assert not sides.taped.tape.breaks and sides.layout.paged[0].layers == (0,)
     for counts in ([20, 0], [1, 7], [1, 1]):
+        eager, taped = sides.step(counts)
+        assert eager.isfinite().all() and torch.equal(eager, taped)
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "int8 pages"])
+def test_sparse_masks_are_part_of_the_tape(arithmetic: str) -> None:
+    model, kit = built("llama", arithmetic)
+    for mixer, mask in zip(model.mixers, (Mask(4, 3, global_tokens=2), Mask(8, stride=8, columns=2)), strict=True):
+        assert isinstance(mixer, Attention)
+        mixer.heads = replace(mixer.heads, mask=mask)
+    sides = Sides(model, kit, 2)
+    assert not sides.taped.tape.breaks
+    for counts in ([40, 0], [1, 7], [1, 1]):
         eager, taped = sides.step(counts)
         assert eager.isfinite().all() and torch.equal(eager, taped)
 

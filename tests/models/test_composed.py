@@ -14,7 +14,7 @@ from bankfull.limits.model.kv_saving import state_bytes
 from bankfull.models.blocks import plans_of, with_full_attention
 from bankfull.models.kinds import AttentionShape
 from bankfull.models.registry import build_model
-from bankfull.ops import Kit
+from bankfull.ops import kit_for
 from tests.models.composed import SIZES
 
 
@@ -141,8 +141,9 @@ def test_a_hostile_configuration_ends_with_one_sentence(name: str) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_a_gpu_refuses_sparse_masks() -> None:
+@pytest.mark.parametrize(("device", "provider"), [("cuda", "triton"), ("cpu", "native")])
+def test_sparse_masks_have_a_kernel_on_every_device(device: str, provider: str) -> None:
     found = config("local(7, stride=4)")
-    shapes = MeteredModel(found).shapes
-    with pytest.raises(ModelError, match="no GPU kernel yet; run this model with device='cpu'"):
-        build_model(found, Build(shapes, Kit("cuda", ()), torch.float32, torch.device("meta")))
+    kit = kit_for(device)
+    build_model(found, Build(MeteredModel(found).shapes, kit, torch.float32, torch.device("meta")))
+    assert set(kit.chosen["paged_attention"]) == {provider}

@@ -16,6 +16,7 @@ from bankfull.ops.native.checks import address, float_rows, integers, isa_is_cho
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages, write_pages_int8
 from bankfull.ops.reference.pages import Segment, move_tokens
+from bankfull.state.mask import Mask, Sight
 
 _native = required()
 
@@ -26,9 +27,14 @@ PAGES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _n
 
 
 def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
-    heads = facts.get("heads")
-    masked = heads is not None and heads.mask is not None
-    return dtype in DTYPES and (pages or dtype) in PAGES and not masked and isa_is_chosen()
+    return dtype in DTYPES and (pages or dtype) in PAGES and isa_is_chosen()
+
+
+def window_and_mask(sight: Sight) -> tuple[int, tuple[int, int, int, int, int, bool]]:
+    """What queries see, as C++ takes it: 0 is no window, and a mask of window 0 is none."""
+    if not isinstance(sight, Mask):
+        return sight or 0, (0, 1, 0, 0, 0, False)
+    return 0, (sight.window, sight.dilation, sight.stride, sight.global_tokens, sight.columns, sight.aligned)
 
 
 def _placed(pages: Tensor, scales: Tensor | None) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
@@ -51,7 +57,7 @@ def run_paged_attention(
     v_pages: Tensor,
     meta: PagedMeta,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
@@ -65,7 +71,7 @@ def run_paged_attention(
     dtype = k_pages.dtype
     if dtype not in PAGES or v_pages.dtype != dtype:
         raise ValueError(f"paged_attention: no kernel reads keys in {dtype} and values in {v_pages.dtype}")
-    if window is not None and window < 1:
+    if isinstance(window, int) and window < 1:
         raise ValueError(f"paged_attention: a window of {window} tokens is too small; use at least 1")
     rows, table = float_rows(q), integers(meta.pages)
     if table.dim() != 2 or table.shape[0] != len(meta.kv_len):
@@ -94,7 +100,7 @@ def run_paged_attention(
         size,
         values,
         scale,
-        window or 0,
+        *window_and_mask(window),
         meta.block,
         cap or 0.0,
         address(logits),

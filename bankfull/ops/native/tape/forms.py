@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.native.activation import CODES
-from bankfull.ops.native.attention import PAGES
+from bankfull.ops.native.attention import PAGES, window_and_mask
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.packed import PackedWeight
@@ -19,6 +19,7 @@ from bankfull.ops.native.tape.instruction import Fixed, Operand
 from bankfull.ops.native.tape.record import TOKENS, Recorder
 from bankfull.ops.reference.attention import PagedMeta
 from bankfull.ops.reference.ssm import RecurrentMeta
+from bankfull.state.mask import Sight
 from bankfull.weights.qtensor import QTensor
 
 Outputs = tuple[Tensor, ...]
@@ -360,7 +361,7 @@ def paged_attention(
     v_pages: Tensor,
     meta: PagedMeta,
     scale: float,
-    window: int | None = None,
+    window: Sight = None,
     cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
@@ -370,6 +371,7 @@ def paged_attention(
         return False
     place = rec.view(q)
     _, heads, size = q.shape
+    near, mask = window_and_mask(window)
     rec.emit(
         "attention",
         {
@@ -394,7 +396,8 @@ def paged_attention(
         kv_heads=k_pages.shape[2],
         size=size,
         values=v_pages.shape[3],
-        window=window or 0,
+        window=near,
+        mask=mask,
         block=meta.block,
         scale=scale,
         cap=cap or 0.0,

@@ -91,6 +91,12 @@ def _traffic(node: Node) -> Traffic:
         if (intake := facts.get("intake")) is not None:
             per_token += _stored(intake)
         flops = 2 * facts["inner"] * _outputs(node)
+    elif node.kind == "latents":
+        pages = node.writes["pages"]
+        assert isinstance(pages, Fixed)
+        per_token += (facts["rank"] + 2 * facts["half"]) * pages.tensor.element_size()
+    elif node.kind == "head_products":
+        flops = 2 * facts["heads"] * facts["columns"] * facts["outputs"]
     elif node.kind in ("linear", "head", "packed_head"):
         flops = 2 * facts["inner"] * facts["outputs"]
     return Traffic(1, sum(weights.values()), per_token, flops)
