@@ -113,6 +113,49 @@ def gated_linear(draw: Draw, tokens: int) -> Made:
         yield scheme.name, _case(draw, (draw.normal(tokens, SIZES.hidden), weight, None, "silu"), weight)
 
 
+def linear_w8a8(draw: Draw, tokens: int) -> Made:
+    """Exact codes: a kernel may scale in another order, which moves ties."""
+    for name in ("int8_row", "fp8"):
+        weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.ffn)
+        yield name, _case(draw, (_codes(draw, tokens, SIZES.ffn, name), weight, draw.normal(SIZES.hidden)), weight)
+
+
+def best_output_w8a8(draw: Draw, tokens: int) -> Made:
+    for name in ("int8_row", "fp8"):
+        weight = weight_of(SCHEMES[name], SIZES.vocab // 32 * 32, SIZES.hidden)
+        yield name, _case(draw, (_codes(draw, min(tokens, 64), SIZES.hidden, name), weight, None), weight)
+
+
+def gated_linear_w8a8(draw: Draw, tokens: int) -> Made:
+    for name in ("int8_row", "fp8"):
+        weight = weight_of(SCHEMES[name], 2 * SIZES.ffn, SIZES.hidden)
+        yield name, _case(draw, (_codes(draw, tokens, SIZES.hidden, name), weight, None, "silu"), weight)
+
+
+def normed_linear_w8a8(draw: Draw, tokens: int) -> Made:
+    """Normed numbers are not exact codes: a few of them may differ by one."""
+    for name in ("int8_row", "fp8"):
+        weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.hidden)
+        made = _case(draw, (_unnormed(draw, tokens), weight, None), weight)
+        yield name, replace(made, provided=torch.float8_e4m3fn)
+
+
+def normed_gated_linear_w8a8(draw: Draw, tokens: int) -> Made:
+    for name in ("int8_row", "fp8"):
+        weight = weight_of(SCHEMES[name], 2 * SIZES.ffn, SIZES.hidden)
+        made = _case(draw, (_unnormed(draw, tokens), weight, None, "silu"), weight)
+        yield name, replace(made, provided=torch.float8_e4m3fn)
+
+
+def _codes(draw: Draw, tokens: int, columns: int, scheme: str) -> Tensor:
+    """Numbers near one that the 8-bit type holds, if the largest one of a row is its largest."""
+    largest, rounded = (448.0, torch.float8_e4m3fn) if scheme == "fp8" else (127.0, torch.int8)
+    numbers = (draw.normal(tokens, columns, dtype=torch.float32) * largest / 4).clamp(-largest, largest).round()
+    numbers = numbers.to(rounded).float()
+    numbers[:, 0] = largest
+    return (numbers / 32).to(draw.dtype)
+
+
 def _case(draw: Draw, args: tuple[Any, ...], weight: QTensor) -> Case:
     return Case(args, draw.dtype, {"weight": weight})
 
@@ -482,6 +525,11 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         linear,
         best_output,
         gated_linear,
+        linear_w8a8,
+        best_output_w8a8,
+        gated_linear_w8a8,
+        normed_linear_w8a8,
+        normed_gated_linear_w8a8,
         normed_linear,
         normed_best_output,
         normed_gated_linear,

@@ -65,7 +65,6 @@ def test_rounded_rows_are_the_activations_in_the_order_of_the_weight(name: str) 
     weight = QTensor(SCHEMES[name], {"codes": codes, "scales": torch.ones(128, 1, device=DEVICE)}, (128, 128))
     x = normal(5, 128)
     found = w8a8.run_linear(x, repack(weight))
-    assert_close(found, linear_w8a8.body(x, weight), 2.0**-7)
     share = {"int8_row": 1 / 127, "fp8": 1 / 16}[name]
     worst = (found.float() - x.float()).abs().amax(-1) / x.float().abs().amax(-1)
     assert bool((worst <= share).all())

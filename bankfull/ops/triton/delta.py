@@ -226,7 +226,7 @@ def run_delta_rule(
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     inner = max(16, power_of_two(key))
     chunk, precision = (
-        chunk_for(tokens, sequences, meta.write.shape[1], inner, q.dtype),
+        chunk_for(tokens, sequences, meta.write.shape[1], q.dtype),
         "ieee" if q.dtype == torch.float32 else "tf32",
     )
     block = columns_for(inner, value, sequences * heads, chunk, v.device)

@@ -23,11 +23,8 @@ MOST_STATE, MOST_CHUNK_STATE = 8192, 4096
 """Elements of the state in a program, for tokens one by one and for chunks: more would spill registers."""
 FEW_TOKENS = 16
 """Longest sequence whose tokens are taken one by one."""
-CHUNK, SMALL_CHUNK = 64, 16
-"""Tokens of a chunk; the smaller size is for heads whose queries and keys fill the shared memory, and for float32,
-whose products use no matrix units."""
-WIDE_KEY = 256
-"""Elements of a query or key up to which chunks have their full size."""
+CHUNK = 16
+"""Tokens of a chunk in float32, whose products use no matrix units."""
 
 
 @triton.jit(do_not_specialize=["write_stride"])
@@ -145,11 +142,12 @@ def columns_for(key: int, value: int, programs: int, chunk: int, device: torch.d
     return wide
 
 
-def chunk_for(tokens: int, sequences: int, kept: int, key: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk; 0 where tokens are taken one by one: sequences are short, or each token's state is kept."""
-    if tokens - sequences < FEW_TOKENS or tokens <= sequences * kept:
-        return 0
-    return CHUNK if key <= WIDE_KEY and dtype != torch.float32 else SMALL_CHUNK
+def chunk_for(tokens: int, sequences: int, kept: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk; 0 where tokens are taken one by one: sequences are short, or each token's state is kept, or
+    numbers have 16 bits. With 16 bits, chunks of 64 on matrix units were wrong for heads of 128 elements on an H200
+    (Triton 3.6; right in the interpreter): tests/gpu/test_kernels.py must pass before they return."""
+    short = tokens - sequences < FEW_TOKENS or tokens <= sequences * kept
+    return 0 if short or dtype != torch.float32 else CHUNK
 
 
 def launch_of(chunk: int) -> dict[str, int]:
@@ -167,7 +165,7 @@ def run_linear_attention(
     (tokens, heads, key), value, sequences = q.shape, v.shape[2], len(meta.q_start) - 1
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     inner = max(16, power_of_two(key))
-    chunk = chunk_for(tokens, sequences, meta.write.shape[1], inner, q.dtype)
+    chunk = chunk_for(tokens, sequences, meta.write.shape[1], q.dtype)
     block = columns_for(inner, value, sequences * heads, chunk, v.device)
     queries, keys, values = (contiguous_rows(part) for part in (q, k, v))
     if y.numel() and sequences:

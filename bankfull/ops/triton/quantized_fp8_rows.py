@@ -344,10 +344,10 @@ class Fp8Plan:
 
 
 def supports(weight: WordWeight, dtype: torch.dtype) -> bool:
-    """Whether this is a float8 weight of whole segments."""
+    """Whether this is a float8 weight of whole segments, with one scale per row."""
     length = weight.group // weight.form.per_word
     whole = length in (SEGMENT, 2 * SEGMENT) and weight.groups * weight.group == weight.shape[1]
-    return weight.form.floats and dtype in (torch.bfloat16, torch.float16) and whole
+    return weight.form.floats and weight.form.by_row and dtype in (torch.bfloat16, torch.float16) and whole
 
 
 def is_fastest(weight: WordWeight, dtype: torch.dtype) -> bool:
