@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from bankfull.errors import ConfigError, RequestError
 from bankfull.llm import LLM
 from bankfull.sample.params import SamplingParams, StructuredOutput
+from tests.models.diffusion import make_speaking
 from tests.tiny import speaking_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=13, ignore_eos=True)
@@ -22,19 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=13, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama that speaks, as an SDAR with random norms of heads."""
-    made = tmp_path_factory.mktemp("sdar")
-    shutil.copytree(speaking_folder(), made, dirs_exist_ok=True)
-    config = json.loads((made / "config.json").read_text())
-    config |= {"model_type": "sdar", "block_size": 8, "mask_token_id": config["vocab_size"] - 1}
-    (made / "config.json").write_text(json.dumps(config))
-    tensors = load_file(made / "model.safetensors")
-    torch.manual_seed(2)
-    for layer in range(config["num_hidden_layers"]):
-        for name in ("q_norm", "k_norm"):
-            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = 1 + 0.3 * torch.randn(8)
-    save_file(tensors, made / "model.safetensors")
-    return made
+    return make_speaking(tmp_path_factory.mktemp("sdar"))
 
 
 @pytest.fixture(scope="module")

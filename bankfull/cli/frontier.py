@@ -29,7 +29,7 @@ def frontier(
     from bankfull.cli.terminal import print_table, progress, say
     from bankfull.errors import ConfigError, ModelError
     from bankfull.limits.charts import check_path, print_chart, save
-    from bankfull.limits.quality.evaluate import WINDOW
+    from bankfull.limits.quality.windows import WINDOW
     from bankfull.runtime.device import open_device
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model

@@ -109,12 +109,12 @@ def quality(
 
         raise ConfigError("--ways, --reps, --cost and --chart belong to --frontier; give it, too.")
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.limits.quality.evaluate import CHUNKS, across_chunks, evaluate, windows_of
+    from bankfull.limits.quality.evaluate import CHUNKS, across_chunks, evaluate, samples_of
 
     pair = _prepare(model, options)
     size = pair.window
     shared: dict[str, Any] = {"opening": pair.opening, "window": size, "device": pair.device}
-    total = sum(len(part.tokens) - part.first for part in windows_of(pair.texts, pair.opening, size))
+    total = sum(len(part.predicted) for part in samples_of(pair.reference, pair.texts, pair.opening, size))
     with progress("evaluating", total) as advance:
         found = evaluate(
             pair.model,
@@ -178,7 +178,8 @@ class Pair:
 def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.config import RunConfig, StateConfig
     from bankfull.errors import ConfigError
-    from bankfull.limits.quality.evaluate import WINDOW, dequantized
+    from bankfull.limits.quality.evaluate import dequantized
+    from bankfull.limits.quality.windows import WINDOW
     from bankfull.loading import plan_build, refuse_pages_without_use
     from bankfull.models.registry import build_model
     from bankfull.runtime.device import open_device
@@ -240,7 +241,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
 
 def _texts(path: Path | None) -> list[str]:
     from bankfull.errors import RequestError
-    from bankfull.limits.quality.evaluate import bundled_texts
+    from bankfull.limits.quality.windows import bundled_texts
 
     if path is None:
         return list(bundled_texts().values())
@@ -300,6 +301,10 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
         "tokens": f"{found.tokens} in {found.windows} windows of up to {facts['window']}",
         "time": f"{found.seconds:.1f} s, reference {found.reference_seconds:.1f} s",
     }
+    if found.recovered is not None:
+        rows["masked tokens recovered"] = f"{found.recovered:.2%}, reference {found.reference_recovered:.2%}"
+        rows["perplexity"] += " (an upper bound)"
+        rows["tokens"] = f"{found.tokens} masked ones in {found.windows} samples of up to {facts['window']} tokens"
     for name, value in rows.items():
         # Plain text, never markup: names come from the user.
         table.add_row(name, Text(value))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, StateConfig
+from bankfull.decode.diffusion import canvas_shape
 from bankfull.errors import ConfigError
 from bankfull.fleet.routing import DEFAULT_POLICY
 from bankfull.limits.meter.closed_form import ClosedForm, forms_by_operation
@@ -23,7 +24,11 @@ from bankfull.plan.losses import NO_LOSS, StoredLoss
 from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.sites import Site
 from bankfull.plan.step_times import ALONE, ParallelLayout, StepTimes
+from bankfull.runtime.denoised import LONGEST_STEP, suited_state
 from bankfull.runtime.memory import Sizes, plan_memory
+from bankfull.sched.canvas import Canvas
+from bankfull.state.spec import Layout, layout_of
+from bankfull.types import CanvasShape
 from bankfull.weights.requantized import Requantized, block_types, parse_quantization
 from bankfull.weights.source import ModelFiles
 
@@ -79,11 +84,36 @@ class PreparedModel:
     step_bytes: float
     """Bytes of intermediate results per token of a step."""
     loss: StoredLoss = NO_LOSS
+    state: StateConfig = field(init=False)
+    """As the engine chooses it for the model."""
+    layout: Layout = field(init=False)
+    canvas: CanvasShape | None = field(init=False)
+    """The blocks of a diffusion model, with the engine's default options."""
+
+    def __post_init__(self) -> None:
+        model = self.metered.model
+        self.state = suited_state(model, StateConfig())
+        self.layout = layout_of(model.states(), self.state.page_tokens)
+        self.canvas = None if model.diffusion is None else canvas_shape(model.diffusion, DiffusionChoice.parse(""))
 
     @property
     def name(self) -> str:
         weights = self.stored.quantize or (self.stored.dtype if self.stored.dtype != "auto" else self.as_saved)
         return f"{weights}, kv {str(self.recipe.kv_dtype).removeprefix('torch.')}"
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether each step computes whole sequences."""
+        return self.canvas is not None and self.canvas.whole
+
+    def denoising(self, sequences: int, prompt: int, output: int) -> StepShape:
+        """A step in the middle of the answers: one block of each sequence, or all of its tokens."""
+        canvas = self.canvas
+        assert canvas is not None, "a model that predicts the next token has no canvas"
+        known = prompt + output // 2
+        shape = Canvas(canvas, self.metered.model.max_positions)
+        end = shape.canvas_end(known, prompt, prompt + output)
+        return StepShape((end - shape.border(known),) * sequences, (end,) * sequences, sequences * canvas.block)
 
     @property
     def as_saved(self) -> str:
@@ -139,14 +169,19 @@ class Configuration:
     def sizes(self, longest: int) -> Sizes:
         """The engine's allocation; ConfigError if it cannot hold the longest request."""
         prepared, site, ways = self.prepared, self.site, self.layout.ways
+        if prepared.sees_all and longest > self.step_tokens:
+            raise ConfigError(
+                f"the model computes the whole sequence in each step, and {longest} tokens are more than a step of "
+                f"{self.step_tokens}"
+            )
         aside = (prepared.weights + prepared.step_bytes * self.step_tokens) / ways
         free = int(site.memory - aside)
         if free <= 0:
             raise ConfigError(f"the weights need {aside / 1e9:.1f} GB, but the device has {site.memory / 1e9:.1f} GB")
         found = plan_memory(
-            prepared.metered.layout,
+            prepared.layout,
             SchedConfig(rows=self.rows, step_tokens=self.step_tokens),
-            StateConfig(),
+            prepared.state,
             free=free * ways,
             depth=site.depth,
             made_for=prepared.metered.model.max_positions,
@@ -168,7 +203,10 @@ class Configuration:
         sizes = self.sizes(longest)
         # The same policy as `bankfull serve`.
         sched = SchedConfig(rows=sizes.rows, step_tokens=self.step_tokens, policy="priority")
-        return ReplicaSpec(self.prepared.metered.layout, sizes, sched, StateConfig(), self.site.depth, self.times)
+        prepared = self.prepared
+        return ReplicaSpec(
+            prepared.layout, sizes, sched, prepared.state, self.site.depth, self.times, canvas=prepared.canvas
+        )
 
     def as_json(self, model: str) -> dict[str, Any]:
         stored = self.prepared.stored
@@ -231,6 +269,9 @@ def grid(prepared: PreparedModel) -> Iterator[Configuration]:
     kind = prepared.site.kind
     blocked = None if prepared.site.supported else f"this version does not run on {prepared.site.title}"
     usual = prepared.site.suits
+    if prepared.sees_all:  # a step must hold a sequence
+        rows, tokens = usual
+        usual = rows, max(tokens, min(prepared.metered.model.max_positions, LONGEST_STEP))
     choices = [(rows, tokens) for rows in ROWS[kind] for tokens in STEP_TOKENS[kind]]
     for rows, tokens in sorted({usual, *choices}, key=lambda choice: choice != usual):
         yield Configuration(prepared, rows, tokens, not_yet=blocked)

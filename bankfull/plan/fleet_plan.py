@@ -133,6 +133,11 @@ def simulate_fleet(
 ) -> FleetPlan:
     check_options(options)
     longest = request.traffic.longest
+    if configuration.prepared.canvas is not None:
+        raise ConfigError(
+            "A fleet's day is simulated for models that predict the next token only; plan a diffusion model without "
+            "--simulate."
+        )
     spec = configuration.replica(longest)
     context = min(spec.sizes.max_len, max(LONGEST_CONVERSATION * longest, 4096))
     day: Day

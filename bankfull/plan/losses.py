@@ -16,13 +16,8 @@ import torch
 
 from bankfull.layers.build import Build
 from bankfull.limits.machine import cache_file
-from bankfull.limits.quality.evaluate import (
-    KeptReference,
-    bundled_texts,
-    dequantized,
-    evaluate_kept,
-    keep_reference,
-)
+from bankfull.limits.quality.evaluate import KeptReference, dequantized, evaluate_kept, keep_reference
+from bankfull.limits.quality.windows import bundled_texts
 from bankfull.loading import choose_kv_dtype
 from bankfull.models.registry import Config, build_model
 from bankfull.ops import kit_for

@@ -136,7 +136,7 @@ def outcome_of(
     pace = [served.tpot for served in done if served.tokens > 1] or [0.0]
     times, prepared = configuration.times, configuration.prepared
     prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
-    state = run.most_pages * prepared.metered.layout.frame_bytes
+    state = run.most_pages * prepared.layout.frame_bytes
     aside = prepared.step_bytes * configuration.step_tokens
     return SimulatedOutcome(
         configuration,
@@ -153,7 +153,11 @@ def outcome_of(
         _quantile([served.longest_gap for served in done], 0.99),
         _quantile([served.e2e for served in done], 0.99),
         times.least(StepShape.prefill(prompt)),
-        times.least(StepShape.decode(1, prompt + (output + 1) // 2)),
+        times.least(
+            StepShape.decode(1, prompt + (output + 1) // 2)
+            if prepared.canvas is None
+            else prepared.denoising(1, prompt, output)
+        ),
         100 * run.spent.least / run.spent.seconds if run.spent.seconds else 0.0,
         None if price is None or not output_per_s else price / (output_per_s * 3600) * 1e6,
         configuration.replicas * (prepared.weights + state + aside),

@@ -154,6 +154,12 @@ class Planner:
                 f"Requests of up to {asked.traffic.prompt.high} + {asked.traffic.output.high} tokens exceed the "
                 f"model's context of {made_for}; shorten in= or out=."
             )
+        if recipe_of(self.subject, "cpu").metered().model.diffusion is not None:
+            self._note(
+                "A diffusion model: each denoising step fixes one token of a sequence here, as in the exact sampler. A "
+                "threshold fixes more; `bankfull bench diffusion` measures how many, and time per token falls by "
+                "that factor."
+            )
         if not isinstance(self.subject, ModelFiles):
             self._note(f"{asked.model} has no weights: put the model itself in its place in the commands.")
         first = [outcome for prepared in self._prepared() for outcome in self._first_look(prepared)]
@@ -219,7 +225,8 @@ class Planner:
         raise ConfigError(f"its KL of {loss.kl:.2g} ({where}) is above --max-kl {most:g}")
 
     def _calibration(self, site: Site, recipe: Recipe) -> Calibration | None:
-        if site.here and self.request.calibrate and isinstance(self.subject, ModelFiles):
+        denoises = recipe.metered().model.diffusion is not None  # steps that the calibration does not time
+        if site.here and self.request.calibrate and isinstance(self.subject, ModelFiles) and not denoises:
             return calibration(
                 recipe,
                 site.name,
@@ -289,14 +296,17 @@ class Planner:
         pace = self.request.objectives.slo.tpot
         best = 0.0
         for batch in {1, *(1 << power for power in range(most.bit_length())), most}:
-            step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
+            shape = StepShape.decode(batch, prompt + (output + 1) // 2)
+            if base.prepared.canvas is not None:
+                shape = base.prepared.denoising(batch, prompt, output)
+            step = times.likely(shape)
             if batch == 1 or pace is None or step <= pace:
                 best = max(best, 1 / (fill + output * step / batch))
         return best
 
     def _most_at_once(self, configuration: Configuration) -> int:
         """Sequences of average length that run concurrently in one replica."""
-        traffic, layout = self.request.traffic, configuration.prepared.metered.layout
+        traffic, layout = self.request.traffic, configuration.prepared.layout
         sizes = configuration.sizes(traffic.longest)
         if not layout.paged:
             return sizes.rows

@@ -22,10 +22,11 @@ from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of, load_of
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest
 from bankfull.runtime.memory import Sizes
+from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout
-from bankfull.types import Output, Request, StepPlan, StepResult, Work
+from bankfull.types import CanvasShape, Output, Request, StepPlan, StepResult, Work
 
 MOST_STEPS = 2_000_000
 
@@ -64,25 +65,30 @@ class FakeStep:
 
 
 class FakeRunner:
-    """A `Runner` that only models time. A step begins when the device is free, and ends after its seconds."""
+    """A `Runner` that only models time. A step begins when the device is free, and ends after its seconds.
 
-    def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens = some_token) -> None:
-        self._clock, self._seconds, self._token = clock, seconds, token
+    `fixed`: masked tokens that a denoising step of a diffusion model fixes; a block is complete when none is left."""
+
+    def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens = some_token, fixed: int = 1) -> None:
+        self._clock, self._seconds, self._token, self._fixed = clock, seconds, token, fixed
         self._free_at = 0.0
         self._request: dict[int, Any] = {}
         self._known: dict[int, int] = {}
         """Per row: the request number, and the number of known tokens."""
+        self._masked: dict[int, int] = {}
+        """Per row: masked tokens of the block that is being denoised."""
         self.busy = 0.0
 
     def forward(self, plan: StepPlan) -> FakeStep:
         for enter in plan.enter:
             self._request[enter.row] = enter.request
             self._known[enter.row] = len(enter.tokens)
+            self._masked.pop(enter.row, None)
         seconds = self._seconds(plan.work) if plan.work else 0.0
         self.busy += seconds
         self._free_at = max(self._clock.now, self._free_at) + seconds
         # The tokens are fixed at launch: another sequence may enter a row before the step settles.
-        tokens = [self._next(w.row) if w.sample else [] for w in plan.work]
+        tokens = [self._next(w) if w.sample else [] for w in plan.work]
         return FakeStep(plan, self._clock, self._free_at, tokens)
 
     def finish(self, step: FakeStep, masks: Mapping[int, Any]) -> None:
@@ -92,10 +98,16 @@ class FakeRunner:
         """The row has generated these tokens without this runner."""
         self._known[row] += tokens
 
-    def _next(self, row: int) -> list[int]:
+    def _next(self, work: Work) -> list[int]:
+        row, new = work.row, work.block or 1
+        if work.block:
+            left = self._masked.pop(row, work.block) - self._fixed
+            if left > 0:
+                self._masked[row] = left
+                return []
         position = self._known[row]
-        self._known[row] = position + 1
-        return [self._token(self._request[row], position)]
+        self._known[row] = position + new
+        return [self._token(self._request[row], position + i) for i in range(new)]
 
 
 @dataclass(slots=True)
@@ -160,6 +172,8 @@ class ReplicaSpec:
     times: StepTimes
     queue: int | None = None
     """Requests that may wait beyond the running ones, as in `serve`; None = the number of rows."""
+    canvas: CanvasShape | None = None
+    """The blocks of a diffusion model."""
 
 
 class Replica:
@@ -167,7 +181,9 @@ class Replica:
         self.spec, self._requests, self._trace = spec, requests, trace
         self.clock, self.spent = Clock(), TimeBreakdown()
         # Pages beyond those that all requests fill, plus one per running request, are never used.
-        total = sum(-(-(len(a.prompt) + a.output) // g.page_tokens) for a in trace for g in spec.layout.paged)
+        # The last block of a diffusion model may end beyond the request.
+        beyond = 0 if spec.canvas is None else min(spec.canvas.length, spec.sizes.max_len)
+        total = sum(-(-(len(a.prompt) + a.output + beyond) // g.page_tokens) for a in trace for g in spec.layout.paged)
         frames = min(spec.sizes.frames, total + spec.sizes.rows)
         sched = SchedConfig(
             rows=spec.sizes.rows,
@@ -179,7 +195,8 @@ class Replica:
             batch_delay=spec.sched.batch_delay,
         )
         self.manager = StateManager(spec.layout, frames, spec.sizes.slots, spec.state)
-        self.scheduler = Scheduler(sched, self.manager, clock=self.clock)
+        canvas = None if spec.canvas is None else Canvas(spec.canvas, spec.sizes.max_len)
+        self.scheduler = Scheduler(sched, self.manager, clock=self.clock, canvas=canvas)
         self.runner = FakeRunner(self.clock, lambda work: spec.times.work(work, self.spent))
         self.engine = Engine(self.scheduler, self.runner, Plain(), spec.depth, clock=self.clock)
         self.engine.on_launch.append(self._note)

@@ -148,6 +148,7 @@ class StepTimes:
         any_form = next(iter(forms.values()))
         self.windows: Windows = any_form.windows
         self.shares: Shares = any_form.shares
+        self.block = any_form.block
         self.ceilings, self.peak, self.efficiency = ceilings, peak, efficiency
         self.overlaps, self.layout = overlaps, layout
         width = FIXED_FEATURES + 2 * len(self.windows) + len(self.shares)
@@ -167,20 +168,23 @@ class StepTimes:
 
     def least(self, step: StepShape) -> float:
         """Shortest time on these ceilings."""
-        return self._ideal(*features_of(step, self.windows, self.shares))[1]
+        return self._ideal(*self._features(step))[1]
 
     def likely(self, step: StepShape) -> float:
         spent = TimeBreakdown()
-        self.charge(*features_of(step, self.windows, self.shares), len(step.counts), step.tokens, spent)
+        self.charge(*self._features(step), len(step.counts), step.tokens, spent)
         return spent.seconds
 
     def terms(self, step: StepShape) -> np.ndarray:
         """Seconds at the ceilings, by term."""
-        return self._ideal(*features_of(step, self.windows, self.shares))[0]
+        return self._ideal(*self._features(step))[0]
+
+    def _features(self, step: StepShape) -> tuple[np.ndarray, np.ndarray]:
+        return features_of(step, self.windows, self.shares, self.block)
 
     def work(self, work: Sequence[Work], spent: TimeBreakdown) -> float:
         """Likely seconds of a planned step, which are added to `spent`."""
-        decoding, prefill = features_of_work(work, self.windows, self.shares)
+        decoding, prefill = features_of_work(work, self.windows, self.shares, self.block)
         return self.charge(decoding, prefill, len(work), sum(w.count + w.drafts for w in work), spent)
 
     def charge(
@@ -240,10 +244,12 @@ def _lasting(width: int, windows: int) -> np.ndarray:
     return mask
 
 
-def features_of(step: StepShape, windows: Windows, shares: Shares = ()) -> tuple[np.ndarray, np.ndarray]:
+def features_of(
+    step: StepShape, windows: Windows, shares: Shares = (), block: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Features of the decoding sequences, with those that occur once per step, and features of the prefill ones."""
     prefill = [i for i, count in enumerate(step.counts) if count > 1]
-    whole = features(step, windows, shares)
+    whole = features(step, windows, shares, block)
     if not prefill:
         return whole, np.zeros(len(whole))
     part = StepShape(
@@ -252,12 +258,14 @@ def features_of(step: StepShape, windows: Windows, shares: Shares = ()) -> tuple
         0,
         tuple(step.kept[i] for i in prefill),
     )
-    own = features(part, windows, shares)
+    own = features(part, windows, shares, block)
     own[0] = 0
     return whole - own, own
 
 
-def features_of_work(work: Sequence[Work], windows: Windows, shares: Shares = ()) -> tuple[np.ndarray, np.ndarray]:
+def features_of_work(
+    work: Sequence[Work], windows: Windows, shares: Shares = (), block: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """`features_of` for a planned step; decoding sequences are summed in one operation."""
     ones = [w for w in work if w.count + w.drafts == 1]
     many = [w for w in work if w.count + w.drafts != 1]
@@ -274,7 +282,7 @@ def features_of_work(work: Sequence[Work], windows: Windows, shares: Shares = ()
     decoding[routed:] = experts_used(len(ones), shares)
     if not many:
         return decoding, np.zeros(len(decoding))
-    prefill = features(StepShape.of(many), windows, shares)
+    prefill = features(StepShape.of(many), windows, shares, block)
     prefill[0] = prefill[1] = prefill[3] = 0
     # Both read experts together: decoding is charged with those that the prompts do not use.
     decoding[routed:] = experts_used(sum(w.count + w.drafts for w in work), shares) - prefill[routed:]

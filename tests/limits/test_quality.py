@@ -14,7 +14,8 @@ from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.limits.quality import evaluate as module
-from bankfull.limits.quality.evaluate import Quality, across_chunks, bundled_texts, dequantized, evaluate, windows_of
+from bankfull.limits.quality.evaluate import Quality, across_chunks, dequantized, evaluate
+from bankfull.limits.quality.windows import bundled_texts, windows_of
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime import naive

@@ -4,6 +4,7 @@ under the mask of the paper, with the same weights under the names of the publis
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 import transformers as tf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.tiny import speaking_folder
 
 MASK = 52
 SIZES: dict[str, Any] = {
@@ -118,3 +121,18 @@ def make(kind: str, folder: Path, *, seed: int = 11, block: int = 4, spread: flo
         {renamed(name): weight.clone() for name, weight in model.state_dict().items()}, folder / "model.safetensors"
     )
     return DiffusionReference(model.eval(), block)
+
+
+def make_speaking(folder: Path) -> Path:
+    """The tiny Llama that speaks, as an SDAR with blocks of 8 tokens and random norms of heads."""
+    shutil.copytree(speaking_folder(), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "sdar", "block_size": 8, "mask_token_id": config["vocab_size"] - 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(2)
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("q_norm", "k_norm"):
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = 1 + 0.3 * torch.randn(8)
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -2,7 +2,8 @@
 
 Both models run over the same windows of tokens. Each window starts from an empty state with the model's prefix (its
 beginning-of-text token, if it has one). Windows do not overlap, and none spans two texts. The prefix, or the first
-token of a window without one, is not predicted. All figures are computed in float64 from the logits.
+token of a window without one, is not predicted. All figures are computed in float64 from the logits. A diffusion model
+predicts masked tokens instead (`masked.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files as package_files
 from time import perf_counter
 from typing import Any
 
@@ -21,12 +21,13 @@ from torch import Tensor
 from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.limits.quality.masked import masked_windows
+from bankfull.limits.quality.windows import WINDOW, EvaluationWindow, windows_of
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime.naive import hidden_states
 from bankfull.weights.source import ModelFiles
 
-WINDOW = 512
 CHUNKS = (1, 8, 64, 512)
 BLOCK_BYTES = 32 << 20
 """Bytes of float64 logits held at once per model; a single position may need more."""
@@ -40,7 +41,8 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Comparison with the reference. KL is KL(reference || model) in nats per predicted token."""
+    """Comparison with the reference. KL is KL(reference || model) in nats per predicted token. The perplexity of a
+    diffusion model is an upper bound (`masked.py`)."""
 
     tokens: int
     """Predicted tokens."""
@@ -57,47 +59,16 @@ class Quality:
     """Mean absolute difference of the logprob of the actual next token."""
     seconds: float
     reference_seconds: float
+    recovered: float | None = None
+    """Diffusion: share of masked tokens that the model ranks first."""
+    reference_recovered: float | None = None
 
     @property
     def ratio(self) -> float:
         return self.perplexity / self.reference_perplexity
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ratio": self.ratio}
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationWindow:
-    tokens: tuple[int, ...]
-    first: int
-    """First position whose token is predicted."""
-
-
-def bundled_texts() -> dict[str, str]:
-    """The evaluation texts of the package, by file name."""
-    folder = package_files("bankfull.limits.quality") / "texts"
-    found = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
-    return {item.name: item.read_text(encoding="utf-8") for item in found}
-
-
-def windows_of(
-    texts: Sequence[Sequence[int]], opening: Sequence[int] = (), window: int = WINDOW
-) -> list[EvaluationWindow]:
-    """Cut the texts' tokens into windows of at most `window` tokens, including the prefix `opening`. A last window
-    without a token to predict is dropped."""
-    first = max(1, len(opening))
-    if window <= first:
-        raise ConfigError(f"window={window} leaves nothing to predict; use at least {first + 1}.")
-    own = window - len(opening)
-    made = []
-    for text in texts:
-        for at in range(0, len(text), own):
-            tokens = (*opening, *text[at : at + own])
-            if len(tokens) > first:
-                made.append(EvaluationWindow(tokens, first))
-    if not made:
-        raise RequestError("The evaluation text has no token to predict; give a longer one.")
-    return made
+        return {name: value for name, value in asdict(self).items() if value is not None} | {"ratio": self.ratio}
 
 
 def dequantized(files: ModelFiles, device: torch.device = CPU, max_len: int = 0) -> Decoder:
@@ -123,8 +94,21 @@ def evaluate(
     _check(reference, window, window)
     if model.vocab != reference.vocab:
         raise _other_vocabulary(model.vocab, reference.vocab)
+    if (model.diffusion is None) != (reference.diffusion is None):
+        raise ModelError(
+            "One of the models predicts masked tokens and the other one the next token, so they cannot be compared; "
+            "choose a reference of the same kind."
+        )
     sides = _Side(reference, window, device), [_Side(model, window if chunk is None else chunk, device)]
-    return _compare(*sides, windows_of(texts, opening, window), progress)[0]
+    return _compare(*sides, samples_of(reference, texts, opening, window), progress)[0]
+
+
+def samples_of(
+    model: Decoder, texts: Sequence[Sequence[int]], opening: Sequence[int] = (), window: int = WINDOW
+) -> list[EvaluationWindow]:
+    """The windows that a model of this kind is evaluated on."""
+    windows = windows_of(texts, opening, window)
+    return windows if model.diffusion is None else masked_windows(windows, model.diffusion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +135,7 @@ def keep_reference(
     progress: Progress | None = None,
 ) -> KeptReference:
     _check(reference, window, window)
-    windows, side, kept, done = windows_of(texts, opening, window), _Side(reference, window, device), [], 0
+    windows, side, kept, done = samples_of(reference, texts, opening, window), _Side(reference, window, device), [], 0
     size = sum(len(one.tokens) for one in windows) * reference.hidden * 4
     if size > KEPT_BYTES:
         raise RequestError(
@@ -160,7 +144,7 @@ def keep_reference(
         )
     for one in windows:
         kept.append(side.hidden(one).cpu())
-        done += len(one.tokens) - one.first
+        done += len(one.predicted)
         if progress is not None:
             progress(done)
     return KeptReference(reference.head, reference.vocab, windows, kept, device, side.seconds)
@@ -214,6 +198,10 @@ def _check(model: Decoder, window: int, chunk: int) -> None:
             f"window={window} is longer than the {model.max_positions} positions that the model supports; use at most "
             "that many."
         )
+    if model.diffusion is not None and chunk != window:
+        raise ConfigError(
+            f"chunk={chunk} does not go with a diffusion model, whose tokens see later ones; leave it and --chunks out."
+        )
     if not 1 <= chunk <= window:
         raise ConfigError(f"chunk={chunk} must be at least 1 and at most the window of {window} tokens.")
 
@@ -228,7 +216,7 @@ class _Side:
     def hidden(self, window: EvaluationWindow) -> Tensor:
         start, count = perf_counter(), len(window.tokens)
         chunks = [min(self.chunk, count - at) for at in range(0, count, self.chunk)]
-        hidden = hidden_states(self.model, window.tokens, self.device, chunks)
+        hidden = hidden_states(self.model, window.inputs, self.device, chunks)
         self.seconds += perf_counter() - start
         return hidden
 
@@ -271,25 +259,34 @@ class _Tally:
     from returning to the system.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, windows: Sequence[EvaluationWindow]) -> None:
+        count = sum(len(window.predicted) for window in windows)
         self.own, self.reference, self.kl = (np.empty(count, np.float64) for _ in range(3))
-        self.same = np.empty(count, np.bool_)
+        self.same, self.found, self.reference_found = (np.empty(count, np.bool_) for _ in range(3))
+        self.weights: np.ndarray | None = None
+        """Of each token in the mean of log-probabilities; None: equal ones. With masks, each sample weighs the same."""
+        if windows[0].masked:
+            self.weights = np.concatenate(
+                [np.full(len(window.masked), 1 / (len(windows) * len(window.masked))) for window in windows]
+            )
 
     def add(self, at: int, reference: Tensor, own: Tensor, targets: Tensor) -> None:
         place = slice(at, at + len(targets))
         # Rounding can make the sum negative by about 1e-17.
         self.kl[place] = (reference.exp() * (reference - own)).sum(-1).clamp(min=0).cpu().numpy()
         self.same[place] = (reference.argmax(-1) == own.argmax(-1)).cpu().numpy()
+        self.found[place] = (own.argmax(-1) == targets).cpu().numpy()
+        self.reference_found[place] = (reference.argmax(-1) == targets).cpu().numpy()
         self.own[place] = own.gather(-1, targets[:, None])[:, 0].cpu().numpy()
         self.reference[place] = reference.gather(-1, targets[:, None])[:, 0].cpu().numpy()
 
     def quality(self, windows: int, seconds: float, reference_seconds: float) -> Quality:
-        own, reference, kl = self.own, self.reference, self.kl
+        own, reference, kl, weights = self.own, self.reference, self.kl, self.weights
         return Quality(
             len(own),
             windows,
-            _perplexity(own),
-            _perplexity(reference),
+            _perplexity(own, weights),
+            _perplexity(reference, weights),
             float(kl.mean()),
             float(np.median(kl)),
             float(np.percentile(kl, 99)),
@@ -298,12 +295,15 @@ class _Tally:
             float(np.abs(own - reference).mean()),
             seconds,
             reference_seconds,
+            None if weights is None else float(self.found.mean()),
+            None if weights is None else float(self.reference_found.mean()),
         )
 
 
-def _perplexity(logprobs: np.ndarray) -> float:
+def _perplexity(logprobs: np.ndarray, weights: np.ndarray | None) -> float:
+    mean = logprobs.mean() if weights is None else (logprobs * weights).sum()
     # A very bad model would overflow a double; exp(709) is the largest finite result.
-    return math.exp(min(-float(logprobs.mean()), 709.0))
+    return math.exp(min(-float(mean), 709.0))
 
 
 @torch.inference_mode()
@@ -314,19 +314,18 @@ def _compare(
     progress: Progress | None,
 ) -> list[Quality]:
     """Compare every model with the reference."""
-    count, done = sum(len(window.tokens) - window.first for window in windows), 0
-    tallies = [_Tally(count) for _ in others]
+    done, tallies = 0, [_Tally(windows) for _ in others]
     block = max(1, BLOCK_BYTES // (8 * others[0].model.vocab))
     for window in windows:
         hidden = [side.hidden(window) for side in (reference, *others)]
-        last = len(window.tokens) - 1
-        for at in range(window.first - 1, last, block):
-            end = min(at + block, last)
-            targets = torch.tensor(window.tokens[at + 1 : end + 1], device=others[0].device)
-            expected = reference.logprobs(hidden[0][at:end])
+        lines, predicted = window.lines, window.predicted
+        for at in range(0, len(lines), block):
+            part = lines[at : at + block]
+            targets = torch.tensor([window.tokens[i] for i in predicted[at : at + block]], device=others[0].device)
+            expected = reference.logprobs(hidden[0][part])
             for side, tally, states in zip(others, tallies, hidden[1:], strict=True):
-                tally.add(done, expected, side.logprobs(states[at:end]), targets)
-            done += end - at
+                tally.add(done, expected, side.logprobs(states[part]), targets)
+            done += len(part)
             if progress is not None:
                 progress(done)
     return [t.quality(len(windows), s.seconds, reference.seconds) for t, s in zip(tallies, others, strict=True)]
