@@ -11,6 +11,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.sim import SimulationError, simulate
+from tests.sim.denoising import simulate_denoising
 from tests.sim.mutants import MUTANTS, Mutant
 
 SEEDS, QUICK_SEEDS, CHUNK = 10_000, 2000, 250
@@ -39,3 +40,22 @@ def test_a_planted_bug_is_found_within_some_hundred_scenarios(plant: Mutant, mon
     with pytest.raises(SimulationError, match=r"seed \d+: .*python -m tests\.sim \d+"):
         for seed in range(3000):
             simulate(seed)
+
+
+SOME_SEEDS = [range(100), pytest.param(range(100, 3000), marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("seeds", SOME_SEEDS, ids=str)
+def test_latents_sparse_masks_and_two_states_in_a_layer_mix_with_all_others(seeds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        seen.update(asdict(simulate(seed, mixed=True)))
+    assert min(seen[name] for name in ("finished", "aborted", "cached", "resumed", "evictions", "forks", "preemptions"))
+
+
+@pytest.mark.parametrize("seeds", SOME_SEEDS, ids=str)
+def test_diffusion_models_denoise_every_request_beside_prompts_preemption_and_cached_blocks(seeds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        seen.update(asdict(simulate_denoising(seed)))
+    assert min(seen[name] for name in ("finished", "aborted", "cached", "resumed", "evictions", "forks", "preemptions"))

@@ -51,6 +51,11 @@ class Canvas:
         """Whether no more than one block of known tokens waits to be computed before the canvas."""
         return self.shape.whole or self.border(len(seq.tokens)) - seq.start <= self.shape.sight
 
+    def least(self, seq: Sequence) -> int:
+        """Tokens of the smallest step that takes the sequence further."""
+        waiting = self.border(len(seq.tokens)) - seq.start
+        return self.shape.sight if waiting >= self.shape.sight else self.end(seq) - seq.start
+
     def work(self, seq: Sequence, budget: int) -> Work | None:
         """The sequence's next step of at most `budget` tokens; None if it does not fit."""
         shape, known, start = self.shape, len(seq.tokens), seq.start

@@ -166,15 +166,15 @@ class Scheduler:
 
     def _fill(self, running: list[Sequence], step: Sketch, drafts: Drafts) -> bool:
         """Serve these, decodes first, then admit more of their kind; False when one of them lacks memory."""
-        decoding: list[Sequence] = []
-        filling: list[Sequence] = []
+        decoding, filling = list[Sequence](), list[Sequence]()
         for seq in running:
             decodes = seq.missing <= 1 if self.canvas is None else self.canvas.decodes(seq)
             (decoding if decodes else filling).append(seq)
         rows = len(decoding)
         if step.batch:
-            company = step.plan.step - self._company < COMPANY_STEPS
-            rows, tokens = batch_share(self.config.step_tokens, rows, company)
+            rows, tokens = batch_share(self.config.step_tokens, rows, step.plan.step - self._company < COMPANY_STEPS)
+            if self.canvas is not None:  # a block, or a sequence, runs as a whole or not at all
+                tokens = max(tokens, 0, *map(self.canvas.least, running))
             decoding.sort(key=lambda seq: seq.turn)  # the one that has waited longest first
             step.budget = min(step.budget, tokens)
         step.spare = step.budget - min(rows, len(decoding))

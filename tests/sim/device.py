@@ -8,12 +8,13 @@ released place, is an error.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from bankfull.state.spec import Layout
+from bankfull.state.mask import Mask
+from bankfull.state.spec import Layout, PagedGroup
 from bankfull.types import NULL, Request, StepPlan, StepResult, Work
 from tests.sim.oracle import EMPTY, extend, identities, next_token, root
 
@@ -72,6 +73,18 @@ class Launched:
         self.device._catch_up()
         assert self.device.queue.popleft() is self and self.result is not None
         return self.result
+
+
+def _needed(group: PagedGroup, begin: int, end: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Pages with positions before `begin` that the tokens begin .. end see, and these positions."""
+    size, sight = group.page_tokens, group.window
+    first = 0 if sight is None or isinstance(sight, Mask) else max(0, begin - sight + 1)
+    for index in range(first // size, -(-begin // size)):
+        needed: Sequence[int] = range(max(first, index * size), min(begin, (index + 1) * size))
+        if isinstance(sight, Mask):
+            needed = [at for at in needed if any(sight.visible(query, at) for query in range(begin, end))]
+        if needed:
+            yield index, needed
 
 
 class Device:
@@ -197,14 +210,12 @@ class Device:
         reads = launched.mark.reads
         for g, group in enumerate(self.layout.paged):
             size, table = group.page_tokens, row.tables[g]
-            first = 0 if group.window is None else max(0, begin - group.window + 1)
-            for index in range(first // size, -(-begin // size)):
+            for index, needed in _needed(group, begin, begin + work.count + work.drafts):
                 page = table[index] if index < len(table) else NULL
-                low, high = max(first, index * size), min(begin, (index + 1) * size)
-                where = f"row {work.row}, group {g}, positions {low} to {high - 1}"
+                where = f"row {work.row}, group {g}, positions {needed[0]} to {needed[-1]}"
                 demand(page != NULL, f"{where}: needed, but there is no page")
                 kind, content = self.pages.get(page, (-1, []))
-                right = kind == g and content[low % size : low % size + high - low] == row.prefix[low:high]
+                right = kind == g and all(content[at % size] == row.prefix[at] for at in needed)
                 demand(right, f"{where}: page {page} holds something else")
                 reads.setdefault(page, set()).add(row.key)
         if self.layout.recurrent is not None:

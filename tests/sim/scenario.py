@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.sched.policies import POLICIES
 from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout, Paged, Recurrent, Shared, StateSpec, TensorSpec, layout_of
 from bankfull.types import Request
 from tests.sim.oracle import expected
@@ -38,10 +40,14 @@ class Scenario:
     arrivals: tuple[Arrival, ...]
 
 
-def scenario_of(seed: int) -> Scenario:
+def scenario_of(seed: int, mixed: bool = False) -> Scenario:
+    """`mixed`: with more kinds of layers."""
     random = Random(seed)
     speeds = Random(seed + 3)
-    layout = layout_of([(spec,) for spec in _specs(random)], random.choice((1, 2, 2, 3, 4)))
+    layers: list[tuple[StateSpec, ...]] = [(spec,) for spec in _specs(random)]
+    if mixed:
+        layers = _mixed(Random(seed + 5), layers)
+    layout = layout_of(layers, random.choice((1, 2, 2, 3, 4)))
     vocab = random.choice((2, 3, 8, 40))
     rows = random.randint(1, 5)
     sched = SchedConfig(
@@ -102,6 +108,22 @@ def _specs(random: Random) -> list[StateSpec]:
     if random.random() < 0.2:
         specs.append(Shared(random.randrange(len(specs))))
     return specs
+
+
+def _mixed(random: Random, layers: list[tuple[StateSpec, ...]]) -> list[tuple[StateSpec, ...]]:
+    """The layers and others between them: latents, sparse masks, and attention beside a recurrence in one layer."""
+    latent = Paged((TensorSpec("latent", (1, 3), "float32"),))
+    window, globals_ = random.randint(1, 6), random.choice((0, 0, 1, 5))
+    masks = (
+        Mask(window, random.randint(2, 4), global_tokens=globals_),
+        Mask(window, stride=random.randint(2, 7)),
+        Mask(window, stride=5, columns=random.randint(1, 3), global_tokens=globals_),
+        Mask(window, global_tokens=globals_ + 1, aligned=random.random() < 0.5),
+    )
+    sparse = Paged((TensorSpec("k", (1, 4), "float32"), TensorSpec("v", (1, 2), "float32")), random.choice(masks))
+    memory = Recurrent((TensorSpec("h", (4,), "float32"),))
+    extra: list[tuple[StateSpec, ...]] = [(latent,), (sparse,), (sparse, memory), (latent, memory), (memory,)]
+    return [*random.sample(extra, random.randint(1, 3)), *(one for one in layers if not isinstance(one[0], Shared))]
 
 
 def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
@@ -179,8 +201,21 @@ def _most_pages(layout: Layout, length: int, step_tokens: int) -> int:
     total = 0
     for group in layout.paged:
         window = group.window if group.window is not None else length
+        if isinstance(window, Mask):
+            total += max(
+                _live(window, group.page_tokens, start, min(length, start + step_tokens)) for start in range(length)
+            )
+            continue
         total += max(
             -(-min(length, start + step_tokens) // group.page_tokens) - max(0, start - window + 1) // group.page_tokens
             for start in range(length)
         )
     return total
+
+
+@lru_cache(maxsize=4096)
+def _live(mask: Mask, page: int, start: int, end: int) -> int:
+    """Pages before `end` that a token from `start` on sees, however late it comes, or that hold a new one."""
+    later = range(start, start + 40)  # every pattern has come round by then
+    seen = {at // page for at in range(min(start, end)) if any(mask.visible(query, at) for query in later)}
+    return len(seen.union(at // page for at in range(start, end)))

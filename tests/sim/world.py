@@ -51,10 +51,10 @@ class Receipt:
     cached: int | None = None
 
 
-def simulate(seed: int) -> Summary:
+def simulate(seed: int, mixed: bool = False) -> Summary:
     """Run the scenario of `seed`; a broken invariant raises a SimulationError with the command that replays it."""
     try:
-        return World(scenario_of(seed)).run()
+        return World(scenario_of(seed, mixed)).run()
     except Exception as problem:
         raise SimulationError(f"seed {seed}: {problem!r}; replay it with: python -m tests.sim {seed}") from problem
 
