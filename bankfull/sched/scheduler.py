@@ -17,7 +17,7 @@ from itertools import count
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
-from bankfull.sched.canvas import Canvas
+from bankfull.sched.canvas import Canvas, reach
 from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
@@ -345,7 +345,7 @@ class Scheduler:
 
     def _entitled(self, head: Sequence) -> bool:
         """Whether what its tenant holds and what `head` needs stay within the tenant's share."""
-        need = self.state.frames_for(len(head.tokens), self.config.step_tokens)
+        need = self.state.frames_for(reach(self.canvas, head), self.config.step_tokens)
         return self._holdings(self._peers(head)).entitled(head.tenant, need)
 
     def _peers(self, head: Sequence) -> list[Sequence]:
@@ -390,8 +390,7 @@ class Scheduler:
 
     def _lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
         # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.
-        length = len(seq.tokens) if self.canvas is None else self.canvas.end(seq)
-        return self.state.lack(match, length, self.config.step_tokens, self.running)
+        return self.state.lack(match, reach(self.canvas, seq), self.config.step_tokens, self.running)
 
     def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
         """Give `seq` a row, and describe it to the runner."""

@@ -180,7 +180,7 @@ def _by_partition(
     partition: SequencePartition,
     out: Tensor,
     scale: float,
-    window: Sight,
+    window: int | None,
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:

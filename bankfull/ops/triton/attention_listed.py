@@ -38,8 +38,8 @@ def numbers_of(mask: Mask) -> MaskNumbers:
     if stride > FAR:  # one block holds every position: what of its columns lies beyond FAR is never reached
         columns = max(0, columns - (stride - FAR))
         stride = 0 if mask.columns and not columns else FAR
-    near = (min(number, FAR) for number in (mask.window, mask.dilation, mask.extent))
-    return MaskNumbers(*near, stride, columns, min(mask.global_tokens, FAR - 1), mask.aligned)
+    window, dilation, extent = (min(number, FAR) for number in (mask.window, mask.dilation, mask.extent))
+    return MaskNumbers(window, dilation, extent, stride, columns, min(mask.global_tokens, FAR - 1), mask.aligned)
 
 
 def most_listed(mask: Mask, queries: int, places: int) -> int:
