@@ -68,6 +68,31 @@ struct Store {
     Array<uint8_t> bytes;
 };
 
+// Mostly no mask.
+SparseMask any_mask(Random& random) {
+    SparseMask mask;
+    if (!random.one_in(3)) return mask;
+    mask.window = random.between(1, 40);
+    mask.globals = random.one_in(2) ? random.between(1, 50) : 0;
+    if (random.one_in(3)) {
+        mask.dilation = random.between(2, 9);
+        return mask;
+    }
+    mask.stride = random.one_in(3) ? 0 : random.between(1, 60);
+    mask.columns = random.one_in(2) ? random.between(0, mask.stride) : 0;
+    mask.aligned = random.one_in(2);
+    return mask;
+}
+
+bool sees(const SparseMask& mask, int64_t query, int64_t key) {
+    if (key > query) return false;
+    if (!mask.given() || key < mask.globals) return true;
+    const int64_t past = query - key;
+    if (mask.columns ? key % mask.stride >= mask.stride - mask.columns : mask.stride && past % mask.stride == 0) return true;
+    return mask.aligned ? query / mask.window == key / mask.window
+                        : past % mask.dilation == 0 && past / mask.dilation < mask.window;
+}
+
 // Sequences of any length over shuffled pages; page table entries outside of all windows are invalid.
 void check_attention(Random& random, PageType type) {
     static constexpr int64_t sizes[] = {8, 20, 32, 64, 64, 96};
@@ -77,6 +102,7 @@ void check_attention(Random& random, PageType type) {
     const int64_t groups = random.between(1, many ? 2 : 5);
     const int64_t heads = kv_heads * groups, size = random.any_of(sizes), values = random.one_in(2) ? size : random.any_of(sizes);
     const int64_t page_tokens = random.any_of(lengths_of_pages), window = random.one_in(3) ? random.between(1, 150) : 0;
+    const SparseMask mask = window ? SparseMask{} : any_mask(random);
     const float cap = random.one_in(4) ? 5.0f : 0.0f, scale = float(1 / std::sqrt(double(size)));
     std::vector<int64_t> q_start{0}, kv_len;
     for (int64_t i = 0; i < sequences; ++i) {
@@ -96,6 +122,9 @@ void check_attention(Random& random, PageType type) {
     for (int64_t i = 0; i < sequences; ++i) {
         const int64_t past = kv_len[size_t(i)] - (q_start[size_t(i) + 1] - q_start[size_t(i)]);
         for (int64_t p = window ? std::max<int64_t>(0, past + 1 - window) : 0; p < kv_len[size_t(i)]; ++p) {
+            bool seen = p >= past;
+            for (int64_t query = past; query < kv_len[size_t(i)] && !seen; ++query) seen = sees(mask, query, p);
+            if (!seen) continue;
             table[size_t(i * width + p / page_tokens)] = places[size_t(i * width + p / page_tokens)];
             for (int64_t head = 0; head < kv_heads; ++head) {
                 for (int64_t d = 0; d < size; ++d) k.write(k.at(slot(i, p), head, d), random.normal());
@@ -111,11 +140,11 @@ void check_attention(Random& random, PageType type) {
     job.q = q.data(), job.y = y.data(), job.k = k.pages(), job.v = v.pages();
     job.q_start = q_start.data(), job.kv_len = kv_len.data(), job.table = table.data(), job.table_stride = width;
     job.page_tokens = page_tokens, job.heads = heads, job.kv_heads = kv_heads, job.size = size, job.values = values;
-    job.q_token = q_token, job.window = window, job.scale = scale, job.cap = cap;
+    job.q_token = q_token, job.window = window, job.mask = mask, job.scale = scale, job.cap = cap;
     paged_attention(job, type, sequences, tokens, width, frames);
 
     // Tiles round queries and weights: the maximum of values drawn this way is about 4.
-    const double error = narrow && kernels().tile_rows > 0 && size % 32 == 0 && values % 32 == 0 ? 0.05 : 2e-5;
+    const double error = narrow && !mask.given() && kernels().tile_rows > 0 && size % 32 == 0 && values % 32 == 0 ? 0.05 : 2e-5;
     for (int64_t i = 0; i < sequences; ++i)
         for (int64_t token = q_start[size_t(i)]; token < q_start[size_t(i) + 1]; ++token)
             for (int64_t head = 0; head < heads; ++head) {
@@ -124,6 +153,10 @@ void check_attention(Random& random, PageType type) {
                 std::vector<double> weights;
                 double most = -INFINITE, total = 0;
                 for (int64_t p = from; p <= position; ++p) {
+                    if (!sees(mask, position, p)) {
+                        weights.push_back(-INFINITE);
+                        continue;
+                    }
                     double score = 0;
                     for (int64_t d = 0; d < size; ++d)
                         score += double(q[token * q_token + head * size + d]) * k.read(k.at(slot(i, p), head / groups, d));
@@ -135,7 +168,8 @@ void check_attention(Random& random, PageType type) {
                 for (int64_t d = 0; d < values; ++d) {
                     double want = 0;
                     for (int64_t p = from; p <= position; ++p)
-                        want += weights[size_t(p - from)] / total * v.read(v.at(slot(i, p), head / groups, d));
+                        if (weights[size_t(p - from)] > 0)
+                            want += weights[size_t(p - from)] / total * v.read(v.at(slot(i, p), head / groups, d));
                     const int64_t place = (token * heads + head) * values + d;
                     expect_close(y[place], want, error, narrow ? "attention over bfloat16" : "attention over float32", place);
                 }

@@ -25,6 +25,8 @@ void check_intake(Random& random);
 void check_joined_intake(Random& random);
 void check_write(Random& random);
 void check_attention_over_pages(Random& random);
+void check_head_products(Random& random);
+void check_latents(Random& random);
 void check_conv(Random& random);
 void check_scan(Random& random);
 void check_ssd(Random& random);

@@ -30,6 +30,8 @@ constexpr Operation OPERATIONS[] = {
     {"fused intake", check_joined_intake},
     {"write", check_write},
     {"attention", check_attention_over_pages},
+    {"head_products", check_head_products},
+    {"write_latents", check_latents},
     {"causal_conv", check_conv},
     {"selective_scan", check_scan},
     {"ssd_scan", check_ssd},
