@@ -16,7 +16,7 @@ require_device()
 
 from tests.gpu.engines import LOGPROBS, Echo, bench_of, logprobs_of, random_prompts  # noqa: E402
 
-SHAPES = ("llama", "gemma")
+SHAPES = ("llama", "gemma", "sparse")
 NEW = 6
 
 
