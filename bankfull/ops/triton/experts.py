@@ -60,8 +60,23 @@ class Operands:
         return self.down.data, self.down.scales, self.x if bias is None else bias
 
     @property
-    def biased(self) -> bool:
-        return self.biases[0] is not None
+    def gate_form(self) -> tuple[int, int, bool, str]:
+        """The last constants of every kernel of gate and up: form and group of the weights, biases, activation."""
+        return self.gate.form, self.gate.group, self.biases[0] is not None, self.kind
+
+    @property
+    def down_form(self) -> tuple[int, int, bool]:
+        return self.down.form, self.down.group, self.biases[0] is not None
+
+    @property
+    def wide(self) -> bool:
+        """Whether products are float32, which has no tensor cores: smaller tiles, to fit into registers."""
+        return self.x.element_size() > 2
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Room for what passes between the two kernels, and for the results, of every pair of token and expert."""
+        pairs = self.chosen.numel()
+        return self.x.new_empty(pairs, self.gate.shape[1]), self.x.new_empty(pairs, self.x.shape[1])
 
     @property
     def per_token(self) -> int:
@@ -115,10 +130,7 @@ def _few(own: Operands) -> Tensor:
         own.per_token,
         out,
         depth,
-        own.gate.form,
-        own.gate.group,
-        own.biased,
-        own.kind,
+        *own.gate_form,
         num_warps=2,
         **launch,
     )
@@ -138,9 +150,7 @@ def _few(own: Operands) -> Tensor:
         together,
         out,
         depth,
-        own.down.form,
-        own.down.group,
-        own.biased,
+        *own.down_form,
         num_warps=4,
         **launch,
     )
@@ -151,11 +161,10 @@ def _some(own: Operands) -> Tensor:
     """Results of all pairs, in the order of tokens."""
     tokens, hidden = own.x.shape
     experts, inner, _ = own.gate.shape
-    launch, wide = overlapped(own.x), own.x.element_size() > 2
+    launch = overlapped(own.x)
     padded, slots = max(16, power_of_two(tokens)), power_of_two(own.per_token)
-    depth, stages = (32, 2) if wide else (64, 4)
-    pairs = tokens * own.per_token
-    middle, out = own.x.new_empty(pairs, inner), own.x.new_empty(pairs, hidden)
+    depth, stages = (32, 2) if own.wide else (64, 4)
+    middle, out = own.results()
     tile = 64
     some_gate_kernel[(-(-inner // tile), experts)](
         own.x,
@@ -172,10 +181,7 @@ def _some(own: Operands) -> Tensor:
         tile,
         depth,
         stages,
-        own.gate.form,
-        own.gate.group,
-        own.biased,
-        own.kind,
+        *own.gate_form,
         num_warps=4,
         **launch,
     )
@@ -194,9 +200,7 @@ def _some(own: Operands) -> Tensor:
         tile,
         depth,
         stages,
-        own.down.form,
-        own.down.group,
-        own.biased,
+        *own.down_form,
         num_warps=4,
         **launch,
     )
@@ -205,15 +209,14 @@ def _some(own: Operands) -> Tensor:
 
 def _many(own: Operands) -> Tensor:
     """Results of all pairs, in the order of tokens."""
-    tokens, hidden = own.x.shape
+    hidden, wide, launch = own.x.shape[1], own.wide, overlapped(own.x)
     experts, inner, _ = own.gate.shape
-    launch, wide = overlapped(own.x), own.x.element_size() > 2
-    pairs = tokens * own.per_token
+    pairs = own.chosen.numel()
     rows = 32 if pairs < 32 * experts else 64 if wide or pairs < 96 * experts else 128
     tile, depth, stages = (64, 32, 2) if wide else (128, 64, 3)
     order, ends, block_expert, block_first = _sorted(own, rows)
     blocks = len(block_expert)
-    middle, out = own.x.new_empty(pairs, inner), own.x.new_empty(pairs, hidden)
+    middle, out = own.results()
     warps = 8 if rows == 128 else 4
     many_gate_kernel[(blocks * -(-inner // tile),)](
         own.x,
@@ -231,10 +234,7 @@ def _many(own: Operands) -> Tensor:
         tile,
         depth,
         stages,
-        own.gate.form,
-        own.gate.group,
-        own.biased,
-        own.kind,
+        *own.gate_form,
         num_warps=warps,
         **launch,
     )
@@ -252,9 +252,7 @@ def _many(own: Operands) -> Tensor:
         tile,
         depth,
         stages if wide else 4,
-        own.down.form,
-        own.down.group,
-        own.biased,
+        *own.down_form,
         num_warps=warps,
         **launch,
     )
