@@ -63,7 +63,9 @@ def test_a_sequence_that_no_step_holds_is_refused() -> None:
     assert run(CanvasShape(1 << 30, True, 4, 16), 60, 30).requests[0].refused
 
 
-@pytest.mark.parametrize("model", [SDAR, llada_config()], ids=["blocks", "whole"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(SDAR, marks=pytest.mark.full, id="blocks"), pytest.param(llada_config(), id="whole")]
+)
 def test_a_plan_recommends_how_to_serve_a_diffusion_model(model: dict[str, Any]) -> None:
     found = plan(CPU, CARD, model=model, traffic="rate=5/s, in=30, out=16", lossless=True)
     assert found.recommended is not None and found.recommended.output_per_s > 0 < found.recommended.tpot_least

@@ -16,6 +16,8 @@ import pytest
 from bankfull import LLM
 from tests.models.diffusion import make_speaking
 
+pytestmark = pytest.mark.full
+"""It starts a server; quick runs have the same engine in `tests/test_diffusion_llm.py`."""
 OPTIONS = ["--dtype", "float32", "--memory", "4MiB", "--rows", "4", "--max-model-len", "128"]
 MESSAGES = [{"role": "user", "content": "Tell me of the river and its channel."}]
 
