@@ -49,7 +49,7 @@ void expert_mlp(uintptr_t x, uintptr_t chosen, uintptr_t weights, uintptr_t y, i
         if (rounding == 0)
             require(kind >= 0 && kind < FORMATS, "experts: unknown format");
         else
-            require(kind >= 0 && kind < PACKS && LAYOUTS[kind].holds(columns) && (rounding == 2 || !LAYOUTS[kind].dense()) &&
+            require(is_pack(kind) && layout_of(kind).holds(columns) && (rounding == 2 || !layout_of(kind).dense()) &&
                         bytes == packed_bytes(kind, outputs, columns),
                     "experts: the packed weights do not fit");
         matrices[i] = {pointer<uint8_t>(data), pointer<float>(bias), bytes, kind};

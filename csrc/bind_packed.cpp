@@ -27,18 +27,18 @@ T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-const PackLayout& layout_of(int pack) {
-    require(pack >= 0 && pack < PACKS, "unknown pack");
-    return LAYOUTS[pack];
+PackLayout checked(int pack) {
+    require(is_pack(pack), "unknown pack");
+    return layout_of(pack);
 }
 
 void require_whole_blocks(int pack, int64_t outputs, int64_t inner) {
-    require(outputs >= 0 && layout_of(pack).holds(inner), "packed weights: K is not a multiple of whole blocks");
+    require(outputs >= 0 && checked(pack).holds(inner), "packed weights: K is not a multiple of whole blocks");
 }
 
 // int8 codes are not multiplied with dense weights.
 void require_products(int pack, bool tiles) {
-    require(tiles || !layout_of(pack).dense(), "packed weights: dense weights are multiplied with tiles only");
+    require(tiles || !checked(pack).dense(), "packed weights: dense weights are multiplied with tiles only");
 }
 
 int64_t bytes_of(int pack, int64_t outputs, int64_t inner) {
@@ -52,6 +52,23 @@ void pack(int format, uintptr_t blocks, uintptr_t out, int64_t outputs, int64_t 
     if (outputs == 0) return;
     require(blocks && out, "pack: a null address");
     pack_weights(format, pointer<uint8_t>(blocks), pointer<uint8_t>(out), outputs, inner);
+}
+
+// `group`: columns per scale, a multiple of 32; 0: those of the kind.
+int group_pack(int kind, int64_t group, bool zeros) {
+    require(group == 0 || group == 32 || group == 64 || group == 128, "group_pack: a group has 32, 64 or 128 columns");
+    const int pack = pack_with(kind, group == 128 ? 2 : group == 64, zeros);
+    require(kind >= 0 && is_pack(pack), "group_pack: no such pack");
+    return pack;
+}
+
+void pack_grouped(int pack, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t out, int64_t outputs, int64_t inner) {
+    require_whole_blocks(pack, outputs, inner);
+    const PackLayout layout = checked(pack);
+    require(layout.block == 32 && !layout.dense() && layout.minimum == 0 && layout.bits % 5 != 0, "pack_groups: not a pack of groups");
+    if (outputs == 0) return;
+    require(codes && out && (scales || layout.scale == Scale::Exponent) && (zeros || !layout.zeros), "pack_groups: a null address");
+    pack_groups(pack, {pointer<uint8_t>(codes), pointer<uint8_t>(scales), pointer<uint8_t>(zeros)}, pointer<uint8_t>(out), outputs, inner);
 }
 
 void unpack(int pack, uintptr_t weight, uintptr_t out, int64_t outputs, int64_t inner) {
@@ -153,6 +170,8 @@ void bind_packed(nb::module_& m) {
     m.def("pack_of", &pack_of, "the pack that represents a format exactly, or -1");
     m.def("packed_bytes", &bytes_of, "pack, outputs, inner");
     m.def("pack", &pack, Free(), "format, blocks, out: addresses; outputs, inner");
+    m.def("group_pack", &group_pack, "kind, columns per scale (0: those of the kind), zero points: the pack");
+    m.def("pack_groups", &pack_grouped, Free(), "pack, codes, scales (0: in the codes), zeros (0: none), out: addresses; outputs, inner");
     m.def("unpack", &unpack, Free(), "pack, weight, out (floats): addresses; outputs, inner");
     m.def("hadamard_bytes", &hadamard_bytes_of, "pack, outputs, inner: bytes of the Hadamard copy; 0: none on this machine");
     m.def("hadamard", &hadamard, Free(), "pack, weight, the copy: addresses; outputs, inner");

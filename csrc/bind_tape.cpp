@@ -44,7 +44,7 @@ Format format_of(int format) {
 }
 
 void require_pack(int pack, bool int8) {
-    if (pack < 0 || pack >= PACKS || (int8 && LAYOUTS[pack].dense()))
+    if (!is_pack(pack) || (int8 && layout_of(pack).dense()))
         throw std::invalid_argument("tape: unknown pack, or one without int8 products");
 }
 

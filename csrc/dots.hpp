@@ -33,6 +33,10 @@ struct Quads {
         constexpr int A_OR_B_AND_C = 0xf8;
         return {_mm512_ternarylogic_epi32(v, bits.shifted<Right>(), _mm512_set1_epi8(mask), A_OR_B_AND_C)};
     }
+    Quads of_table(const uint8_t (&table)[16]) const {
+        return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(raw(load_bytes(table))), v)};
+    }
+    Quads flipped() const { return {_mm512_xor_si512(v, _mm512_set1_epi8(char(128)))}; }
 };
 
 struct Sums {
@@ -78,6 +82,14 @@ struct Quads {
     Quads with(Quads bits, char mask) const {
         const Quads more = bits.masked<Right>(mask);
         return {_mm256_or_si256(a, more.a), _mm256_or_si256(b, more.b)};
+    }
+    Quads of_table(const uint8_t (&table)[16]) const {
+        const __m256i all = _mm256_broadcastsi128_si256(raw(load_bytes(table)));
+        return {_mm256_shuffle_epi8(all, a), _mm256_shuffle_epi8(all, b)};
+    }
+    Quads flipped() const {
+        const __m256i top = _mm256_set1_epi8(char(128));
+        return {_mm256_xor_si256(a, top), _mm256_xor_si256(b, top)};
     }
 };
 
@@ -137,6 +149,17 @@ struct Quads {
     Quads with(const Quads& bits, char mask) const {
         Quads quads = bits.masked<Right>(mask);
         for (int i = 0; i < 4; ++i) quads.v[i] |= v[i];
+        return quads;
+    }
+    Quads of_table(const uint8_t (&table)[16]) const {
+        uint8_t codes[64];
+        __builtin_memcpy(codes, v, 64);
+        for (uint8_t& code : codes) code = table[code];
+        return load(codes);
+    }
+    Quads flipped() const {
+        Quads quads;
+        for (int i = 0; i < 4; ++i) quads.v[i] = v[i] ^ 0x8080;
         return quads;
     }
 };

@@ -25,6 +25,8 @@ struct Quads {
     Quads with(Quads bits, uint8_t mask) const {
         return {vorrq_u8(v, bits.masked<Right>(mask).v)};
     }
+    Quads of_table(const uint8_t (&table)[16]) const { return {vqtbl1q_u8(vld1q_u8(table), v)}; }
+    Quads flipped() const { return {veorq_u8(v, vdupq_n_u8(128))}; }
     template <int Bits>
     int8x16_t signed_codes() const {
         return vreinterpretq_s8_u8(Bits == 8 ? veorq_u8(v, vdupq_n_u8(128)) : v);

@@ -7,7 +7,7 @@ struct Unit {
     int64_t count, number;  // of parts; index of the unit in its part
 
     const uint8_t* pack(const PackedJob& job, int64_t part, int64_t half) const {
-        return parts[part].weight + (number * 2 + half) * LAYOUTS[parts[part].pack].bytes(job.inner);
+        return parts[part].weight + (number * 2 + half) * layout_of(parts[part].pack).bytes(job.inner);
     }
 };
 

@@ -6,7 +6,7 @@
 namespace bankfull {
 
 int64_t hadamard_bytes(int pack, int64_t outputs, int64_t inner) {
-    const bool possible = kernels().hadamard_weights && !LAYOUTS[pack].dense() && inner % HADAMARD_COLUMNS == 0;
+    const bool possible = kernels().hadamard_weights && !layout_of(pack).dense() && inner % HADAMARD_COLUMNS == 0;
     return possible ? units_of(outputs) * 2 * hadamard_pack_bytes(inner) : 0;
 }
 

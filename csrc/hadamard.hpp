@@ -9,7 +9,8 @@
 // Rows are stored in blocks of sixteen: for each 64 columns the sixteen rows' codes, 64 bytes each; then sixteen float
 // scales. Transformed weights are a copy beside the packed ones, one byte per weight. A pack of them: sixteen float
 // scales, then its codes in quads of four consecutive k; lane o of a quad is the four codes of output o. Both layouts
-// are tiles.
+// are tiles. Weights in int8 with one scale per output (PACK8R) are stored like that already: they are multiplied without
+// a transform, and so are their rows.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,7 @@ static inline float float_of(uint32_t bits) {
 }
 
 // `hadamard` is a buffer for one row of floats.
-static void hadamard_row(const Codes& row, int64_t columns, float* hadamard, uint8_t* codes, float* scale) {
+static void hadamard_row(const Codes& row, int64_t columns, bool plain, float* hadamard, uint8_t* codes, float* scale) {
     uint32x4_t most = vdupq_n_u32(0);
     for (int64_t k = 0; k < columns; k += HADAMARD_COLUMNS) {
         Lanes v[4];
@@ -43,14 +43,16 @@ static void hadamard_row(const Codes& row, int64_t columns, float* hadamard, uin
                              Lanes::splat(1.0f / 254.0f));
             v[i] = v[i] * Lanes::splat(row.scales[(k + 16 * i) / GROUP]);
         }
+        if (!plain) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) hadamard_four(v[0].v[i], v[1].v[i], v[2].v[i], v[3].v[i]);
+            for (int i = 0; i < 4; ++i) hadamard_four(v[0].v[i], v[1].v[i], v[2].v[i], v[3].v[i]);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            hadamard_four(v[i].v[0], v[i].v[1], v[i].v[2], v[i].v[3]);
+            if (!plain) hadamard_four(v[i].v[0], v[i].v[1], v[i].v[2], v[i].v[3]);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
-                v[i].v[j] = hadamard_lanes(v[i].v[j]);
+                if (!plain) v[i].v[j] = hadamard_lanes(v[i].v[j]);
                 most = vmaxq_u32(most, magnitude(v[i].v[j]));
             }
             v[i].store(hadamard + k + 16 * i);
@@ -71,7 +73,7 @@ static void hadamard_rows(const HadamardRowsJob& job, int64_t begin, int64_t end
     for (int64_t row = begin; row < end; ++row) {
         uint8_t* block = job.out.data + row / HADAMARD_BLOCK * HADAMARD_BLOCK * job.out.stride;
         const int64_t number = row % HADAMARD_BLOCK;
-        hadamard_row(Codes(job.x.data + row * job.x.stride, job.columns), job.columns, hadamard, block + number * HADAMARD_COLUMNS,
+        hadamard_row(Codes(job.x.data + row * job.x.stride, job.columns), job.columns, job.plain, hadamard, block + number * HADAMARD_COLUMNS,
                 reinterpret_cast<float*>(block + HADAMARD_BLOCK * job.columns) + number);
     }
 }
@@ -95,24 +97,26 @@ static inline void hadamard_eight(float* first) {
 
 // Weights as floats: columns of sixteen outputs.
 template <Pack P>
-static void widen_pack(const uint8_t* pack, int64_t inner, float* columns) {
+static void widen_pack(const PackLayout& own, const uint8_t* pack, int64_t inner, float* columns) {
     constexpr PackLayout layout = LAYOUTS[P];
-    using Code = Coded<layout.bits>;
+    using Code = CodedOf<P>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
-    const uint8_t *scales = pack, *codes = pack + layout.codes_at(inner);
-    const Lanes offset = Lanes::splat(float(layout.offset));
-    for (int64_t k = 0; k < inner; scales += layout.scale_bytes())
+    const uint8_t* codes = pack + own.codes_at(inner);
+    const bool lower = lowered<P>(own);
+    const Lanes offset = Lanes::splat(layout.zeros && lower ? 0.0f : float(layout.offset));
+    for (int64_t k = 0, block = 0; k < inner; ++block) {
+        const uint8_t* scales = pack + scales_of_block<P>(own, block);
         for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
             const Lanes scale = PackScales<P>::scale(scales, group);
             Lanes minimum = Lanes::splat(0.0f);
-            if constexpr (layout.minimum != 0)
-                minimum = PackScales<P>::minimum(scales, group) * Lanes::splat(float(layout.minimum));
+            if constexpr (layout.minimum != 0 || layout.zeros)
+                if (lower) minimum = PackScales<P>::minimum(scales, group) * Lanes::splat(layout.zeros ? -1.0f : float(layout.minimum));
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
                 Quads quads[step / 4][COLUMNS];
                 for (int column = 0; column < COLUMNS; ++column) {
-                    Quads own[step / 4];
-                    Code::unpack(codes + 16 * column, own);
-                    for (int q = 0; q < step / 4; ++q) quads[q][column] = own[q];
+                    Quads some[step / 4];
+                    Code::unpack(codes + 16 * column, some);
+                    for (int q = 0; q < step / 4; ++q) quads[q][column] = some[q];
                 }
                 for (int q = 0; q < step / 4; ++q, columns += 4 * PACK_OUTPUTS) {
                     const Lanes four[4] = {code_lanes<0>(quads[q]), code_lanes<1>(quads[q]), code_lanes<2>(quads[q]),
@@ -121,12 +125,13 @@ static void widen_pack(const uint8_t* pack, int64_t inner, float* columns) {
                 }
             }
         }
+    }
 }
 
 template <Pack P>
-static void hadamard_pack(const uint8_t* pack, int64_t inner, uint8_t* hadamard) {
+static void hadamard_pack(const PackLayout& own, const uint8_t* pack, int64_t inner, uint8_t* hadamard) {
     float* columns = scratch(inner * PACK_OUTPUTS);
-    widen_pack<P>(pack, inner, columns);
+    widen_pack<P>(own, pack, inner, columns);
     uint32x4_t most[4] = {vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0)};
     for (int64_t k = 0; k < inner; k += HADAMARD_COLUMNS) {
         float* block = columns + k * PACK_OUTPUTS;

@@ -31,16 +31,18 @@ static inline float float_of(uint32_t bits) {
 
 // `hadamard` is a buffer for one row of floats. One row at a time stays in L1; sixteen at a time, transformed by tiles,
 // did not, and took 1.3 times as long.
-static void hadamard_row(const uint8_t* tiles, int64_t columns, float* hadamard, uint8_t* codes, float* scale) {
+static void hadamard_row(const uint8_t* tiles, int64_t columns, bool plain, float* hadamard, uint8_t* codes, float* scale) {
     __m512i most = _mm512_setzero_si512();
     for (int64_t k = 0; k < columns; k += HADAMARD_COLUMNS) {
         __m512 v[4];
         for (int i = 0; i < 4; ++i) v[i] = Lanes::load_bfloat(tiles + 2 * k + 32 * i).v;
-        const __m512 a = _mm512_add_ps(v[0], v[1]), b = _mm512_sub_ps(v[0], v[1]);
-        const __m512 c = _mm512_add_ps(v[2], v[3]), d = _mm512_sub_ps(v[2], v[3]);
-        v[0] = _mm512_add_ps(a, c), v[1] = _mm512_add_ps(b, d), v[2] = _mm512_sub_ps(a, c), v[3] = _mm512_sub_ps(b, d);
+        if (!plain) {
+            const __m512 a = _mm512_add_ps(v[0], v[1]), b = _mm512_sub_ps(v[0], v[1]);
+            const __m512 c = _mm512_add_ps(v[2], v[3]), d = _mm512_sub_ps(v[2], v[3]);
+            v[0] = _mm512_add_ps(a, c), v[1] = _mm512_add_ps(b, d), v[2] = _mm512_sub_ps(a, c), v[3] = _mm512_sub_ps(b, d);
+        }
         for (int i = 0; i < 4; ++i) {
-            v[i] = hadamard_lanes(v[i]);
+            if (!plain) v[i] = hadamard_lanes(v[i]);
             most = _mm512_max_epu32(most, magnitude(v[i]));
             _mm512_storeu_ps(hadamard + k + 16 * i, v[i]);
         }
@@ -64,7 +66,7 @@ static void hadamard_rows(const HadamardRowsJob& job, int64_t begin, int64_t end
     for (int64_t row = begin; row < end; ++row) {
         uint8_t* block = job.out.data + row / HADAMARD_BLOCK * HADAMARD_BLOCK * job.out.stride;
         const int64_t number = row % HADAMARD_BLOCK;
-        hadamard_row(job.x.data + row * job.x.stride, job.columns, hadamard, block + number * HADAMARD_COLUMNS,
+        hadamard_row(job.x.data + row * job.x.stride, job.columns, job.plain, hadamard, block + number * HADAMARD_COLUMNS,
                 reinterpret_cast<float*>(block + HADAMARD_BLOCK * job.columns) + number);
     }
 }
@@ -92,13 +94,13 @@ static inline __m512i hadamard_eight(float* first) {
 }
 
 template <Pack P>
-static void hadamard_pack(const uint8_t* pack, int64_t inner, uint8_t* hadamard) {
+static void hadamard_pack(const PackLayout& own, const uint8_t* pack, int64_t inner, uint8_t* hadamard) {
     float* columns = scratch(inner * PACK_OUTPUTS);
     __m512i most = _mm512_setzero_si512();
     for (int64_t k = 0; k < inner; k += HADAMARD_COLUMNS) {
         float* block = columns + k * PACK_OUTPUTS;
         for (int64_t slice = 0; slice < HADAMARD_COLUMNS; slice += SLICE_K)
-            read_slice<P>(pack, inner, k + slice, [&](int column, __m512 a, __m512 b, __m512 c, __m512 d) {
+            read_slice<P>(own, pack, inner, k + slice, [&](int column, __m512 a, __m512 b, __m512 c, __m512 d) {
                 float* at = block + (slice + column) * PACK_OUTPUTS;
                 _mm512_storeu_ps(at, a);
                 _mm512_storeu_ps(at + 16, b);

@@ -50,7 +50,11 @@ struct PackedPart {
     int64_t y_stride;  // in floats
     int64_t outputs;
     int pack;  // Pack
-    const uint8_t* hadamard;  // Hadamard-transformed copy for many rows, see hadamard.hpp; may be null
+    // Hadamard-transformed copy for many rows, see hadamard.hpp; may be null. If it is the weight itself, which PACK8R
+    // allows, rows are not transformed either.
+    const uint8_t* hadamard;
+
+    bool plain() const { return hadamard && hadamard == weight; }
 };
 
 // y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o] for each part. A unit is 32 outputs of one part; units are
@@ -64,12 +68,14 @@ struct PackedJob {
     int gate;  // a Pointwise, or -1: no gate
     Encoded out;
     Encoded hadamard;  // transformed x for parts with Hadamard weights; set by run_packed
+    bool plain = false;  // whether `hadamard` is not transformed, for parts whose weights are not
 };
 
 // Hadamard-transforms rows [begin, end).
 struct HadamardRowsJob {
     Encoded x, out;
     int64_t columns;
+    bool plain;  // codes of the rows themselves
 };
 
 // Hadamard-transforms packed weights, for the packs [begin, end).

@@ -21,8 +21,11 @@ struct FormatFacts {
 };
 
 // Weights repacked for GEMM in panels of sixteen outputs, see packing.hpp. The number is the bits of a code; the
-// letters name the metadata: M a minimum, S an integer scale per group, K both. PACK16 is dense.
-enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACK16, PACKS };
+// letters name the metadata: M a minimum, S an integer scale per group, K both, Z integer zero points, R one scale per
+// output. PACK4F has 4-bit floats. PACK16 is dense. PACK3 and PACK2 exist with zero points and without.
+enum Pack : int {
+    PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACK4Z, PACK3, PACK2, PACK4F, PACK8R, PACK16, PACKS
+};
 
 // Bytes between encoded rows, in any format: an odd number of cache lines, so that the same columns of many rows do not
 // compete for the same cache sets.

@@ -4,7 +4,8 @@
 // Included inside a namespace per instruction set. Nothing here may be shared between two of them, because the linker
 // would keep one copy of a shared inline function, compiled for either.
 //
-// larger and smaller return their second operand if either is NaN. power_of_two takes integers from -126 to 127.
+// larger and smaller return their second operand if either is NaN. power_of_two takes integers from -126 to 127;
+// exponents takes bytes e from 1 to 254 and returns 2^(e - 127).
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
@@ -83,6 +84,7 @@ struct Lanes {
     }
     static Lanes from_unsigned(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(raw(b)))}; }
     static Lanes from_signed(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw(b)))}; }
+    static Lanes exponents(Bytes b) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(raw(b)), 23))}; }
     Lanes operator*(Lanes o) const { return {_mm512_mul_ps(v, o.v)}; }
     Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
     Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
@@ -142,6 +144,10 @@ struct Lanes {
     static Lanes from_signed(Bytes b) {
         return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw(b))),
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(raw(b), 8)))};
+    }
+    static Lanes exponents(Bytes b) {
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(raw(b)), 23)),
+                _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(raw(b), 8)), 23))};
     }
     Lanes operator*(Lanes o) const { return {_mm256_mul_ps(a, o.a), _mm256_mul_ps(b, o.b)}; }
     Lanes operator+(Lanes o) const { return {_mm256_add_ps(a, o.a), _mm256_add_ps(b, o.b)}; }
@@ -235,6 +241,9 @@ struct Lanes {
     }
     static Lanes from_signed(Bytes b) {
         return each([&b](int i) { return float(int8_t(b[i])); });
+    }
+    static Lanes exponents(Bytes b) {
+        return each_four([&b](int i) { return reinterpret_cast<Four>(FourBits{b[i], b[i + 1], b[i + 2], b[i + 3]} << 23); });
     }
     Lanes operator*(const Lanes& o) const { return {v[0] * o.v[0], v[1] * o.v[1], v[2] * o.v[2], v[3] * o.v[3]}; }
     Lanes operator+(const Lanes& o) const { return {v[0] + o.v[0], v[1] + o.v[1], v[2] + o.v[2], v[3] + o.v[3]}; }

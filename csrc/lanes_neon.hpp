@@ -52,6 +52,12 @@ struct Lanes {
         return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
                  vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))};
     }
+    static Lanes exponents(Bytes bytes) {
+        const uint8x16_t b = reinterpret_cast<uint8x16_t>(bytes);
+        const uint16x8_t low = vshll_n_u8(vget_low_u8(b), 7), high = vshll_high_n_u8(b, 7);  // the upper halves
+        return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(low), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(low, 16)),
+                 vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(high), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(high, 16))};
+    }
     Lanes operator*(const Lanes& o) const {
         return {vmulq_f32(v[0], o.v[0]), vmulq_f32(v[1], o.v[1]), vmulq_f32(v[2], o.v[2]), vmulq_f32(v[3], o.v[3])};
     }

@@ -13,7 +13,7 @@ static constexpr int64_t BLOCK_TILE_ROWS = 3;
 static void packed_bfloats(const PackedJob& job, int64_t begin, int64_t end) {
     const Unit unit = unit_at(job, begin);
     int64_t dense = 0;
-    for (int64_t part = 0; part < unit.count; ++part) dense += LAYOUTS[unit.parts[part].pack].dense();
+    for (int64_t part = 0; part < unit.count; ++part) dense += layout_of(unit.parts[part].pack).dense();
     const bool tiles = TILE_ROWS > 0;
 #if defined(BANKFULL_NEON) && defined(__ARM_FEATURE_BF16)
     if (dense == unit.count) return dense_bfmmla(job, begin, end);
@@ -26,7 +26,7 @@ static void packed_bfloats(const PackedJob& job, int64_t begin, int64_t end) {
 // Both parts of a gate use the same method.
 static bool uses_hadamard(const PackedJob& job, const Unit& unit) {
     int64_t hadamard = 0;
-    for (int64_t part = 0; part < unit.count; ++part) hadamard += unit.parts[part].hadamard != nullptr;
+    for (int64_t part = 0; part < unit.count; ++part) hadamard += unit.parts[part].hadamard && unit.parts[part].plain() == job.plain;
     return job.hadamard.data && hadamard == unit.count;
 }
 

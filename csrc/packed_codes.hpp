@@ -28,37 +28,46 @@ static constexpr int64_t SOON = 2048;
 
 struct CodeRows {
     const uint8_t* data;
-    int64_t stride, inner;
-    // Initial value of a group's sum (int32), or the factor of the group's minimum (float).
+    int64_t rows, stride, inner;
+    // Initial value of a group's sum (int32), or the factor of the group's minimum (float). Blocks that share a zero point
+    // have the sum of their factors in the last one.
     const float* corrections;
+    PackLayout layout;  // of the weights
 
     int64_t corrections_stride() const { return inner / 16; }
+    CodeRows from(int64_t row) const {
+        return {data + row * stride, rows - row, stride, inner, corrections + row * corrections_stride(), layout};
+    }
 };
 
-// One pack, or two adjacent ones. sums: rows of 32 floats, of which sixteen are written per pack.
+// One pack, or two adjacent ones. sums: rows of 32 floats, of which sixteen are written per pack. If there are fewer than
+// R rows, the last one takes the place of the others.
 template <Pack P, int R, int Packs>
 static void multiply_packs(const uint8_t* pack, const CodeRows& x, float* sums) {
     constexpr PackLayout layout = LAYOUTS[P];
-    using Code = Coded<layout.bits>;
+    using Code = CodedOf<P>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
-    const int64_t apart = layout.bytes(x.inner);
-    const uint8_t *scales = pack, *codes = pack + layout.codes_at(x.inner);
+    const int64_t apart = x.layout.bytes(x.inner);
+    const bool lower = lowered<P>(x.layout);
+    const uint8_t* codes = pack + x.layout.codes_at(x.inner);
     const int8_t* activations[R];
     const float *activation_scales[R], *corrections[R];
     Lanes totals[R][Packs];
     for (int r = 0; r < R; ++r) {
-        activations[r] = reinterpret_cast<const int8_t*>(x.data + r * x.stride);
-        activation_scales[r] = reinterpret_cast<const float*>(x.data + r * x.stride + x.inner);
-        corrections[r] = x.corrections + r * x.corrections_stride();
+        const int64_t row = r < x.rows ? r : x.rows - 1;
+        activations[r] = reinterpret_cast<const int8_t*>(x.data + row * x.stride);
+        activation_scales[r] = reinterpret_cast<const float*>(x.data + row * x.stride + x.inner);
+        corrections[r] = x.corrections + row * x.corrections_stride();
         for (int p = 0; p < Packs; ++p) totals[r][p] = Lanes::splat(0.0f);
     }
-    for (int64_t k = 0; k < x.inner; scales += layout.scale_bytes())
+    for (int64_t k = 0, block = 0; k < x.inner; ++block) {
+        const uint8_t* scales = pack + scales_of_block<P>(x.layout, block);
         for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
             const int64_t at = k / layout.group;
             Sums partial[R][Packs];
             for (int r = 0; r < R; ++r) {
                 int32_t start = 0;
-                if constexpr (layout.offset != 0) __builtin_memcpy(&start, corrections[r] + at, 4);
+                if (layout.offset != 0 && !lower) __builtin_memcpy(&start, corrections[r] + at, 4);
                 for (int p = 0; p < Packs; ++p) partial[r][p] = Sums::splat(start);
             }
             if (64 * group < layout.scale_bytes())
@@ -83,23 +92,30 @@ static void multiply_packs(const uint8_t* pack, const CodeRows& x, float* sums) 
                 for (int r = 0; r < R; ++r)
                     totals[r][p].add_product(partial[r][p].lanes(),
                                              scale * Lanes::splat(activation_scales[r][k / GROUP]));
-                if constexpr (layout.minimum != 0) {
-                    const Lanes minimum = PackScales<P>::minimum(scales + p * apart, group);
-                    for (int r = 0; r < R; ++r) totals[r][p].add_product(minimum, Lanes::splat(corrections[r][at]));
-                }
+                if constexpr (layout.minimum != 0 || layout.zeros)
+                    if (lower && (!layout.zeros || x.layout.ends_group(block))) {
+                        const Lanes minimum = PackScales<P>::minimum(scales + p * apart, group);
+                        for (int r = 0; r < R; ++r) totals[r][p].add_product(minimum, Lanes::splat(corrections[r][at]));
+                    }
             }
         }
+    }
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < Packs; ++p) totals[r][p].store(sums + r * UNIT_OUTPUTS + p * PACK_OUTPUTS);
 }
 
 template <Pack P, int R>
 static void multiply_unit(const uint8_t* packs, const CodeRows& x, float* sums) {
-    if constexpr (R <= BOTH_ROWS) {
+    if constexpr (!has_all_row_counts(P) && R == 2) {
+        multiply_unit<P, 1>(packs, x, sums);
+        multiply_unit<P, 1>(packs, x.from(1), sums + UNIT_OUTPUTS);
+    } else if constexpr (!has_all_row_counts(P) && R > 2 && R < CODE_ROWS) {
+        multiply_unit<P, CODE_ROWS>(packs, x, sums);  // eight rows take twice the time of one
+    } else if constexpr (R <= BOTH_ROWS) {
         multiply_packs<P, R, 2>(packs, x, sums);
     } else {
         multiply_packs<P, R, 1>(packs, x, sums);
-        multiply_packs<P, R, 1>(packs + LAYOUTS[P].bytes(x.inner), x, sums + PACK_OUTPUTS);
+        multiply_packs<P, R, 1>(packs + x.layout.bytes(x.inner), x, sums + PACK_OUTPUTS);
     }
 }
 
@@ -123,16 +139,20 @@ static constexpr Multiply multiply() {
 static constexpr Multiply MULTIPLY[PACKS] = {
     multiply<PACK4>(), multiply<PACK4M>(), multiply<PACK4K>(), multiply<PACK4S>(), multiply<PACK4SM>(),
     multiply<PACK5>(), multiply<PACK5M>(), multiply<PACK5K>(), multiply<PACK6S>(), multiply<PACK8>(),
+    multiply<PACK4Z>(), multiply<PACK3>(), multiply<PACK2>(), multiply<PACK4F>(), multiply<PACK8R>(),
 };
 
 static void correct(const PackLayout& layout, const CodeRows& x, int64_t rows, float* corrections) {
     const int64_t groups = x.inner / layout.group;
+    const int sign = layout.zeros ? -1 : layout.minimum;
     for (int64_t r = 0; r < rows; ++r, corrections += x.corrections_stride()) {
+        float before = 0.0f;
         const Codes row(const_cast<uint8_t*>(x.data + r * x.stride), x.inner);
         const auto correction = [&](int64_t group, int32_t sum, float scale) {
             const int32_t start = -layout.offset * sum;
-            const float minimum = float(layout.minimum) * scale * float(sum);
-            __builtin_memcpy(corrections + group, layout.minimum ? static_cast<const void*>(&minimum) : &start, 4);
+            const float minimum = before + float(sign) * scale * float(sum);
+            before = layout.ends_group(group) ? 0.0f : minimum;
+            __builtin_memcpy(corrections + group, sign ? static_cast<const void*>(&minimum) : &start, 4);
         };
         if (layout.group == GROUP)
             for (int64_t i = 0; i < groups; ++i) correction(i, row.sums[2 * i] + row.sums[2 * i + 1], row.scales[i]);
@@ -151,13 +171,13 @@ static void packed_codes(const PackedJob& job, int64_t begin, int64_t end) {
         const Unit unit = unit_at(job, number);
         for (int64_t row = 0; row < job.rows; row += most) {
             const int64_t rows = job.rows - row < most ? job.rows - row : most;
-            const CodeRows x{job.x.data + row * job.x.stride, job.x.stride, job.inner, corrections};
             for (int64_t part = 0; part < unit.count; ++part) {
                 const int pack = unit.parts[part].pack;
-                if (corrected_pack != pack || corrected_row != row) correct(LAYOUTS[pack], x, rows, corrections);
+                const CodeRows x{job.x.data + row * job.x.stride, rows, job.x.stride, job.inner, corrections, layout_of(pack)};
+                if (corrected_pack != pack || corrected_row != row) correct(x.layout, x, rows, corrections);
                 corrected_pack = pack;
                 corrected_row = row;
-                MULTIPLY[pack].rows[rows - 1](unit.pack(job, part, 0), x, sums[part]);
+                MULTIPLY[kind_of(pack)].rows[rows - 1](unit.pack(job, part, 0), x, sums[part]);
             }
             finish(job, unit, row, rows, FloatSums{sums[0], CODE_ROWS * UNIT_OUTPUTS});
         }

@@ -33,14 +33,19 @@ struct CodeRows {
     const uint8_t* data;
     int64_t stride, inner;
     const GroupNumbers* numbers;  // per group
+    PackLayout layout;            // of the weights
+    int first = 0;                // of these rows, in the numbers of four
 
     const int8_t* row(int r) const { return reinterpret_cast<const int8_t*>(data + r * stride); }
+    CodeRows from(int r) const { return {data + r * stride, stride, inner, numbers, layout, first + r}; }
 };
 
-// Row r of four. Four groups at a time: one by one they took a tenth of the products' time.
-template <Pack P>
+// Row r of four. Four groups at a time: one by one they took a tenth of the products' time. Lower: weights have minima
+// or zero points.
+template <Pack P, bool Lower>
 static void number_row(const Codes& row, int64_t groups, int64_t r, GroupNumbers* numbers) {
     constexpr PackLayout layout = LAYOUTS[P];
+    constexpr float sign = layout.zeros ? -1.0f : float(layout.minimum);
     // 8-bit codes are signed already.
     constexpr int32_t offset = layout.bits == 8 ? 0 : layout.offset;
     constexpr bool wide = layout.group == GROUP;  // otherwise two groups share a scale
@@ -57,8 +62,8 @@ static void number_row(const Codes& row, int64_t groups, int64_t r, GroupNumbers
             sum = vld1q_s32(row.sums + i);
         }
         float32x4_t correction;
-        if constexpr (layout.minimum != 0)
-            correction = vmulq_f32(vmulq_n_f32(scale, float(layout.minimum)), vcvtq_f32_s32(sum));
+        if constexpr (Lower)
+            correction = vmulq_f32(vmulq_n_f32(scale, sign), vcvtq_f32_s32(sum));
         else
             correction = vreinterpretq_f32_s32(vmlsq_n_s32(vdupq_n_s32(SHIFT_BITS), sum, offset));
         vst1q_lane_f32(numbers[i].scales + r, scale, 0);
@@ -73,50 +78,49 @@ static void number_row(const Codes& row, int64_t groups, int64_t r, GroupNumbers
     for (; i < groups; ++i) {
         const int32_t sum = wide ? row.sums[2 * i] + row.sums[2 * i + 1] : row.sums[i];
         const float scale = row.scales[i * layout.group / GROUP];
-        const float minimum = float(layout.minimum) * scale * float(sum);
+        const float minimum = sign * scale * float(sum);
         const int32_t start = SHIFT_BITS - offset * sum;
         numbers[i].scales[r] = scale;
-        __builtin_memcpy(numbers[i].corrections + r, layout.minimum ? static_cast<const void*>(&minimum) : &start, 4);
+        __builtin_memcpy(numbers[i].corrections + r, Lower ? static_cast<const void*>(&minimum) : &start, 4);
     }
 }
 
 // For all rows of a job: the groups of the first four rows, then of the next four.
-template <Pack P>
+template <Pack P, bool Lower>
 static void number_groups(const PackedJob& job, GroupNumbers* numbers) {
     const int64_t groups = job.inner / LAYOUTS[P].group;
     for (int64_t row = 0; row < job.rows; ++row)
-        number_row<P>(Codes(job.x.data + row * job.x.stride, job.inner), groups, row % CODE_ROWS,
+        number_row<P, Lower>(Codes(job.x.data + row * job.x.stride, job.inner), groups, row % CODE_ROWS,
                       numbers + row / CODE_ROWS * groups);
 }
 
 // Adds the sums of a group to a row's total: scales and minima are those of one register's outputs.
-template <bool Minimum>
-static inline float32x4_t plus_group(float32x4_t total, int32x4_t sums, float32x4_t scale, float32x4_t minimum,
+static inline float32x4_t plus_group(bool lower, float32x4_t total, int32x4_t sums, float32x4_t scale, float32x4_t minimum,
                                      float row_scale, float correction) {
-    if constexpr (Minimum) total = vfmaq_n_f32(total, minimum, correction);
+    if (lower) total = vfmaq_n_f32(total, minimum, correction);
     const float32x4_t whole = vsubq_f32(vreinterpretq_f32_s32(sums), vdupq_n_f32(SHIFT));
     return vfmaq_n_f32(total, vmulq_f32(whole, scale), row_scale);
 }
 
-template <bool Minimum>
-static inline int32x4_t start_of(float correction) {
-    if constexpr (Minimum) return vdupq_n_s32(SHIFT_BITS);
-    return vreinterpretq_s32_f32(vdupq_n_f32(correction));
+static inline int32x4_t start_of(bool minimum, float correction) {
+    return minimum ? vdupq_n_s32(SHIFT_BITS) : vreinterpretq_s32_f32(vdupq_n_f32(correction));
 }
 
 // The outputs of `Columns` registers, from register First on. sums: rows of 32 floats.
 template <Pack P, int R, int First, int Columns>
 static void multiply_columns(const uint8_t* pack, const CodeRows& x, float* sums) {
     constexpr PackLayout layout = LAYOUTS[P];
-    using Code = Coded<layout.bits>;
+    using Code = CodedOf<P>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group, registers = layout.group / 16;
-    constexpr bool minimums = layout.minimum != 0;
-    const uint8_t *scales = pack, *codes = pack + layout.codes_at(x.inner);
+    constexpr bool lowers = layout.minimum != 0 || layout.zeros;
+    const bool lower = lowered<P>(x.layout);
+    const uint8_t* codes = pack + x.layout.codes_at(x.inner);
     const GroupNumbers* numbers = x.numbers;
     float32x4_t totals[R][Columns];
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < Columns; ++i) totals[r][i] = vdupq_n_f32(0.0f);
-    for (int64_t k = 0; k < x.inner; scales += layout.scale_bytes())
+    for (int64_t k = 0, block = 0; k < x.inner; ++block) {
+        const uint8_t* scales = pack + scales_of_block<P>(x.layout, block);
         for (int group = 0; group < layout.groups(); ++group, k += layout.group, ++numbers) {
             int8x16_t activations[R][registers];
             int32x4_t found[R][Columns];
@@ -125,7 +129,7 @@ static void multiply_columns(const uint8_t* pack, const CodeRows& x, float* sums
 #pragma GCC unroll 2
                 for (int i = 0; i < registers; ++i) activations[r][i] = vld1q_s8(x.row(r) + k + 16 * i);
 #pragma GCC unroll 4
-                for (int i = 0; i < Columns; ++i) found[r][i] = start_of<minimums>(numbers->corrections[r]);
+                for (int i = 0; i < Columns; ++i) found[r][i] = start_of(lower, numbers->corrections[x.first + r]);
             }
             if (First == 0 && 64 * group < layout.scale_bytes()) fetch(scales + 64 * group);
 #pragma GCC unroll 8
@@ -146,15 +150,16 @@ static void multiply_columns(const uint8_t* pack, const CodeRows& x, float* sums
             }
             const Lanes scale = PackScales<P>::scale(scales, group);
             Lanes minimum = scale;
-            if constexpr (minimums) minimum = PackScales<P>::minimum(scales, group);
+            if constexpr (lowers)
+                if (lower) minimum = PackScales<P>::minimum(scales, group);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
                 for (int i = 0; i < Columns; ++i)
-                    totals[r][i] = plus_group<minimums>(totals[r][i], found[r][i], scale.v[First + i],
-                                                        minimum.v[First + i], numbers->scales[r],
-                                                        numbers->corrections[r]);
+                    totals[r][i] = plus_group(lowers && lower, totals[r][i], found[r][i], scale.v[First + i], minimum.v[First + i],
+                                              numbers->scales[x.first + r], numbers->corrections[x.first + r]);
         }
+    }
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < Columns; ++i) vst1q_f32(sums + r * UNIT_OUTPUTS + 4 * (First + i), totals[r][i]);
 }
@@ -163,7 +168,10 @@ static void multiply_columns(const uint8_t* pack, const CodeRows& x, float* sums
 // into the registers: half of the outputs at a time reads the same lines twice, but from L1.
 template <Pack P, int R>
 static void multiply_few(const uint8_t* pack, const CodeRows& x, float* sums) {
-    if constexpr (R <= 2) {
+    if constexpr (constexpr int first = rows_at_once(P, R, has_all_row_counts(P) ? CODE_ROWS : 2); first < R) {
+        multiply_few<P, first>(pack, x, sums);
+        multiply_few<P, R - first>(pack, x.from(first), sums + first * UNIT_OUTPUTS);
+    } else if constexpr (R <= 2) {
         multiply_columns<P, R, 0, 4>(pack, x, sums);
     } else {
         multiply_columns<P, R, 0, 2>(pack, x, sums);
@@ -181,15 +189,17 @@ static constexpr int64_t GROUP_BYTES = Group * PANEL_OUTPUTS + (Minimum ? 96 : 6
 static constexpr int64_t READ_AHEAD = 32;  // unused bytes that may be read past a panel
 
 // Both panels of a pack; the second one starts `apart` bytes after the first.
-template <Pack P>
-static void unpack_panels(const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart) {
+template <Pack P, bool Lower>
+static void unpack_panels(const PackLayout& own, const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart) {
     constexpr PackLayout layout = LAYOUTS[P];
-    using Code = Coded<layout.bits>;
+    using Code = CodedOf<P>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
     constexpr int64_t scales_at = layout.group * PANEL_OUTPUTS;
-    const int8x16_t offset = vdupq_n_s8(layout.bits == 8 ? 0 : layout.offset);  // 8-bit codes are signed already
-    const uint8_t *scales = pack, *codes = pack + layout.codes_at(inner);
-    for (int64_t k = 0; k < inner; scales += layout.scale_bytes())
+    // 8-bit codes are signed already; zero points take the offset's place.
+    const int8x16_t offset = vdupq_n_s8(layout.bits == 8 || (layout.zeros && Lower) ? 0 : layout.offset);
+    const uint8_t* codes = pack + own.codes_at(inner);
+    for (int64_t k = 0, block = 0; k < inner; ++block) {
+        const uint8_t* scales = pack + scales_of_block<P>(own, block);
         for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
                 for (int line = 0; line < Code::bytes; line += 64) fetch(codes + line);
@@ -207,10 +217,11 @@ static void unpack_panels(const uint8_t* pack, int64_t inner, uint8_t* panel, in
                 float* out = reinterpret_cast<float*>(panel + column / 2 * apart + scales_at) + column % 2 * 4;
                 vst1q_f32(out, scale.v[column]);
                 vst1q_f32(out + 8, vmulq_n_f32(scale.v[column], -SHIFT));
-                if constexpr (layout.minimum != 0) vst1q_f32(out + 16, PackScales<P>::minimum(scales, group).v[column]);
+                if constexpr (Lower) vst1q_f32(out + 16, PackScales<P>::minimum(scales, group).v[column]);
             }
-            panel += GROUP_BYTES<layout.group, layout.minimum != 0>;
+            panel += GROUP_BYTES<layout.group, Lower>;
         }
+    }
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -409,7 +420,7 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
                 for (int q = 0; q < Group / 4; ++q)
                     found = plus_dot(found, vreinterpretq_s8_u8(vld1q_u8(panel + 32 * q + 16 * column)),
                                      vld1q_s8(x.row(r) + k + q / 4 * 16), q % 4);
-                totals[r][column] = plus_group<Minimum>(totals[r][column], found, scale, minimum, numbers->scales[r],
+                totals[r][column] = plus_group(Minimum, totals[r][column], found, scale, minimum, numbers->scales[r],
                                                         numbers->corrections[r]);
             }
         }
@@ -424,26 +435,32 @@ struct CodeKernels {
     int group;
     void (*number_groups)(const PackedJob& job, GroupNumbers* numbers);
     void (*few[CODE_ROWS])(const uint8_t* pack, const CodeRows& x, float* sums);  // by row count
-    void (*unpack)(const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart);
+    void (*unpack)(const PackLayout& own, const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart);
     void (*multiply)(const uint8_t* panel, const CodeRows& x, float* sums);
 };
 
-template <Pack P>
+template <Pack P, bool Lower = LAYOUTS[P].minimum != 0>
 static constexpr CodeKernels code_kernels() {
     constexpr int group = LAYOUTS[P].group;
-    constexpr bool minimum = LAYOUTS[P].minimum != 0;
     return {group,
-            number_groups<P>,
+            number_groups<P, Lower>,
             {multiply_few<P, 1>, multiply_few<P, 2>, multiply_few<P, 3>, multiply_few<P, 4>},
-            unpack_panels<P>,
-            multiply_panel<group, minimum>};
+            unpack_panels<P, Lower>,
+            multiply_panel<group, Lower>};
 }
 
 static constexpr CodeKernels CODE_KERNELS[PACKS] = {
     code_kernels<PACK4>(), code_kernels<PACK4M>(), code_kernels<PACK4K>(), code_kernels<PACK4S>(),
     code_kernels<PACK4SM>(), code_kernels<PACK5>(), code_kernels<PACK5M>(), code_kernels<PACK5K>(),
-    code_kernels<PACK6S>(), code_kernels<PACK8>(),
+    code_kernels<PACK6S>(), code_kernels<PACK8>(), code_kernels<PACK4Z, true>(), code_kernels<PACK3>(),
+    code_kernels<PACK2>(), code_kernels<PACK4F>(), code_kernels<PACK8R>(),
 };
+static constexpr CodeKernels CODES_WITH_ZEROS[2] = {code_kernels<PACK3, true>(), code_kernels<PACK2, true>()};
+
+static inline const CodeKernels& kernels_of(int pack) {
+    const int kind = kind_of(pack);
+    return (kind == PACK3 || kind == PACK2) && layout_of(pack).zeros ? CODES_WITH_ZEROS[kind - PACK3] : CODE_KERNELS[kind];
+}
 
 // Per-group data of all rows, in the caller's memory; recomputed only if another packed format follows.
 class NumberedRows {
@@ -452,10 +469,10 @@ class NumberedRows {
     static int64_t count(const PackedJob& job) { return (job.rows + CODE_ROWS - 1) / CODE_ROWS * (job.inner / 16); }
     // Four rows starting at `row`, a multiple of four.
     CodeRows from(int64_t row, int pack) {
-        if (pack_ != pack) CODE_KERNELS[pack].number_groups(job_, memory_);
+        if (pack_ != pack) kernels_of(pack).number_groups(job_, memory_);
         pack_ = pack;
-        const int64_t groups = job_.inner / CODE_KERNELS[pack].group;
-        return {job_.x.data + row * job_.x.stride, job_.x.stride, job_.inner, memory_ + row / CODE_ROWS * groups};
+        const int64_t groups = job_.inner / kernels_of(pack).group;
+        return {job_.x.data + row * job_.x.stride, job_.x.stride, job_.inner, memory_ + row / CODE_ROWS * groups, layout_of(pack)};
     }
 
   private:
@@ -482,13 +499,14 @@ static void packed_codes(const PackedJob& job, int64_t begin, int64_t end) {
         const Unit unit = unit_at(job, number);
         if (panels)
             for (int64_t i = 0; i < 2 * unit.count; ++i)
-                CODE_KERNELS[unit.parts[i / 2].pack].unpack(unit.pack(job, i / 2, i % 2), job.inner, panel + 2 * i * room, room);
+                kernels_of(unit.parts[i / 2].pack)
+                    .unpack(layout_of(unit.parts[i / 2].pack), unit.pack(job, i / 2, i % 2), job.inner, panel + 2 * i * room, room);
         for (int64_t first = 0; first < job.rows; first += PANEL_ROWS) {
             const int64_t rows = job.rows - first < PANEL_ROWS ? job.rows - first : PANEL_ROWS;
             const int64_t whole = panels ? rows / CODE_ROWS * CODE_ROWS : 0;
             for (int64_t part = 0; part < unit.count; ++part) {
                 const int pack = unit.parts[part].pack;
-                const CodeKernels& kernels = CODE_KERNELS[pack];
+                const CodeKernels& kernels = kernels_of(pack);
                 for (int64_t i = 0; i < UNIT_PANELS; ++i)
                     for (int64_t row = 0; row < whole; row += CODE_ROWS)
                         kernels.multiply(panel + (part * UNIT_PANELS + i) * room, numbered[part].from(first + row, pack),

@@ -98,11 +98,12 @@ static inline Lanes code_lanes(const Quads (&line)[COLUMNS]) {
 struct FloatRows {
     const float* data;
     int64_t stride, columns;  // in floats
+    PackLayout layout;        // of the weights
 
     static int64_t padded(int64_t inner) { return (inner + 31) / 32 * 32; }
     static int64_t room(int64_t inner) { return padded(inner) / 16 * 17; }
     const float* row(int64_t number) const { return data + number * stride; }
-    FloatRows from(int64_t number) const { return {row(number), stride, columns}; }
+    FloatRows from(int64_t number) const { return {row(number), stride, columns, layout}; }
     // Sum of `group` columns starting at k.
     float sum(int64_t number, int64_t k, int group) const {
         const float* sums = row(number) + columns + k / 16;
@@ -206,18 +207,21 @@ static inline void add_quad(const Quads (&quads)[COLUMNS], const FloatRows& x, i
 template <Pack P, int R>
 static void multiply_blocks(const uint8_t* pack, const FloatRows& x, float* sums) {
     constexpr PackLayout layout = LAYOUTS[P];
-    using Code = Coded<layout.bits>;
+    using Code = CodedOf<P>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
-    const uint8_t *scales = pack, *codes = pack + layout.codes_at(x.columns);
+    const bool lower = lowered<P>(x.layout);
+    const float offset = layout.zeros && lower ? 0.0f : float(-layout.offset);
+    const uint8_t* codes = pack + x.layout.codes_at(x.columns);
     Lanes totals[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) totals[r] = Lanes::splat(0.0f);
-    for (int64_t k = 0; k < x.columns; scales += layout.scale_bytes())
+    for (int64_t k = 0, block = 0; k < x.columns; ++block) {
+        const uint8_t* scales = pack + scales_of_block<P>(x.layout, block);
         for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
             Lanes even[R], odd[R];
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                even[r] = Lanes::splat(float(-layout.offset) * x.sum(r, k, layout.group));
+                even[r] = Lanes::splat(offset * x.sum(r, k, layout.group));
                 odd[r] = Lanes::splat(0.0f);
             }
             __builtin_prefetch(scales + AHEAD);
@@ -235,13 +239,16 @@ static void multiply_blocks(const uint8_t* pack, const FloatRows& x, float* sums
             const Lanes scale = PackScales<P>::scale(scales, group);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) totals[r].add_product(even[r] + odd[r], scale);
-            if constexpr (layout.minimum != 0) {
-                const Lanes minimum = PackScales<P>::minimum(scales, group);
+            if constexpr (layout.minimum != 0 || layout.zeros)
+                if (lower) {
+                    const Lanes minimum = PackScales<P>::minimum(scales, group);
+                    constexpr float sign = layout.zeros ? -1.0f : float(layout.minimum);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; ++r)
-                    totals[r].add_product(minimum, Lanes::splat(float(layout.minimum) * x.sum(r, k, layout.group)));
-            }
+                    for (int r = 0; r < R; ++r)
+                        totals[r].add_product(minimum, Lanes::splat(sign * x.sum(r, k, layout.group)));
+                }
         }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) totals[r].store(sums + r * UNIT_OUTPUTS);
 }
@@ -250,9 +257,9 @@ template <Pack P, int R>
 static void multiply_floats(const uint8_t* pack, const FloatRows& x, float* sums) {
     if constexpr (LAYOUTS[P].dense()) {
         multiply_dense<R>(pack, x, sums);
-    } else if constexpr (R > BLOCK_ROWS) {
-        multiply_floats<P, BLOCK_ROWS>(pack, x, sums);
-        multiply_floats<P, R - BLOCK_ROWS>(pack, x.from(BLOCK_ROWS), sums + BLOCK_ROWS * UNIT_OUTPUTS);
+    } else if constexpr (constexpr int first = rows_at_once(P, R, has_all_row_counts(P) || BLOCK_ROWS < 4 ? BLOCK_ROWS : 4); first < R) {
+        multiply_floats<P, first>(pack, x, sums);
+        multiply_floats<P, R - first>(pack, x.from(first), sums + first * UNIT_OUTPUTS);
     } else {
         multiply_blocks<P, R>(pack, x, sums);
     }
@@ -281,7 +288,8 @@ static constexpr FloatMultiply float_multiply() {
 static constexpr FloatMultiply FLOAT_MULTIPLY[PACKS] = {
     float_multiply<PACK4>(),  float_multiply<PACK4M>(), float_multiply<PACK4K>(), float_multiply<PACK4S>(),
     float_multiply<PACK4SM>(), float_multiply<PACK5>(), float_multiply<PACK5M>(), float_multiply<PACK5K>(),
-    float_multiply<PACK6S>(), float_multiply<PACK8>(),  float_multiply<PACK16>(),
+    float_multiply<PACK6S>(), float_multiply<PACK8>(),  float_multiply<PACK4Z>(), float_multiply<PACK3>(),
+    float_multiply<PACK2>(),  float_multiply<PACK4F>(), float_multiply<PACK8R>(), float_multiply<PACK16>(),
 };
 
 static void packed_floats(const PackedJob& job, int64_t begin, int64_t end) {
@@ -298,11 +306,13 @@ static void packed_floats(const PackedJob& job, int64_t begin, int64_t end) {
             const Unit unit = unit_at(job, number);
             for (int64_t row = first; row < last; row += FLOAT_ROWS) {
                 const int64_t rows = last - row < FLOAT_ROWS ? last - row : FLOAT_ROWS;
-                const FloatRows x{widened + (row - first) * room, room, columns};
-                for (int64_t part = 0; part < unit.count; ++part)
+                for (int64_t part = 0; part < unit.count; ++part) {
+                    const int pack = unit.parts[part].pack;
+                    const FloatRows x{widened + (row - first) * room, room, columns, layout_of(pack)};
                     for (int64_t half = 0; half < 2; ++half)
-                        FLOAT_MULTIPLY[unit.parts[part].pack].rows[rows - 1](unit.pack(job, part, half), x,
-                                                                             sums[part] + half * PACK_OUTPUTS);
+                        FLOAT_MULTIPLY[kind_of(pack)].rows[rows - 1](unit.pack(job, part, half), x,
+                                                                     sums[part] + half * PACK_OUTPUTS);
+                }
                 finish(job, unit, row, rows, FloatSums{sums[0], FLOAT_ROWS * UNIT_OUTPUTS});
             }
         }

@@ -39,7 +39,7 @@ int64_t count_units(const PackedJob& job) {
 
 bool all_dense(const PackedJob& job) {
     for (int64_t i = 0; i < job.count; ++i)
-        if (!LAYOUTS[job.parts[i].pack].dense()) return false;
+        if (!layout_of(job.parts[i].pack).dense()) return false;
     return true;
 }
 
@@ -208,10 +208,21 @@ int64_t parts_of_rows(const PackedJob& job) {
     return best;
 }
 
+// Parts with transformed weights, and with plain ones.
+struct HadamardParts {
+    int64_t transformed = 0, plain = 0;
+
+    explicit HadamardParts(const PackedJob& job) {
+        for (int64_t i = 0; i < job.count; ++i)
+            if (job.parts[i].hadamard) ++(job.parts[i].plain() ? plain : transformed);
+    }
+    bool all_plain() const { return transformed == 0; }  // if both exist, the plain ones take no part
+    int64_t used() const { return all_plain() ? plain : transformed; }
+};
+
 bool wants_hadamard_rows(const PackedJob& job) {
     if (!kernels().hadamard_rows || job.x.kind != kernels().hadamard_form || job.rows < kernels().hadamard_min_rows) return false;
-    int64_t hadamard = 0;
-    for (int64_t i = 0; i < job.count; ++i) hadamard += job.parts[i].hadamard != nullptr;
+    const int64_t hadamard = HadamardParts(job).used();
     return job.gate >= 0 ? hadamard == job.count : hadamard > 0;
 }
 
@@ -226,7 +237,7 @@ Encoded room_for_hadamard(const PackedJob& job) {
 
 // All rows, before the first product: a row's scale depends on the whole row.
 Encoded transformed_rows(const PackedJob& job) {
-    const HadamardRowsJob rows{job.x, room_for_hadamard(job), job.inner};
+    const HadamardRowsJob rows{job.x, room_for_hadamard(job), job.inner, HadamardParts(job).all_plain()};
     parallel(job.rows, piece_of_rows(job.rows, HADAMARD_VALUES / job.inner + 1), [](const void* p, int64_t begin, int64_t end) {
         kernels().hadamard_rows(*static_cast<const HadamardRowsJob*>(p), begin, end);
     }, &rows);
@@ -259,7 +270,8 @@ struct HadamardBefore {
     int64_t rows = 0;  // 0: none
 
     bool are_of(const PackedJob& job) const {
-        return rows == job.rows && transform.x.data == job.x.data && transform.columns == job.inner;
+        return rows == job.rows && transform.x.data == job.x.data && transform.columns == job.inner &&
+               transform.plain == HadamardParts(job).all_plain();
     }
 };
 thread_local HadamardBefore hadamard_done;
@@ -268,7 +280,7 @@ thread_local HadamardBefore hadamard_done;
 
 bool hadamard_before(const PackedJob& next, HadamardRowsJob& transform) {
     if (!wants_hadamard_rows(next)) return false;
-    transform = {next.x, room_for_hadamard(next), next.inner};
+    transform = {next.x, room_for_hadamard(next), next.inner, HadamardParts(next).all_plain()};
     hadamard_done = {transform, next.rows};
     return true;
 }
@@ -277,6 +289,7 @@ void drop_hadamard_rows() { hadamard_done.rows = 0; }
 
 PackedJob with_hadamard_rows(const PackedJob& given) {
     PackedJob job = given;
+    job.plain = HadamardParts(job).all_plain();
     if (wants_hadamard_rows(job)) job.hadamard = hadamard_done.are_of(job) ? hadamard_done.transform.out : transformed_rows(job);
     drop_hadamard_rows();
     return job;
@@ -295,10 +308,10 @@ void announce_packed(const PackedJob& job, int64_t piece) {
         const bool hadamard = wants_hadamard_rows(job);
         for (int64_t i = 0; i < job.count; ++i) {
             const PackedPart& part = job.parts[i];
-            if (hadamard && part.hadamard)
+            if (hadamard && part.hadamard && !part.plain())
                 coming.runs[i] = {part.hadamard, units_of(part.outputs), 2 * hadamard_pack_bytes(job.inner)};
             else
-                coming.runs[i] = {part.weight, units_of(part.outputs), 2 * LAYOUTS[part.pack].bytes(job.inner)};
+                coming.runs[i] = {part.weight, units_of(part.outputs), 2 * layout_of(part.pack).bytes(job.inner)};
         }
         coming.count = int(job.count);
         coming.together = job.gate >= 0;

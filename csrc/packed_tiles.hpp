@@ -98,24 +98,28 @@ static inline void store_pair(__m512 even, __m512 odd, uint16_t* panel) {
 
 // SLICE_K columns of a pack starting at k: `sink(i, ...)` gets the weights of the columns k + i to k + i + 3.
 template <Pack P, class Sink>
-static inline void read_slice(const uint8_t* pack, int64_t inner, int64_t k, const Sink& sink) {
+static inline void read_slice(const PackLayout& own, const uint8_t* pack, int64_t inner, int64_t k, const Sink& sink) {
     constexpr PackLayout layout = LAYOUTS[P];
-    using Code = Coded<layout.bits>;
-    using Move = Moved<layout.bits>;
+    constexpr int width = layout.width();
+    using Code = CodedOf<P>;
+    using Move = Moved<width>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
-    const int64_t ahead = 2 * layout.bytes(inner);  // same position in the next unit, which is read next
-    const uint8_t* scales = pack + k / layout.block * layout.scale_bytes();
-    const uint8_t* codes = pack + layout.codes_at(inner) + k * PACK_OUTPUTS * layout.bits / 8;
+    const bool lower = lowered<P>(own);
+    const float offset = layout.zeros && lower ? 0.0f : float(layout.offset);
+    const int64_t ahead = 2 * own.bytes(inner);  // same position in the next unit, which is read next
+    const uint8_t* scales = pack + scales_of_block<P>(own, k / layout.block);
+    const uint8_t* codes = pack + own.codes_at(inner) + k * PACK_OUTPUTS * layout.bits / 8;
     const int first = int(k % layout.block / layout.group);
     __builtin_prefetch(scales + ahead, 0, 2);
 #pragma GCC unroll 2
     for (int group = 0; group < SLICE_K / layout.group; ++group) {
         const Lanes scale = PackScales<P>::scale(scales, first + group), unit = scale * Lanes::splat(1.0f / Move::unit);
-        Lanes base = scale * Lanes::splat(-Move::zero / Move::unit - float(layout.offset));
-        if constexpr (layout.minimum != 0) {
-            const Lanes minimum = PackScales<P>::minimum(scales, first + group);
-            base = layout.minimum > 0 ? base + minimum : base - minimum;
-        }
+        Lanes base = scale * Lanes::splat(-Move::zero / Move::unit - offset);
+        if constexpr (layout.minimum != 0 || layout.zeros)
+            if (lower) {
+                const Lanes minimum = PackScales<P>::minimum(scales, first + group);
+                base = layout.minimum > 0 ? base + minimum : base - minimum;
+            }
 #pragma GCC unroll 8
         for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
             Quads quads[step / 4];
@@ -124,10 +128,10 @@ static inline void read_slice(const uint8_t* pack, int64_t inner, int64_t k, con
 #pragma GCC unroll 8
             for (int q = 0; q < step / 4; ++q) {
                 const __m512i v = _mm512_slli_epi16(quads[q].v, Move::left);
-                sink(group * layout.group + i + 4 * q, _mm512_fmadd_ps(moved<layout.bits, 0>(v), unit.v, base.v),
-                     _mm512_fmadd_ps(moved<layout.bits, 1>(v), unit.v, base.v),
-                     _mm512_fmadd_ps(moved<layout.bits, 2>(v), unit.v, base.v),
-                     _mm512_fmadd_ps(moved<layout.bits, 3>(v), unit.v, base.v));
+                sink(group * layout.group + i + 4 * q, _mm512_fmadd_ps(moved<width, 0>(v), unit.v, base.v),
+                     _mm512_fmadd_ps(moved<width, 1>(v), unit.v, base.v),
+                     _mm512_fmadd_ps(moved<width, 2>(v), unit.v, base.v),
+                     _mm512_fmadd_ps(moved<width, 3>(v), unit.v, base.v));
             }
         }
     }
@@ -135,8 +139,9 @@ static inline void read_slice(const uint8_t* pack, int64_t inner, int64_t k, con
 
 // The same, rounded and in pairs: [k / 2][output][2]. `meanwhile(i)` is called after each quarter.
 template <Pack P, class Meanwhile>
-static inline void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel, const Meanwhile& meanwhile) {
-    read_slice<P>(pack, inner, k, [&](int i, __m512 a, __m512 b, __m512 c, __m512 d) {
+static inline void widen(const PackLayout& own, const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel,
+                         const Meanwhile& meanwhile) {
+    read_slice<P>(own, pack, inner, k, [&](int i, __m512 a, __m512 b, __m512 c, __m512 d) {
         store_pair(a, b, panel + 16 * i);
         store_pair(c, d, panel + 16 * i + 32);
         const int behind = i + 4;  // columns done
@@ -273,7 +278,8 @@ private:
 // is only a few hundred instructions.
 struct Widening {
     const uint8_t* packs[2];
-    int pack;
+    int kind;
+    PackLayout layout;
     int64_t inner, begin, end;
     uint16_t* panel;
     bool once;  // no other rows follow: two slices of a panel suffice, and stay in L1
@@ -284,7 +290,7 @@ struct Widening {
     }
     template <Pack P, class Meanwhile>
     void widen_slice(int64_t half, int64_t k, const Meanwhile& meanwhile) const {
-        widen<P>(packs[half], inner, begin + k, slice(half, k), meanwhile);
+        widen<P>(layout, packs[half], inner, begin + k, slice(half, k), meanwhile);
         settle_memory();
     }
 
@@ -345,7 +351,8 @@ static void multiply_first(const Widening& widening, const uint8_t* x, int64_t s
 static constexpr void (*MULTIPLY_FIRST[PACKS])(const Widening&, const uint8_t*, int64_t, int64_t, float*) = {
     multiply_first<PACK4>, multiply_first<PACK4M>, multiply_first<PACK4K>, multiply_first<PACK4S>,
     multiply_first<PACK4SM>, multiply_first<PACK5>, multiply_first<PACK5M>, multiply_first<PACK5K>,
-    multiply_first<PACK6S>, multiply_first<PACK8>,
+    multiply_first<PACK6S>, multiply_first<PACK8>, multiply_first<PACK4Z>, multiply_first<PACK3>,
+    multiply_first<PACK2>, multiply_first<PACK4F>, multiply_first<PACK8R>,
 };
 
 // Rows are read once for all units of a group: with many threads, a row comes from a distant cache, and reading it
@@ -374,8 +381,9 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                 for (int64_t i = 0; i < count * parts; ++i) {
                     const Unit& unit = units[i / parts];
                     const int64_t part = i % parts;
-                    widenings[i] = {{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack, job.inner,
-                                    k, stop, panels + 2 * i * PANEL_PACK, last - first <= TALL_ROWS};
+                    const int pack = unit.parts[part].pack;
+                    widenings[i] = {{unit.pack(job, part, 0), unit.pack(job, part, 1)}, kind_of(pack), layout_of(pack),
+                                    job.inner, k, stop, panels + 2 * i * PANEL_PACK, last - first <= TALL_ROWS};
                 }
                 DeferredStores<FloatSums> deferred;
                 int64_t turn = 0;
@@ -389,7 +397,7 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                         float* own = sums + i / parts * each + (wait ? row - first : turn) * UNIT_OUTPUTS;
                         float* target = own + i % parts * apart;
                         if (row == first)
-                            MULTIPLY_FIRST[widenings[i].pack](widenings[i], x, job.x.stride, rows, target);
+                            MULTIPLY_FIRST[widenings[i].kind](widenings[i], x, job.x.stride, rows, target);
                         else
                             widenings[i].multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { deferred.advance(); });
                         settle_memory();

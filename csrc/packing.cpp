@@ -138,6 +138,22 @@ Source source_of(int format) {
     }
 }
 
+// Block `at` of row `output` of a group format; d and zeros are read elsewhere.
+void read_grouped(const PackLayout& layout, const uint8_t* codes, Block& b) {
+    if (layout.scale == Scale::Exponent) return read_nibbles(codes + 1, b.codes);
+    if (layout.scale == Scale::Row) return void(std::memcpy(b.codes, codes, 32));
+    for (int i = 0; i < 32; ++i) {
+        if (layout.bits == 8)
+            b.codes[i] = codes[i] ^ 0x80;
+        else if (layout.bits == 4)
+            b.codes[i] = codes[i / 2] >> i % 2 * 4 & 15;
+        else
+            b.codes[i] = 0;
+        for (int bit = 0; layout.bits < 4 && bit < layout.bits; ++bit)
+            b.codes[i] |= (codes[4 * bit + i / 8] >> i % 8 & 1) << bit;
+    }
+}
+
 // Lane `output` of a block, in both directions.
 
 // Visits the pieces of a code: calls piece(byte of the block, its bit, the code's bit, number of bits).
@@ -145,6 +161,11 @@ template <class Piece>
 void each_piece(const PackLayout& layout, int k, int output, Piece piece) {
     const int quad = k / 4, lane = output * 4 + k % 4;
     switch (layout.bits) {
+        case 2: return piece(quad / 4 * 64 + lane, quad % 4 * 2, 0, 2);
+        case 3:
+            if (quad < 6) return piece(quad / 2 * 64 + lane, quad % 2 * 3, 0, 3);
+            piece(quad % 2 * 64 + lane, 6, 0, 2);
+            return piece(128 + lane, quad, 2, 1);
         case 4: return piece(quad / 2 * 64 + lane, quad % 2 * 4, 0, 4);
         case 5:
             piece(quad / 8 * 320 + quad % 8 / 2 * 64 + lane, quad % 2 * 4, 0, 4);
@@ -170,24 +191,35 @@ void write_nibbles(const uint8_t* codes, int count, uint8_t* out) {
         put(out, (four_codes(codes + k) & 0x0f0f0f0f) | (four_codes(codes + k + 4) & 0x0f0f0f0f) << 4);
 }
 
+// Bits [from, from + count) of `quads` quads, one after the other in a word.
+uint32_t gathered(const uint8_t* codes, int quads, int from, int count) {
+    uint32_t word = 0;
+    const uint32_t mask = 0x01010101u * ((1u << count) - 1);
+    for (int quad = 0; quad < quads; ++quad) word |= (four_codes(codes + 4 * quad) >> from & mask) << count * quad;
+    return word;
+}
+
 // A block's codes at the positions of each_piece, four at a time: they are adjacent.
 void write_codes(const PackLayout& layout, const uint8_t* codes, uint8_t* out) {
     switch (layout.bits) {
+        case 2:
+            put(out, gathered(codes, 4, 0, 2));
+            return put(out + 64, gathered(codes + 16, 4, 0, 2));
+        case 3:
+            put(out, gathered(codes, 2, 0, 3) | gathered(codes + 24, 1, 0, 2) << 6);
+            put(out + 64, gathered(codes + 8, 2, 0, 3) | gathered(codes + 28, 1, 0, 2) << 6);
+            return put(out + 128, gathered(codes + 16, 2, 0, 3) | gathered(codes + 24, 2, 2, 1) << 6);
         case 4: return write_nibbles(codes, layout.block, out);
         case 5:
             for (int k = 0; k < layout.block; k += 32, codes += 32, out += 320) {
                 write_nibbles(codes, 32, out);
-                uint32_t fifth = 0;
-                for (int quad = 0; quad < 8; ++quad) fifth |= (four_codes(codes + 4 * quad) >> 4 & 0x01010101) << quad;
-                put(out + 256, fifth);
+                put(out + 256, gathered(codes, 8, 4, 1));
             }
             return;
         case 6:
             for (int k = 0; k < layout.block; k += 16, codes += 16, out += 192) {
                 write_nibbles(codes, 16, out);
-                uint32_t high = 0;
-                for (int quad = 0; quad < 4; ++quad) high |= (four_codes(codes + 4 * quad) >> 4 & 0x03030303) << 2 * quad;
-                put(out + 128, high);
+                put(out + 128, gathered(codes, 4, 4, 2));
             }
             return;
         default:
@@ -223,7 +255,7 @@ void read_block(const PackLayout& layout, Block& b, int output, const uint8_t* s
 }
 
 struct PackingJob {
-    const PackLayout& layout;
+    PackLayout layout;
     void (*read)(const uint8_t*, Block&);  // null: the weights are dense
     const uint8_t* blocks;
     int64_t block_bytes;
@@ -273,7 +305,78 @@ void write_packs(const PackingJob& job, int64_t begin, int64_t end) {
     }
 }
 
+struct GroupingJob {
+    PackLayout layout;
+    GroupedWeights from;
+    uint8_t* packed;
+    int64_t outputs, inner;
+};
+
+// The scales and zero points of one output.
+void write_scales(const GroupingJob& job, int64_t output, uint8_t* scales) {
+    const PackLayout& layout = job.layout;
+    const int64_t count = layout.scales(job.inner), lane = output % PACK_OUTPUTS;
+    for (int64_t at = 0; at < count; ++at, scales += layout.scale_bytes()) {
+        const int64_t place = output * count + at;
+        if (layout.scale == Scale::Row) std::memcpy(scales + 4 * lane, job.from.scales + 4 * place, 4);
+        if (layout.scale == Scale::Half) std::memcpy(scales + 2 * lane, job.from.scales + 2 * place, 2);
+        if (layout.scale == Scale::Exponent) scales[lane] = job.from.codes[17 * place] - 1;  // FLOAT4_CODES are doubled
+        if (layout.zeros) scales[32 + lane] = job.from.zeros[place];
+    }
+}
+
+void write_grouped(const GroupingJob& job, int64_t begin, int64_t end) {
+    const PackLayout& layout = job.layout;
+    const int64_t blocks = job.inner / 32, size = layout.bytes(job.inner);
+    const int64_t block_bytes = layout.scale == Scale::Exponent ? 17 : 4 * layout.bits;
+    if (end * PACK_OUTPUTS > job.outputs) std::memset(job.packed + begin * size, 0, size_t((end - begin) * size));
+    Block block = {};
+    for (int64_t i = begin * PACK_OUTPUTS; i < end * PACK_OUTPUTS && i < job.outputs; ++i) {
+        uint8_t* pack = job.packed + i / PACK_OUTPUTS * size;
+        uint8_t* codes = pack + layout.codes_at(job.inner) + 4 * (i % PACK_OUTPUTS);
+        write_scales(job, i, pack);
+        for (int64_t at = 0; at < blocks; ++at) {
+            read_grouped(layout, job.from.codes + (i * blocks + at) * block_bytes, block);
+            write_codes(layout, block.codes, codes + at * layout.code_bytes());
+        }
+    }
+}
+
+void read_grouped_back(const PackLayout& layout, const uint8_t* packed, float* out, int64_t outputs, int64_t inner) {
+    for (int64_t i = 0; i < outputs; ++i) {
+        const int lane = int(i % PACK_OUTPUTS);
+        const uint8_t* pack = packed + i / PACK_OUTPUTS * layout.bytes(inner);
+        for (int64_t k = 0; k < inner; ++k) {
+            const uint8_t* scales = pack + layout.scales_at(k / 32);
+            uint8_t code = 0;
+            each_piece(layout, int(k % 32), lane, [&](int byte, int bit, int from, int count) {
+                const uint8_t* codes = pack + layout.codes_at(inner) + k / 32 * layout.code_bytes();
+                code |= uint8_t((codes[byte] >> bit & ((1 << count) - 1)) << from);
+            });
+            float d[16];
+            if (layout.scale == Scale::Row) std::memcpy(d, scales, 64);
+            if (layout.scale == Scale::Half) kernels().dequantize[F16](scales, d, 1);
+            const uint32_t exponent = uint32_t(scales[lane]) << 23;
+            if (layout.scale == Scale::Exponent) std::memcpy(d + lane, &exponent, 4);
+            const int value = layout.scale == Scale::Row        ? int8_t(code)
+                              : layout.scale == Scale::Exponent ? FLOAT4_CODES[code] - layout.offset
+                                                                : code - (layout.zeros ? scales[32 + lane] : layout.offset);
+            out[i * inner + k] = d[lane] * float(value);
+        }
+    }
+}
+
+// Whether a pack is written by pack_groups only.
+bool grouped(int pack) { return pack != kind_of(pack) || (kind_of(pack) >= PACK4Z && kind_of(pack) <= PACK8R); }
+
 }  // namespace
+
+void pack_groups(int pack, const GroupedWeights& weights, uint8_t* out, int64_t outputs, int64_t inner) {
+    const GroupingJob job{layout_of(pack), weights, out, outputs, inner};
+    parallel(units_of(outputs) * 2, 2, [](const void* p, int64_t begin, int64_t end) {
+        write_grouped(*static_cast<const GroupingJob*>(p), begin, end);
+    }, &job);
+}
 
 int pack_of(int format) { return source_of(format).pack; }
 
@@ -287,7 +390,8 @@ void pack_weights(int format, const uint8_t* blocks, uint8_t* out, int64_t outpu
 }
 
 void unpack_weights(int pack, const uint8_t* packed, float* out, int64_t outputs, int64_t inner) {
-    const PackLayout& layout = LAYOUTS[pack];
+    const PackLayout layout = layout_of(pack);
+    if (grouped(pack)) return read_grouped_back(layout, packed, out, outputs, inner);
     if (layout.dense()) return read_dense(layout, packed, out, outputs, inner);
     for (int64_t i = 0; i < outputs; ++i) {
         const int lane = int(i % PACK_OUTPUTS);

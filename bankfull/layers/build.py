@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
-from bankfull.ops import Operation
+from bankfull.ops import Operation, expert_mlp_bf16, linear_bf16
+from bankfull.ops.reference.linear_w8a8 import SCHEMES as BY_ROW
 from bankfull.ops.registry import BF16, FLOAT, TOKEN, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
@@ -84,9 +85,23 @@ class Build:
             found = as_known(found) or self._expanded(found)
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
-        if self.kit.device == "cpu" and "native" in self.kit.prefer and self.kit.activations != TOKEN:
-            found = as_blocks(found)  # the native kernels take quantization groups as blocks
-        return found.to(self.device)
+        return (found if self._packed(found) else self._in_blocks(found)).to(self.device)
+
+    def table(self, name: str, shape: tuple[int, ...]) -> QTensor:
+        """A matrix whose rows are looked up."""
+        return self._in_blocks(self.weight(name, shape))
+
+    def _in_blocks(self, found: QTensor) -> QTensor:
+        """As the native kernels that do not pack weights read quantization groups."""
+        native = self.kit.device == "cpu" and "native" in self.kit.prefer
+        return as_blocks(found) if native else found
+
+    def _packed(self, found: QTensor) -> bool:
+        """Whether a kernel packs a matrix, or the matrices of experts, as it is."""
+        if self.kit.activations in (FLOAT, TOKEN):
+            return self.kit.activations == TOKEN and found.scheme.name in BY_ROW
+        operation = linear_bf16 if len(found.shape) == 2 else expert_mlp_bf16
+        return self.kit.offers(operation, dtype=self.dtype, weight=found, weights=(found,))
 
     def _expanded(self, found: QTensor) -> QTensor:
         kind = found.scheme.name.upper()

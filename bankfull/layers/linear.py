@@ -213,7 +213,7 @@ def split_linear(
 
 class Embedding:
     def __init__(self, build: Build, count: int, size: int, scale: float = 1.0) -> None:
-        self.table = build.weight("weight", (count, size))
+        self.table = build.table("weight", (count, size))
         self.scale = scale
         self._dtype = build.dtype
         self._embedding = build.bind(embedding, weight=self.table)

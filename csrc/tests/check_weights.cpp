@@ -42,14 +42,22 @@ void check_packed(Random& random, Activations kind) {
     std::vector<PackedPart> parts;
     for (int64_t i = 0; i < count; ++i) {
         const int format = kind == Activations::Tiles && random.one_in(2) ? int(BF16) : random.any_of(blocks);
+        const bool grouped = random.one_in(2);
+        const int pack = grouped ? random.any_of(GROUP_PACKS) : pack_of(format);
         weights.emplace_back(random, format, gate >= 0 ? gated : random.between(1, 70), inner);
         const int64_t outputs = weights.back().outputs;
-        packs.push_back(packed(weights.back()));
+        if (grouped) {
+            const GroupedParts group(random, pack, outputs, inner, weights.back().floats);
+            packs.emplace_back(packed_bytes(pack, outputs, inner), 64);
+            pack_groups(pack, group.place(), packs.back().data(), outputs, inner);
+        } else {
+            packs.push_back(packed(weights.back()));
+        }
         biases.push_back(maybe_bias(random, outputs));
         results.emplace_back(rows * outputs);
         PackedPart part{};
         part.weight = packs.back().data(), part.bias = address_of(biases.back()), part.y = results.back().data();
-        part.y_stride = part.outputs = outputs, part.pack = pack_of(weights.back().format);
+        part.y_stride = part.outputs = outputs, part.pack = pack;
         parts.push_back(part);
     }
     PackedJob job{};
@@ -84,7 +92,7 @@ void check_packed(Random& random, Activations kind) {
                             2 * errors[0] * errors[1] + FINE * std::fabs(want);
                 }
                 const int64_t place = row * weights[size_t(i)].outputs + o;
-                expect_close(results[size_t(i)][place], want, error, kernels().packs[parts[size_t(i)].pack].name, place);
+                expect_close(results[size_t(i)][place], want, error, kernels().packs[kind_of(parts[size_t(i)].pack)].name, place);
             }
 
     if (gate >= 0 && gated % 32 == 0)
@@ -130,6 +138,45 @@ void check_formats(Random& random) {
             std::memcpy(&narrow, at, 2);
             const double want = format == F32 ? double(wide) : format == F16 ? half_value(narrow) : bfloat_value(narrow);
             expect_close(weight.floats[i], want, 0, facts.name, i);
+        }
+    }
+}
+
+// The values of a pack of groups, and its Hadamard rows if it is one: see check_hadamard for transformed ones.
+void check_groups(Random& random) {
+    for (const int pack : GROUP_PACKS) {
+        const int64_t outputs = random.between(1, 70), inner = 128 * random.between(1, 3);
+        Array<float> want(outputs * inner), found(outputs * inner);
+        const GroupedParts group(random, pack, outputs, inner, want);
+        Array<uint8_t> packs(packed_bytes(pack, outputs, inner), 64);
+        pack_groups(pack, group.place(), packs.data(), outputs, inner);
+        unpack_weights(pack, packs.data(), found.data(), outputs, inner);
+        for (int64_t i = 0; i < found.size(); ++i) expect_close(found[i], want[i], 0, layout_of(pack).name, i);
+        if (pack != PACK8R || !hadamard_bytes(pack, outputs, inner)) continue;
+        const int64_t rows = random.between(14, 70);
+        const Array<float> x = normals(random, rows * inner);
+        Array<float> y(rows * outputs);
+        EncodedRows encoded(rows, inner, kernels().hadamard_form);
+        EncodeJob encode{};
+        encode.x = x.data(), encode.x_stride = inner, encode.columns = inner, encode.out = encoded.place();
+        run_encode(encode, rows);
+        PackedPart part{};
+        part.weight = part.hadamard = packs.data(), part.y = y.data(), part.y_stride = part.outputs = outputs, part.pack = pack;
+        PackedJob job{};
+        job.x = encoded.place(), job.rows = rows, job.inner = inner, job.parts = &part, job.count = 1, job.gate = -1;
+        run_packed(job);
+        for (int64_t row = 0; row < rows; ++row) {
+            double largest = 0;
+            for (int64_t k = 0; k < inner; ++k) largest = std::max<double>(largest, std::fabs(x[row * inner + k]));
+            for (int64_t o = 0; o < outputs; ++o) {
+                double sum = 0, size = 0;
+                for (int64_t k = 0; k < inner; ++k) {
+                    sum += double(x[row * inner + k]) * want[o * inner + k];
+                    size += std::fabs(want[o * inner + k]);
+                }
+                // Each activation is off by half a step, and by its rounding to bfloat16 or to codes and remainders.
+                expect_close(y[row * outputs + o], sum, size * largest * (0.5 / 127 + 1.0 / 256), "int8 by rows", row * outputs + o);
+            }
         }
     }
 }

@@ -12,6 +12,7 @@
 namespace checks {
 
 void check_formats(Random& random);
+void check_groups(Random& random);
 void check_linear(Random& random);
 void check_embedding(Random& random);
 void check_encode(Random& random);

@@ -77,6 +77,54 @@ inline Array<uint8_t> random_blocks(Random& random, int format, int64_t count) {
     return blocks;
 }
 
+// Packs of group formats, with and without shared scales and zero points.
+constexpr int GROUP_PACKS[] = {
+    pack_with(PACK4, 2, false), pack_with(PACK8, 1, false), pack_with(PACK4Z, 0, true),  pack_with(PACK4Z, 2, true), PACK3,
+    pack_with(PACK3, 1, true),  PACK2,                      pack_with(PACK2, 2, true),   PACK4F,                     PACK8R,
+};
+
+// Codes, scales and zero points of a group format, and the values of the weights.
+struct GroupedParts {
+    GroupedParts(Random& random, int pack, int64_t rows, int64_t columns, Array<float>& floats)
+        : codes(rows * columns * layout_of(pack).bits / 8 + (kind_of(pack) == PACK4F ? rows * columns / 32 : 0)),
+          scales(rows * layout_of(pack).scales(columns) * 4), zeros(rows * layout_of(pack).scales(columns)) {
+        const PackLayout layout = layout_of(pack);
+        const int64_t count = layout.scales(columns);
+        for (uint8_t& byte : codes) byte = uint8_t(random.next());
+        for (uint8_t& zero : zeros) zero = uint8_t(random.between(0, 1 << layout.bits % 8));
+        std::vector<double> wide;
+        for (int64_t i = 0; i < rows * count; ++i) {
+            const uint16_t half = random_half(random);
+            const float number = random.normal();
+            std::memcpy(scales.data() + (layout.scale == Scale::Row ? 4 : 2) * i, layout.scale == Scale::Row ? static_cast<const void*>(&number) : &half,
+                        layout.scale == Scale::Row ? 4 : 2);
+            wide.push_back(layout.scale == Scale::Row ? double(number) : half_value(half));
+        }
+        static constexpr double halves[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t k = 0; k < columns; ++k) {
+                const int64_t place = row * columns + k, group = row * count + (count == 1 ? 0 : k / 32 >> layout.shift);
+                double code = 0;
+                if (layout.scale == Scale::Exponent) {
+                    uint8_t* block = codes.data() + place / 32 * 17;
+                    if (k % 32 == 0) block[0] = uint8_t(random.between(118, 130));
+                    const int nibble = block[1 + k % 16] >> k % 32 / 16 * 4 & 15;
+                    floats[place] = float(std::ldexp(nibble & 8 ? -halves[nibble & 7] : halves[nibble], block[0] - 127));
+                    continue;
+                }
+                if (layout.bits == 8) code = int8_t(codes[place]);
+                if (layout.bits == 4) code = codes[place / 2] >> k % 2 * 4 & 15;
+                for (int bit = 0; layout.bits < 4 && bit < layout.bits; ++bit)
+                    code += (codes[place / 32 * 4 * layout.bits + 4 * bit + k % 32 / 8] >> k % 8 & 1) << bit;
+                if (layout.bits < 8) code -= layout.zeros ? zeros[group] : 1 << (layout.bits - 1);
+                floats[place] = float(wide[size_t(group)]) * float(code);
+            }
+    }
+    GroupedWeights place() const { return {codes.data(), scales.data(), zeros.data()}; }
+
+    Array<uint8_t> codes, scales, zeros;
+};
+
 // A weight in a format's blocks, and its values.
 struct Weight {
     Weight(Random& random, int of, int64_t rows, int64_t columns)

@@ -17,6 +17,7 @@ from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.memory import Slabs
+from bankfull.ops.native.packing import pack_into, pack_of, packed_bytes
 from bankfull.ops.reference.experts import (
     CLAMPED_SWIGLU,
     SIGMOID,
@@ -55,14 +56,12 @@ class PackedExperts:
 
 def pack_experts(weight: QTensor) -> PackedExperts:
     experts, outputs, inner = weight.shape
-    code = FORMATS[weight.scheme.name][0]
-    layout = int(_native.pack_of(code))
-    each = int(_native.packed_bytes(layout, outputs, inner))
+    layout = pack_of(weight)
+    each = packed_bytes(layout, outputs, inner)
     data = _slabs.take(experts * each)
-    storage = storage_of(weight)
     for expert in range(experts):
-        own = storage[expert].contiguous()
-        _native.pack(code, address(own), data.data_ptr() + expert * each, outputs, inner)
+        own = {name: part[expert] for name, part in weight.parts.items()}
+        pack_into(QTensor(weight.scheme, own, (outputs, inner)), layout, data.data_ptr() + expert * each)
     return PackedExperts(data, layout, (experts, outputs, inner))
 
 
@@ -96,9 +95,7 @@ def _accepts(*, weights: tuple[QTensor, ...] | None = None, **facts: Any) -> boo
 
 
 def _accepts_bf16(*, weights: tuple[QTensor, ...] | None = None, **facts: Any) -> bool:
-    if weights is None or not _accepts(weights=weights, **facts):
-        return False
-    return all(int(_native.pack_of(FORMATS[weight.scheme.name][0])) >= 0 for weight in weights)
+    return weights is not None and _accepts_floats(**facts) and all(pack_of(weight) >= 0 for weight in weights)
 
 
 def _accepts_int8(*, weights: tuple[QTensor, ...] | None = None, **facts: Any) -> bool:

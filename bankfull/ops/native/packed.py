@@ -9,6 +9,9 @@ row's result is bitwise identical on every CPU.
 `linear_hadamard`: the same for few rows; many rows are Hadamard-transformed and multiplied as int8 with a second copy
 of the weight (csrc/hadamard.hpp).
 
+`linear_w8a8`: rows of int8 are stored as that kernel wants them, so many rows need neither a transform nor a copy. Few
+rows have one scale per group of 32, which is more precise; so have many rows on CPUs without such a kernel.
+
 On either side of that row threshold, a row's result is bitwise identical in any batch and for any number of threads.
 """
 
@@ -22,8 +25,8 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.memory import Slabs
+from bankfull.ops.native.packing import pack_into, pack_of, packed_bytes
 from bankfull.ops.reference.linear import (
     best_output_bf16,
     best_output_hadamard,
@@ -32,7 +35,9 @@ from bankfull.ops.reference.linear import (
     linear_hadamard,
     linear_int8,
 )
+from bankfull.ops.reference.linear_w8a8 import best_output_w8a8, linear_w8a8
 from bankfull.ops.reference.shapes import check_linear
+from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
@@ -47,7 +52,8 @@ class PackedWeight:
     pack: int
     shape: tuple[int, int]
     hadamard: Tensor | None = None
-    """int8 copy of the Hadamard-transformed weight, one byte per weight, for many rows."""
+    """int8 copy of the Hadamard-transformed weight, one byte per weight, for many rows; `data` itself if it is int8
+    with one scale per row, which is multiplied without a transform."""
 
     @property
     def nbytes(self) -> int:
@@ -61,10 +67,9 @@ class PackedWeight:
 
 def pack(weight: QTensor) -> PackedWeight:
     outputs, inner = weight.shape
-    code = FORMATS[weight.scheme.name][0]
-    layout = int(_native.pack_of(code))
-    data = _slabs.take(int(_native.packed_bytes(layout, outputs, inner)))
-    _native.pack(code, address(storage_of(weight)), address(data), outputs, inner)
+    layout = pack_of(weight)
+    data = _slabs.take(packed_bytes(layout, outputs, inner))
+    pack_into(weight, layout, address(data))
     return PackedWeight(data, layout, (outputs, inner))
 
 
@@ -75,13 +80,16 @@ def pack_with_hadamard(weight: QTensor) -> PackedWeight:
     return replace(packed, hadamard=copy)
 
 
+def pack_by_rows(weight: QTensor) -> PackedWeight:
+    packed = pack(weight)
+    whole = int(_native.hadamard_bytes(packed.pack, *packed.shape)) == packed.nbytes
+    return replace(packed, hadamard=packed.data) if whole else packed
+
+
 def _accepts_bf16(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
-    if dtype != torch.float32 or not isinstance(weight, QTensor) or weight.scheme.name not in FORMATS:
+    if dtype != torch.float32 or not isinstance(weight, QTensor) or len(weight.shape) != 2:
         return False
-    fits = len(weight.shape) == 2 and weight.shape[1] > 0 and weight.shape[1] % weight.scheme.block == 0
-    packed = int(_native.pack_of(FORMATS[weight.scheme.name][0])) >= 0
-    storage = storage_of(weight)
-    return fits and packed and storage.is_cpu and storage.is_contiguous() and isa_is_chosen()
+    return pack_of(weight) >= 0 and isa_is_chosen()
 
 
 def _accepts_int8(*, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -91,8 +99,11 @@ def _accepts_int8(*, weight: QTensor | None = None, **facts: Any) -> bool:
 def _accepts_hadamard(*, weight: QTensor | None = None, **facts: Any) -> bool:
     if weight is None or not _accepts_int8(weight=weight, **facts):
         return False
-    layout = int(_native.pack_of(FORMATS[weight.scheme.name][0]))
-    return int(_native.hadamard_bytes(layout, *weight.shape)) > 0
+    return int(_native.hadamard_bytes(pack_of(weight), *weight.shape)) > 0
+
+
+def _accepts_w8a8(*, weight: QTensor | None = None, **facts: Any) -> bool:
+    return weight is not None and weight.scheme.name == INT8_ROW and _accepts_int8(weight=weight, **facts)
 
 
 def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> Tensor:
@@ -157,6 +168,16 @@ def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
 @linear_hadamard.provider("native", on="cpu", accepts=_accepts_hadamard, prepare=pack_with_hadamard)
 def run_linear_hadamard(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias, int8=True)
+
+
+@linear_w8a8.provider("native", on="cpu", accepts=_accepts_w8a8, prepare=pack_by_rows)
+def run_linear_w8a8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return _product(x, weight, bias, int8=True)
+
+
+@best_output_w8a8.provider("native", on="cpu", accepts=_accepts_w8a8, prepare=pack_by_rows)
+def run_best_output_w8a8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return _best(x, weight, bias, int8=True)
 
 
 @best_output_int8.provider("native", on="cpu", accepts=_accepts_int8, prepare=pack)

@@ -204,6 +204,11 @@ def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
 
 
 @form
+def linear_w8a8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed(rec, out, x, weight, bias, int8=True)
+
+
+@form
 def linear_hadamard(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     return _packed(rec, out, x, weight, bias, int8=True)
 
@@ -238,6 +243,11 @@ def best_output_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeigh
 
 @form
 def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed_best(rec, out, x, weight, bias, int8=True)
+
+
+@form
+def best_output_w8a8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     return _packed_best(rec, out, x, weight, bias, int8=True)
 
 
