@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from bankfull.errors import ConfigError
 from bankfull.synthetic.random_weights import RandomWeights, random_model
 from bankfull.synthetic.vocabulary import FEWEST, ByteVocabulary
+from bankfull.weights.conv1d import is_stored_transposed
 from bankfull.weights.fetch import Report
 from bankfull.weights.writing.output import PlannedFile, raw_bytes
 from bankfull.weights.writing.shards import StoredPart, index_of, planned_shards
@@ -48,7 +49,9 @@ def write_checkpoint(
     files = random_model(name, config, dtype, seed=seed)
     source = files.source
     assert isinstance(source, RandomWeights)
-    planned = planned_shards([StoredPart(at, dtype, source.shape(at)) for at in source.names()], SHARD_BYTES)
+    turned = {at for at in source.names() if is_stored_transposed(files.config, at)}
+    shapes = {at: source.shape(at)[::-1] if at in turned else source.shape(at) for at in source.names()}
+    planned = planned_shards([StoredPart(at, dtype, shape) for at, shape in shapes.items()], SHARD_BYTES)
     total = sum(place.nbytes for file in planned for place in file.places)
     vocabulary = byte_vocabulary(config)
     with new_folder(folder, total) as partial:
@@ -60,7 +63,7 @@ def write_checkpoint(
             report(f"Writing {name}", written, total)
 
         for file in planned:
-            _write_shard(partial / file.name, file, source, advance)
+            _write_shard(partial / file.name, file, source, turned, advance)
         if (index := index_of(planned)) is not None:
             (partial / index[0]).write_text(index[1])
         saved = dict(files.config)
@@ -102,9 +105,14 @@ def new_folder(folder: Path, need: int) -> Iterator[Path]:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; choose another directory.") from None
 
 
-def _write_shard(path: Path, planned: PlannedFile, source: RandomWeights, advance: Callable[[int], None]) -> None:
+def _write_shard(
+    path: Path, planned: PlannedFile, source: RandomWeights, turned: Collection[str], advance: Callable[[int], None]
+) -> None:
     with path.open("xb") as file:
         file.write(planned.head)
         for place in planned.places:
+            if place.name in turned:
+                advance(file.write(raw_bytes(source.get(place.name).parts["data"].T.contiguous())))
+                continue
             for part in source.parts(place.name):
                 advance(file.write(raw_bytes(part)))

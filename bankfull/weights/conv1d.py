@@ -1,10 +1,10 @@
 """GPT-2 directories store the matrices of their blocks as (inputs, outputs); other families and GGUF store them
-transposed."""
+transposed. So do quantized directories: quantizers put linear layers in the place of these modules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class Conv1DSource:
 
     source: TensorSource
     config: Mapping[str, Any]
+    quantized: Collection[str] = ()
+    """Matrices that the directory holds quantized."""
 
     def names(self) -> list[str]:
         return self.source.names()
@@ -35,18 +37,21 @@ class Conv1DSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self.source.shape(name)
-        return shape[::-1] if is_stored_transposed(self.config, name) else shape
+        return shape[::-1] if self._is_transposed(name) else shape
 
     def scheme(self, name: str) -> Scheme:
         return self.source.scheme(name)
 
     def get(self, name: str) -> QTensor:
         found = self.source.get(name)
-        if not is_stored_transposed(self.config, name):
+        if not self._is_transposed(name):
             return found
         if not found.is_dense or len(found.shape) != 2:
             raise ModelError(f"Tensor {name} has shape {found.shape}, but it must be an unquantized matrix.")
         return QTensor.dense(found.parts["data"].T.contiguous())
+
+    def _is_transposed(self, name: str) -> bool:
+        return name not in self.quantized and is_stored_transposed(self.config, name)
 
     def unread(self) -> list[str]:
         return self.source.unread()

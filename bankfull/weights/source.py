@@ -70,7 +70,9 @@ def _open_directory(path: Path) -> ModelFiles:
     from bankfull.weights.safetensors import open_directory
 
     config, generation, files = open_directory(path)
-    source: TensorSource = Conv1DSource(files, config) if config.get("model_type") == "gpt2" else files
+    source: TensorSource = files
+    if config.get("model_type") == "gpt2":
+        source = Conv1DSource(files, config, getattr(files, "quantized", ()))
     return ModelFiles(path, "hf", config, source, generation, {}, getattr(files, "about", None))
 
 

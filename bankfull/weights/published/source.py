@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from bankfull.weights.published.matrix import EXPANDED, MatrixPlan, Published, StoredTensors
 from bankfull.weights.qtensor import QTensor, Scheme
@@ -11,6 +12,8 @@ log = logging.getLogger("bankfull")
 
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "prob_scale")
 """Scales of a quantized KV cache: the engine computes its own."""
+
+ACTIVATION_SCALES = ("_scale", "_scale_ub", "_zero_point")
 
 
 class PublishedSource:
@@ -22,6 +25,16 @@ class PublishedSource:
         self._ignored = made.ignored | {name for name in files.names() if name.rpartition(".")[2] in KV_SCALES}
         self._loaded: set[str] = set()
         self._told: set[str] = set()
+        if scales := [name for name in made.ignored if name.endswith(ACTIVATION_SCALES)]:
+            log.warning(
+                f"{len(scales)} scales of activations in the checkpoint are ignored: products round activations, if "
+                "at all, by this engine's own rule (--activations)."
+            )
+
+    @property
+    def quantized(self) -> Collection[str]:
+        """Names of the matrices that are stored quantized."""
+        return self._matrices.keys()
 
     def names(self) -> list[str]:
         return [*filter(self._is_plain, self._files.names()), *self._matrices]

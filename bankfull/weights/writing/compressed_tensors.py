@@ -9,7 +9,9 @@
 | fp8 by row | float-quantized | weight, weight_scale; likewise, or with a static scale |
 
 Static activations have one scale per matrix, a tensor `input_scale` beside it. All other tensors keep their dtype.
-Scales of groups are float16, those of rows float32: as they are in memory.
+Scales of groups are float16, those of rows float32: as they are in memory. Stacked experts are written one by one
+(experts.gate_proj becomes experts.0.gate_proj, ...). GPT-2's quantized matrices are written by row, as in all other
+models.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.text.load import load_tokenizer
+from bankfull.weights.conv1d import is_stored_transposed
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.hf_config import read_json
@@ -53,6 +56,7 @@ COPIED = (
     "LICENSE",
 )
 """Files of a model directory beside its weights and config.json."""
+EXPERTS = ".experts."
 Rounded = Literal["", "int8", "fp8", "fp8-static"]
 """How activations are rounded in products with the matrices: not at all, per token, or with a scale of the file."""
 
@@ -66,6 +70,13 @@ class TargetTensor:
     scheme: Scheme
 
 
+def experts_of(target: TargetTensor) -> list[TargetTensor]:
+    """A stacked matrix as those of single experts."""
+    count, *shape = target.shape
+    stem, _, which = target.name.rpartition(EXPERTS)
+    return [TargetTensor(f"{stem}{EXPERTS}{expert}.{which}", tuple(shape), target.scheme) for expert in range(count)]
+
+
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
     """The files of a model directory: their layout, and what each tensor becomes in them."""
@@ -75,15 +86,17 @@ class CompressedTensors:
     activations: Rounded = ""
     about: Mapping[str, Any] = field(default_factory=dict)
     """How the model was made, for config.json."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Values of config.json that are no longer those of the model's own file."""
 
     def refuse(self) -> None:
         """Refuses what the format has no form for."""
-        stacked = [t.name for t in self.targets if not t.scheme.is_dense and len(t.shape) != 2]
-        if stacked or self.files.config.get("model_type") == "gpt2":
-            what = "matrices stored by column" if not stacked else f"stacked matrices of experts ({stacked[0]})"
-            raise ConfigError(
-                f"{self.files.path.name} has {what}, which compressed-tensors has no form for; choose another model."
-            )
+        for target in self.targets:
+            if not target.scheme.is_dense and len(target.shape) != 2 and EXPERTS not in target.name:
+                raise ConfigError(
+                    f"{self.files.path.name} has stacked matrices of experts ({target.name}) that have no names one by "
+                    "one, so that compressed-tensors has no form for them; choose another model."
+                )
         for target in self.targets:
             known = target.scheme.is_dense or target.scheme.name in (INT8_ROW, FP8)
             if not known and GROUPED.fullmatch(target.scheme.name) is None:
@@ -97,7 +110,10 @@ class CompressedTensors:
     def parts(self, target: TargetTensor) -> list[StoredPart]:
         """The tensors of the file that hold a tensor of the model."""
         if target.scheme.is_dense:
-            return [StoredPart(target.name, DTYPES[target.scheme.name], target.shape)]
+            shape = target.shape[::-1] if self._is_transposed(target) else target.shape
+            return [StoredPart(target.name, DTYPES[target.scheme.name], shape)]
+        if len(target.shape) == 3:
+            return [part for one in experts_of(target) for part in self.parts(one)]
         rows, columns = target.shape
         stem = target.name
         if self._is_plain(target):
@@ -127,12 +143,19 @@ class CompressedTensors:
         """The tensors of the file, by name."""
         stem = target.name
         if target.scheme.is_dense:
-            return {stem: tensor.dequantize(DTYPES[target.scheme.name])}
+            values = tensor.dequantize(DTYPES[target.scheme.name])
+            return {stem: values.T.contiguous() if self._is_transposed(target) else values}
+        if len(target.shape) == 3:
+            made = {}
+            for expert, one in enumerate(experts_of(target)):
+                parts = {name: part[expert] for name, part in tensor.parts.items()}
+                made |= self.encoded(one, QTensor(tensor.scheme, parts, one.shape))
+            return made
         scales = tensor.parts["scales"]
         if self._is_plain(target):
             return {stem: tensor.parts["codes"], f"{stem}_scale": scales}
         bits = _bits(target.scheme)
-        made = {
+        packed = {
             f"{stem}_packed": packed_codes(tensor, bits),
             f"{stem}_scale": scales,
             f"{stem}_shape": torch.tensor(target.shape, dtype=torch.int64),
@@ -140,8 +163,12 @@ class CompressedTensors:
         if has_zeros(target.scheme):
             zeros = tensor.parts["zeros"]
             assert bool((zeros < 1 << bits).all()), f"{stem}: a zero point needs {bits} bits"
-            made[f"{stem}_zero_point"] = pack(zeros.t().contiguous(), bits).t().contiguous()
-        return made
+            packed[f"{stem}_zero_point"] = pack(zeros.t().contiguous(), bits).t().contiguous()
+        return packed
+
+    def _is_transposed(self, target: TargetTensor) -> bool:
+        """Whether a dense matrix is stored as (inputs, outputs), as in the model's own files."""
+        return is_stored_transposed(self.files.config, target.name)
 
     def _is_plain(self, target: TargetTensor) -> bool:
         """Whether the codes are stored one per byte: fp8, and int8 whose products round activations. Engines read int8
@@ -166,13 +193,19 @@ class CompressedTensors:
             config = {k: v for k, v in read_json(self.files.path / "config.json").items() if k not in KEYS}
         about = {"made_with": dict(self.about)} if self.about else {}
         quantized = any(not target.scheme.is_dense for target in self.targets)
-        return config | about | ({"quantization_config": self.quantization_config()} if quantized else {})
+        return (
+            config
+            | dict(self.changes)
+            | about
+            | ({"quantization_config": self.quantization_config()} if quantized else {})
+        )
 
     def quantization_config(self) -> dict[str, Any]:
         by_scheme: dict[str, list[str]] = {}
         for target in self.targets:
             if not target.scheme.is_dense:
-                by_scheme.setdefault(target.scheme.name, []).append(module_of(target.name))
+                each = experts_of(target) if len(target.shape) == 3 else [target]
+                by_scheme.setdefault(target.scheme.name, []).extend(module_of(one.name) for one in each)
         # One scheme covers all linear layers but the ignored ones. Several name their layers.
         several = len(by_scheme) > 1
         groups = {
