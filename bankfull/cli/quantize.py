@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from bankfull.cli.options import Json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from bankfull.quantize.allocation import Budget
     from bankfull.quantize.calibration import Sample
@@ -30,15 +31,15 @@ def quantize(
         str,
         typer.Option(
             help="rtn (round to nearest), awq, gptq, smoothquant (int8 weights and activations), fp8, mixed (bits by "
-            "layer within a budget), wanda or sparsegpt (zeros). All but rtn, and fp8 with a scale per token, read a "
-            "calibration text."
+            "layer within a budget), qat (tuned for 4, 3 or 2 bits), wanda or sparsegpt (zeros), neurons (removed in "
+            "blocks of 64). All but rtn, and fp8 with a scale per token, read a calibration text."
         ),
     ] = "rtn",
     bits: Annotated[
         str | None,
         typer.Option(
             help="Bits of a weight: 8, 4, 3 or 2; for mixed their mean, such as 3.5.",
-            show_default="4; 8 for 8-bit methods",
+            show_default="4; 8 for 8-bit methods, 3 for qat",
         ),
     ] = None,
     group: Annotated[
@@ -84,8 +85,13 @@ def quantize(
     ] = None,
     sparsity: Annotated[
         str | None,
-        typer.Option(help="wanda, sparsegpt: share of zeros (50%), or 2:4 (two of four weights).", show_default=False),
+        typer.Option(
+            help="wanda, sparsegpt: share of zeros (50%), or 2:4 (two of four weights). neurons: share of the "
+            "feed-forward neurons that go.",
+            show_default=False,
+        ),
     ] = None,
+    steps: Annotated[int | None, typer.Option(help="qat: steps of tuning.", show_default="200")] = None,
     tables: Annotated[
         bool, typer.Option("--tables", help="Quantize embeddings and the head to 8 bits, too; for --format gguf.")
     ] = False,
@@ -107,7 +113,7 @@ def quantize(
     the memory works. A run that was interrupted continues if it is started again.
     """
     from bankfull.errors import ConfigError
-    from bankfull.quantize.recipe import parse_recipe
+    from bankfull.quantize.recipe import MADE_BEFORE, parse_recipe
     from bankfull.quantize.save import refuse_early, save_quantized
     from bankfull.quantize.table import METHODS, make_method
     from bankfull.weights.fetch import displayed
@@ -137,16 +143,75 @@ def quantize(
         sparsity=sparsity,
         size=size,
         kl=kl,
+        steps=steps,
     )
     files = open_model(locate(model))
     refuse_early(files, output, requantize)
-    calibrated = recipe.budget is not None or make_method(recipe).calibrated
+    calibrated = recipe.budget is not None or recipe.method in MADE_BEFORE or make_method(recipe).calibrated
     sequences = _sequences(model, files, calibration) if calibrated else []
     if recipe.budget is not None:
         recipe = _mixed(files, recipe, recipe.budget, sequences)
-    with displayed() as report:
-        saved = save_quantized(files, recipe, output, requantize=requantize, sequences=sequences, report=report)
+    with _changed(files, recipe, sequences, output) as changed, displayed() as report:
+        saved = save_quantized(
+            changed, recipe, output, requantize=requantize, sequences=sequences, given=files, report=report
+        )
     _print(saved, recipe, json)
+
+
+@contextmanager
+def _changed(
+    files: ModelFiles, recipe: QuantizeRecipe, sequences: Sequence[Sequence[int]], output: Path
+) -> Iterator[ModelFiles]:
+    """The model as it is written: itself, or what a method that changes the whole of it makes of it. A tuning that is
+    interrupted continues."""
+    from bankfull.cli.terminal import progress
+    from bankfull.quantize.recipe import NEURONS, QAT
+
+    if recipe.method == NEURONS:
+        from bankfull.quantize.neurons import remove_neurons
+        from bankfull.quantize.sparse import parse_pattern
+
+        with progress("layers pruned", None) as told:
+            smaller = remove_neurons(files, parse_pattern(recipe.sparsity).share, sequences, done=told)
+        yield smaller
+    elif recipe.method == QAT:
+        with _tuned(files, recipe, sequences, output) as tuned:
+            yield tuned
+    else:
+        yield files
+
+
+@contextmanager
+def _tuned(
+    files: ModelFiles, recipe: QuantizeRecipe, sequences: Sequence[Sequence[int]], output: Path
+) -> Iterator[ModelFiles]:
+    import hashlib
+    from dataclasses import replace
+    from json import dumps
+
+    import torch
+
+    from bankfull.cli.terminal import progress, say
+    from bankfull.quantize.save import finished_layers, scale_dtype_of
+    from bankfull.runtime.device import open_device
+    from bankfull.train.qat import LENGTH, QatOptions, tune
+    from bankfull.weights.fingerprint import weights_fingerprint
+    from bankfull.weights.replaced import ReplacedTensors
+
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    digest = hashlib.sha256(dumps([sequences, weights_fingerprint(files.path)]).encode()).hexdigest()
+    assert recipe.group is not None
+    length = max(1, min(LENGTH, max(map(len, sequences)), len(ids) // 2 - 1))  # half of the text may be held out
+    options = QatOptions(recipe.bits, recipe.group, recipe.steps, length=length)
+    identity = dumps([recipe.about(), digest], sort_keys=True)
+    scales = scale_dtype_of(files, recipe)
+    with finished_layers(output, identity, "tuning") as folder:
+        model, told = tune(files, ids, digest, options, folder, progress, open_device("auto").torch, scale_dtype=scales)
+        say(
+            f"bankfull: {told.steps} steps of tuning lower the loss of rounding on held-out text from "
+            f"{told.kl_before:.4g} to {told.kl:.4g} nats per token"
+        )
+        yield replace(files, source=ReplacedTensors(files.source, dict(model.tensors())))
 
 
 def _mixed(
@@ -207,7 +272,11 @@ def _print(saved: SavedModel, recipe: QuantizeRecipe, json: bool) -> None:
         + (f"; {saved.kept} matrices fit no group and stay as they are" if saved.kept else "")
     )
     if recipe.sparsity:
+        from bankfull.quantize.recipe import NEURONS
         from bankfull.quantize.sparse import parse_pattern
 
-        say(f"bankfull: {parse_pattern(recipe.sparsity).statement}")
+        if recipe.method == NEURONS:
+            say("bankfull: the matrices have fewer rows and columns, so that a step reads fewer bytes on every device")
+        else:
+            say(f"bankfull: {parse_pattern(recipe.sparsity).statement}")
     print(command)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.quantize.allocation import Budget, PricedType, fewest_bytes, least_loss
+from bankfull.quantize.rtn import rounded
 from bankfull.quantize.sensitivity import Divergence, Told, sensitivities, units_of
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.groups import GROUPS, name_of, widest_group
-from bankfull.weights.quantize import quantize
 from bankfull.weights.requantized import KEEP, Requantized
 from bankfull.weights.source import ModelFiles, TensorSource
 
@@ -138,7 +138,8 @@ def _types(source: TensorSource, names: Sequence[str], width: int, group: int) -
 
 
 def _rounded(matrix: Tensor, kind: str) -> Tensor:
-    return quantize(matrix, kind).dequantize()
+    """As the files will hold it."""
+    return rounded(matrix, kind).dequantize()
 
 
 def _nbytes(source: TensorSource, names: Sequence[str], types: Mapping[str, str]) -> int:

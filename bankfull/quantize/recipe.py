@@ -23,9 +23,12 @@ FORMATS = ("compressed-tensors", "gguf")
 CLIPS = ("none", "mse")
 GROUPED_ONLY = ("gptq", "awq")
 """Methods that have no form with one scale per row."""
-MIXED = "mixed"
-PRUNING = ("wanda", "sparsegpt")
-"""Methods that set weights to zero and store the matrices as they were."""
+MIXED, QAT, NEURONS = "mixed", "qat", "neurons"
+PRUNING = ("wanda", "sparsegpt", NEURONS)
+"""Methods that set weights to zero, or remove neurons, and store the matrices that are left as they were."""
+MADE_BEFORE = (QAT, NEURONS)
+"""Methods that change the whole model with a text, before it is written."""
+STEPS = 200
 BLOCKS = tuple(scheme.name for scheme in (*legacy.SCHEMES, *kquants.SCHEMES))
 NARROWER = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Types of matrices whose columns blocks of 256 do not divide."""
@@ -59,6 +62,8 @@ class QuantizeRecipe:
     """The pattern of zeros, for the methods that prune."""
     budget: Budget | None = None
     """What a mixture of bits must fit."""
+    steps: int = 0
+    """Steps of tuning, for the method that tunes."""
     types: Mapping[str, str] = field(default_factory=dict)
     """Schemes by the names of matrices, once a mixture was chosen."""
 
@@ -114,6 +119,7 @@ def parse_recipe(
     sparsity: str | None = None,
     size: str | None = None,
     kl: float | None = None,
+    steps: int | None = None,
 ) -> QuantizeRecipe:
     """The recipe for these options; refuses what cannot be made with one sentence."""
     if method not in methods:
@@ -125,21 +131,34 @@ def parse_recipe(
     if clip is not None and method == "gptq":
         raise ConfigError("--clip has no use with --method gptq, which searches its scales always; leave it out.")
     if (sparsity is not None) != (method in PRUNING):
-        raise ConfigError("--sparsity is the pattern of --method wanda and sparsegpt, such as 50% or 2:4; give both.")
+        raise ConfigError(
+            "--sparsity is the pattern of --method wanda and sparsegpt, such as 50% or 2:4, or the share of neurons "
+            "that --method neurons removes; give both."
+        )
+    if steps is not None and (method != QAT or steps < 1):
+        raise ConfigError(f"--steps {steps} is for --method qat, and at least 1; leave it out, or use that method.")
     if method != MIXED and (size is not None or kl is not None):
         raise ConfigError("--size and --kl are budgets of --method mixed; leave them out, or use that method.")
-    if method in (MIXED, *PRUNING) and (form != FORMATS[0] or symmetric is False or clip or activations or tables):
+    if method in (MIXED, QAT, *PRUNING) and (form != FORMATS[0] or symmetric is False or clip or activations or tables):
         raise ConfigError(
             f"--method {method} writes a model directory with symmetric weights and float activations; leave --format, "
             "--asymmetric, --clip, --activations and --tables out."
         )
     if sparsity is not None:
-        parse_pattern(sparsity)
+        if parse_pattern(sparsity).group is not None and method == NEURONS:
+            raise ConfigError(f"--sparsity {sparsity} is no share of neurons; give for example 25%.")
         if bits is not None or group is not None:
             raise ConfigError(f"--method {method} keeps the width of weights; leave --bits and --group out.")
         return QuantizeRecipe(method, calibration=calibration, sparsity=sparsity)
     if method == MIXED:
         return _mixed(bits, size, kl, group, calibration)
+    if method == QAT:
+        width = _bits(bits or "3")
+        if width == 8:
+            raise ConfigError("--method qat is for 4, 3 and 2 bits; 8 bits lose nothing, use --method rtn.")
+        return QuantizeRecipe(
+            QAT, width, _group(group or DEFAULT_GROUP[width], width), calibration=calibration, steps=steps or STEPS
+        )
     if block is not None:
         return _with_blocks(block.lower(), method, bits, group, form, tables)
     floats = method == "fp8"

@@ -22,7 +22,8 @@ from bankfull import __version__
 from bankfull.errors import ConfigError
 from bankfull.quantize.fp8 import scale_name
 from bankfull.quantize.method import LayerData, Method
-from bankfull.quantize.recipe import QuantizeRecipe, refuse_without_use
+from bankfull.quantize.neurons import SIZE
+from bankfull.quantize.recipe import NEURONS, QuantizeRecipe, refuse_without_use
 from bankfull.quantize.rtn import rounded
 from bankfull.quantize.table import make_method
 from bankfull.quantize.walk import WalkOptions, walk
@@ -86,11 +87,14 @@ def save_quantized(
     *,
     requantize: bool = False,
     sequences: Sequence[Sequence[int]] = (),
+    given: ModelFiles | None = None,
     report: Report = lambda what, done, total: None,
 ) -> SavedModel:
-    """Write the quantized model to the new directory `target`. `sequences`: token ids of the calibration text."""
+    """Write the quantized model to the new directory `target`. `sequences`: token ids of the calibration text. `given`:
+    the model as it was, if `files` were changed from it with this recipe."""
     begun = perf_counter()
-    refuse_early(files, target, requantize)
+    before = given or files
+    refuse_early(before, target, requantize)
     all_names = files.source.names()
     meant = [name for name in all_names if is_inner_matrix(files.source, name)]
     refuse_without_use(recipe, files.source, meant)
@@ -106,7 +110,7 @@ def save_quantized(
     text = hashlib.sha256(json.dumps(sequences).encode()).hexdigest()
     about = [__version__, recipe.about(), dict(recipe.types), weights_fingerprint(files.path), text]
     identity = json.dumps(about, sort_keys=True)
-    method = make_method(recipe, _scale_dtype(files, recipe))
+    method = make_method(recipe, scale_dtype_of(files, recipe))
     total = sum(place.nbytes for file in planned for place in file.places)
     with output_folder(target, planned, identity) as folder:
         resumed = written = folder.resumed_bytes
@@ -127,7 +131,7 @@ def save_quantized(
         path=target / planned[0].name if recipe.form == "gguf" else target,
         bits_per_weight=_bits(form, changed),
         model_bits=_bits(form, matrices),
-        bytes_before=sum(_bytes(t.shape, t.scheme) for t in (_source_target(files, name) for name in all_names)),
+        bytes_before=sum(_bytes(t.shape, t.scheme) for t in (_source_target(before, name) for name in all_names)),
         bytes_after=total,
         quantized=len(changed),
         kept=len(kept),
@@ -147,11 +151,11 @@ def refuse_early(files: ModelFiles, target: Path, requantize: bool) -> None:
 
 
 @contextmanager
-def finished_layers(target: Path, identity: str) -> Iterator[Path]:
-    """A folder beside the target for layers that are done; it goes when the model is whole. Layers of other recipes go
-    at once."""
-    own = f".{target.name}.layers-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    for other in target.parent.glob(f".{glob.escape(target.name)}.layers-*"):
+def finished_layers(target: Path, identity: str, what: str = "layers") -> Iterator[Path]:
+    """A folder beside the target for what is done; it goes when the model is whole. That of other recipes goes at
+    once."""
+    own = f".{target.name}.{what}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    for other in target.parent.glob(f".{glob.escape(target.name)}.{what}-*"):
         if other.name != own:
             shutil.rmtree(other, ignore_errors=True)
     folder = target.with_name(own)
@@ -191,7 +195,9 @@ def as_meant(tensor: QTensor, target: TargetTensor) -> QTensor:
 def _form(files: ModelFiles, recipe: QuantizeRecipe, targets: Sequence[TargetTensor]) -> FileForm:
     if recipe.form == "gguf":
         return GgufFile(files, targets, files.path.stem if files.kind == "gguf" else files.path.name)
-    return CompressedTensors(files, targets, recipe.activations, {"bankfull": __version__, **recipe.about()})
+    changes = {SIZE: files.config[SIZE]} if recipe.method == NEURONS else {}
+    about = {"bankfull": __version__, **recipe.about()}
+    return CompressedTensors(files, targets, recipe.activations, about, changes)
 
 
 def _target(files: ModelFiles, recipe: QuantizeRecipe, name: str) -> TargetTensor:
@@ -214,7 +220,7 @@ def _wanted(recipe: QuantizeRecipe, target: TargetTensor) -> str | None:
     return recipe.scheme_for(target.name, target.shape[-1])
 
 
-def _scale_dtype(files: ModelFiles, recipe: QuantizeRecipe) -> torch.dtype:
+def scale_dtype_of(files: ModelFiles, recipe: QuantizeRecipe) -> torch.dtype:
     """Other engines hold scales in the dtype of the model, so that bfloat16 scales mean the same everywhere."""
     table = next((name for name in files.source.names() if is_table(name)), None)
     if recipe.form == "gguf" or table is None or files.source.scheme(table).name != "bf16":

@@ -70,6 +70,8 @@ METHODS: dict[str, Offered] = {
     "mixed": Offered("round to nearest, with bits by layer that fit a budget", _rtn),
     "wanda": Offered("zeros where weight and activation are small", _pruned),
     "sparsegpt": Offered("zeros where they cost least, corrected in the weights that stay", _pruned),
+    "neurons": Offered("whole blocks of feed-forward neurons removed, before the rest is written as it is", _rtn),
+    "qat": Offered("tuned so that rounding hurts less, before it is written", _rtn),
 }
 
 

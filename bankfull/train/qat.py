@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bankfull.errors import ConfigError, ModelError
 from bankfull.models.registry import Config
+from bankfull.quantize.rtn import rounded
 from bankfull.train.lm.model import TrainedModel
 from bankfull.train.lm.tasks import HELD_OUT, TextWindows
 from bankfull.train.lm.weights import shapes_of
@@ -27,7 +28,6 @@ from bankfull.weights.drafter_files import write_json
 from bankfull.weights.formats.groups import GROUPS, name_of, widest_group
 from bankfull.weights.hf_config import read_json
 from bankfull.weights.qtensor import QTensor
-from bankfull.weights.quantize import quantize
 from bankfull.weights.requantized import is_inner_matrix
 from bankfull.weights.safetensors import COMPOSED
 from bankfull.weights.source import ModelFiles
@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
 MEASURED = 4
 """Held-out batches of a measurement."""
 BITS = (4, 3, 2)
+LENGTH = 128
 RECIPE = "qat.json"
 _LLAMA = {
     "input_layernorm": "mixer_norm",
@@ -54,7 +55,7 @@ class QatOptions:
     steps: int = 200
     batch: int = 8
     """Sequences of a step."""
-    length: int = 128
+    length: int = LENGTH
     """Tokens of a sequence."""
     rate: float = 1e-4
     seed: int = 0
@@ -92,7 +93,14 @@ class QatReport:
 class QatModel:
     """A model that is rounded in every step. Embeddings and the head stay as they are."""
 
-    def __init__(self, files: ModelFiles, options: QatOptions, device: torch.device) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        options: QatOptions,
+        device: torch.device,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`scale_dtype`: scales are representable in it, and in float16."""
         config, self._checkpoint_name = differentiable(files.config)
         weights = {name: files.source.get(self._checkpoint_name(name)).dequantize() for name in shapes_of(config)}
         self.types = {
@@ -109,7 +117,7 @@ class QatModel:
         self.tuned = {
             name: value for name, value in every.items() if name in self.types or name.endswith("norm.weight")
         }
-        self.device = device
+        self.device, self._scale_dtype = device, scale_dtype
 
     def loss(self, tokens: Tensor) -> Tensor:
         """KL(model || rounded model), mean nats per token."""
@@ -122,21 +130,22 @@ class QatModel:
     def rounded(self) -> dict[str, Tensor]:
         found = dict(self._model.parameters)
         for name, kind in self.types.items():
-            found[name] = straight_through(found[name], kind)
+            found[name] = straight_through(found[name], kind, self._scale_dtype)
         return found
 
     def tensors(self) -> Iterator[tuple[str, QTensor]]:
         """What has changed, by the names of the checkpoint: the matrices as they are stored, and the norms."""
         for name, value in self.tuned.items():
             own = value.detach().cpu()
-            stored = quantize(own, self.types[name]) if name in self.types else QTensor.dense(own.clone())
+            kind = self.types.get(name)
+            stored = QTensor.dense(own.clone()) if kind is None else rounded(own, kind, False, self._scale_dtype)
             yield self._checkpoint_name(name), stored
 
 
-def straight_through(weight: Tensor, kind: str) -> Tensor:
+def straight_through(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight as the type stores it; its gradient is the weight's own."""
     with torch.no_grad():
-        change = quantize(weight.detach(), kind).dequantize() - weight
+        change = rounded(weight, kind, False, scale_dtype).dequantize() - weight
     return weight + change
 
 
@@ -183,10 +192,11 @@ def tune(
     bar: Bar,
     device: torch.device = CPU,
     deadline: float | None = None,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> tuple[QatModel, QatReport]:
     """Tune on windows of the text `ids`, or continue the tuning in `folder`. `digest` identifies the text."""
     task = TextWindows(ids, options.length, options.seed, digest)
-    model = QatModel(files, options, device)
+    model = QatModel(files, options, device, scale_dtype)
     _open(folder, options, digest)
 
     def figures() -> dict[str, Any]:

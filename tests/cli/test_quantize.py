@@ -44,8 +44,9 @@ def test_json_has_every_number(cli: Cli, tmp_path: Path) -> None:
         ("mixed", "--bits", 5.5),
         ("sparsegpt", "--sparsity", "2:4"),
         ("wanda", "--sparsity", "50%"),
+        ("qat", "--bits", 2, "--group", 32, "--steps", 1),
     ],
-    ids=["gptq", "awq", "smoothquant", "fp8", "ablate", "mixed", "sparsegpt", "wanda"],
+    ids=["gptq", "awq", "smoothquant", "fp8", "ablate", "mixed", "sparsegpt", "wanda", "qat"],
 )
 def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(CORPUS)
@@ -57,6 +58,45 @@ def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli,
     assert config["made_with"]["method"] == arguments[0]
     assert cli("run", "the river", "--model", tmp_path / "q", "--max-tokens", 2).code == 0
     assert sorted(item.name for item in tmp_path.iterdir()) == ["m", "q", "text.txt"]
+
+
+def test_removed_neurons_save_their_bytes_and_zeros_save_none(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(CORPUS)
+    folder = random_folder(tmp_path / "m", num_hidden_layers=1, **SMALL | {"intermediate_size": 256})
+    made = {
+        method: cli(
+            *("quantize", folder, "--method", method, "--sparsity", "50%", "-o", tmp_path / method),
+            *("--calibration", tmp_path / "text.txt"),
+        )
+        for method in ("neurons", "wanda")
+    }
+    assert "a step reads fewer bytes" in made["neurons"].err and "as large as before" in made["wanda"].err
+    config = json.loads((tmp_path / "neurons" / "config.json").read_text())
+    assert config["intermediate_size"] == 128
+    whole, smaller, zeros = (
+        cli("info", path, "--json").json["bytes_by_scheme"]["f32"]
+        for path in (folder, tmp_path / "neurons", tmp_path / "wanda")
+    )
+    assert whole - smaller == 3 * 128 * 64 * 4 and zeros == whole
+    assert cli("run", "the river", "--model", tmp_path / "neurons", "--max-tokens", 2).code == 0
+
+
+def test_an_interrupted_tuning_continues(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text(CORPUS)
+    folder = random_folder(tmp_path / "m", num_hidden_layers=1, **SMALL)
+    command = ["quantize", folder, "--method", "qat", "--steps", 2, "--calibration", tmp_path / "text.txt"]
+    with monkeypatch.context() as patch:
+        patch.setattr("bankfull.quantize.save.save_quantized", interrupted)
+        assert cli(*command, "-o", tmp_path / "q").code == 130
+    assert [item.name.split("-")[0] for item in tmp_path.glob(".q*")] == [".q.tuning"]
+    monkeypatch.setattr("bankfull.train.qat.QatModel.loss", interrupted)  # nothing is left to compute
+    made = cli(*command, "-o", tmp_path / "q")
+    assert made.code == 0 and "2 steps of tuning lower the loss of rounding" in made.err
+    assert not list(tmp_path.glob(".q*"))
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_interrupted_calibration_keeps_its_layers(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +152,11 @@ def test_an_interrupted_calibration_keeps_its_layers(cli: Cli, tmp_path: Path, m
         (("-o", "x", "--method", "mixed", "--bits", 4, "--format", "gguf"), "--method mixed writes a model directory"),
         (("-o", "x", "--size", "1GiB"), "--size and --kl are budgets of --method mixed"),
         (("-o", "x", "--method", "wanda"), "--sparsity is the pattern of --method wanda and sparsegpt"),
+        (("-o", "x", "--method", "neurons", "--sparsity", "2:4"), "--sparsity 2:4 is no share of neurons"),
+        (("-o", "x", "--method", "neurons", "--sparsity", "50%"), "which is not made of blocks of 64 neurons"),
+        (("-o", "x", "--method", "qat", "--bits", 8), "--method qat is for 4, 3 and 2 bits"),
+        (("-o", "x", "--method", "qat", "--format", "gguf"), "--method qat writes a model directory"),
+        (("-o", "x", "--steps", 5), "--steps 5 is for --method qat"),
         (("-o", "x", "--method", "wanda", "--sparsity", "3:2"), "--sparsity '3:2' is no pattern"),
         (("-o", "x", "--method", "wanda", "--sparsity", "2:4", "--bits", 4), "keeps the width of weights"),
         (("-o", "x", "--method", "gptq", "--calibration", "no.txt"), "The calibration text 'no.txt' cannot be read"),
