@@ -33,6 +33,7 @@ def decode(batch: int) -> tuple[float, float]:
     return cost.flops, cost.bytes
 
 
+@cache
 def computed() -> dict[str, float]:
     """Figures by the names in the page's table, in the page's units."""
     whole, bandwidth = found(), found().machine.ceilings.read_bytes_per_s
@@ -83,7 +84,7 @@ def told() -> dict[str, str]:
     return {name: value.split()[0].replace(",", "") for name, _, value in columns}
 
 
-@pytest.mark.parametrize("name", computed())
+@pytest.mark.parametrize("name", told())
 def test_the_worked_example_is_what_the_meter_says(name: str) -> None:
     value = told()[name]
     places = len(value.partition(".")[2])
