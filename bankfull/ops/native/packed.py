@@ -92,18 +92,18 @@ def _accepts_bf16(*, dtype: torch.dtype | None = None, weight: QTensor | None = 
     return pack_of(weight) >= 0 and isa_is_chosen()
 
 
-def _accepts_int8(*, weight: QTensor | None = None, **facts: Any) -> bool:
+def accepts_int8(*, weight: QTensor | None = None, **facts: Any) -> bool:
     return weight is not None and _accepts_bf16(weight=weight, **facts) and not weight.is_dense
 
 
 def _accepts_hadamard(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    if weight is None or not _accepts_int8(weight=weight, **facts):
+    if weight is None or not accepts_int8(weight=weight, **facts):
         return False
     return int(_native.hadamard_bytes(pack_of(weight), *weight.shape)) > 0
 
 
 def _accepts_w8a8(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and weight.scheme.name == INT8_ROW and _accepts_int8(weight=weight, **facts)
+    return weight is not None and weight.scheme.name == INT8_ROW and accepts_int8(weight=weight, **facts)
 
 
 def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> Tensor:
@@ -160,7 +160,7 @@ def run_best_output_bf16(x: Tensor, weight: PackedWeight, bias: Tensor | None = 
     return _best(x, weight, bias, int8=False)
 
 
-@linear_int8.provider("native", on="cpu", accepts=_accepts_int8, prepare=pack)
+@linear_int8.provider("native", on="cpu", accepts=accepts_int8, prepare=pack)
 def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias, int8=True)
 
@@ -180,7 +180,7 @@ def run_best_output_w8a8(x: Tensor, weight: PackedWeight, bias: Tensor | None = 
     return _best(x, weight, bias, int8=True)
 
 
-@best_output_int8.provider("native", on="cpu", accepts=_accepts_int8, prepare=pack)
+@best_output_int8.provider("native", on="cpu", accepts=accepts_int8, prepare=pack)
 def run_best_output_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _best(x, weight, bias, int8=True)
 
