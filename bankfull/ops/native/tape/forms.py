@@ -203,14 +203,7 @@ def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
     return _packed(rec, out, x, weight, bias, int8=True)
 
 
-@form
-def linear_w8a8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed(rec, out, x, weight, bias, int8=True)
-
-
-@form
-def linear_hadamard(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed(rec, out, x, weight, bias, int8=True)
+FORMS["linear_w8a8"] = FORMS["linear_hadamard"] = linear_int8  # the weight tells how many rows are multiplied
 
 
 def _packed_best(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
@@ -246,16 +239,7 @@ def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeigh
     return _packed_best(rec, out, x, weight, bias, int8=True)
 
 
-@form
-def best_output_w8a8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed_best(rec, out, x, weight, bias, int8=True)
-
-
-@form
-def best_output_hadamard(
-    rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None
-) -> bool:
-    return _packed_best(rec, out, x, weight, bias, int8=True)
+FORMS["best_output_w8a8"] = FORMS["best_output_hadamard"] = best_output_int8
 
 
 def _pointwise(
