@@ -146,7 +146,7 @@ class CompressedTensors:
             values = tensor.dequantize(DTYPES[target.scheme.name])
             return {stem: values.T.contiguous() if self._is_transposed(target) else values}
         if len(target.shape) == 3:
-            made = {}
+            made: dict[str, Tensor] = {}
             for expert, one in enumerate(experts_of(target)):
                 parts = {name: part[expert] for name, part in tensor.parts.items()}
                 made |= self.encoded(one, QTensor(tensor.scheme, parts, one.shape))
