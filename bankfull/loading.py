@@ -459,13 +459,13 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     """auto, on a CPU with native kernels: int8 for a model with quantized weights, unless a dtype is given or weights
     are dequantized at load (int8-few where the copy for many rows would take too much memory); bf16 where the dtype is
     bfloat16. On a GPU: token for a checkpoint that was made for it. Else float, the exact mode of a wider dtype."""
-    blocks = not run.expand and block_types(files.source)
+    blocks = [] if run.expand else block_types(files.source)
     if run.activations in (INT8, INT8_FEW) and not blocks:
         raise ConfigError(
             f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is "
             f"multiplied; use {BF16!r} or {FLOAT!r}, or quantize the model."
         )
-    by_row = bool(blocks) and not set(W8A8_SCHEMES).isdisjoint(blocks)
+    by_row = not set(W8A8_SCHEMES).isdisjoint(blocks)
     if run.activations == TOKEN and not by_row:
         raise ConfigError(
             f"activations={TOKEN!r} has no use here: no matrix of {files.path.name} is in 8 bits with one scale per "
