@@ -91,13 +91,12 @@ def test_equal_keys_do_not_amplify_rounding(draw: Draw) -> None:
 
 
 def test_a_step_in_which_every_state_is_kept_takes_tokens_one_by_one() -> None:
-    half = torch.bfloat16
-    assert chunk_for(tokens=32 * 9, sequences=32, kept=9, key=128, dtype=half) == 0
-    assert chunk_for(tokens=64, sequences=64, kept=1, key=128, dtype=half) == 0
-    assert chunk_for(tokens=FEW_TOKENS, sequences=1, kept=1, key=128, dtype=half) == 0
-    assert chunk_for(tokens=2048, sequences=64, kept=1, key=128, dtype=half) == CHUNK
-    assert 0 < chunk_for(tokens=2048, sequences=64, kept=1, key=512, dtype=half) < CHUNK
-    assert 0 < chunk_for(tokens=2048, sequences=64, kept=1, key=128, dtype=torch.float32) < CHUNK
+    wide, half = torch.float32, torch.bfloat16
+    assert chunk_for(tokens=32 * 9, sequences=32, kept=9, dtype=wide) == 0
+    assert chunk_for(tokens=64, sequences=64, kept=1, dtype=wide) == 0
+    assert chunk_for(tokens=FEW_TOKENS, sequences=1, kept=1, dtype=wide) == 0
+    assert chunk_for(tokens=2048, sequences=64, kept=1, dtype=wide) == CHUNK
+    assert chunk_for(tokens=2048, sequences=64, kept=1, dtype=half) == 0, "matrix units: see chunk_for"
 
 
 def test_token_counts_may_change_between_replays(draw: Draw) -> None:
