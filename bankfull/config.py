@@ -151,8 +151,8 @@ class RunConfig:
             _positive(self, "threads")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
-        if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8"):
-            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown; use auto, float32, bfloat16 or int8.")
+        if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8", "fp8", "int4"):
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown; use auto, float32, bfloat16, int8, fp8 or int4.")
         if self.activations not in ("auto", "int8", "int8-few", "token", "bf16", "float"):
             raise ConfigError(
                 f"activations={self.activations!r} is unknown; use auto, int8, int8-few, token, bf16 or float."

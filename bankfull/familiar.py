@@ -28,6 +28,8 @@ DTYPES = {
     "bf16": "bfloat16",
     "double": "float64",
     "fp64": "float64",
+    "fp8_e4m3": "fp8",
+    "float8_e4m3fn": "fp8",
 }
 
 

@@ -35,6 +35,7 @@ from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
+from bankfull.ops.reference.rounded_pages import ROUNDED
 from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW, TOKEN
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
@@ -487,7 +488,7 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, activations: str) -> torch.
     """auto: the dtype of the computation, or bfloat16 where activations are rounded."""
     if wanted == "auto":
         return dtype if activations in (FLOAT, TOKEN) else torch.bfloat16
-    return torch.int8 if wanted == "int8" else _dtype(wanted)
+    return ROUNDED.get(wanted) or _dtype(wanted)
 
 
 def _dtype(name: str) -> torch.dtype:

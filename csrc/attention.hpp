@@ -5,68 +5,7 @@
 //
 // Included inside a namespace per instruction set.
 
-typedef float Four __attribute__((vector_size(16)));
-
-#if defined(__clang__)
-#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
-#else
-typedef int32_t FourIndices __attribute__((vector_size(16)));
-#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, FourIndices{i, j, k, l})
-#endif
-
-struct Float32 {
-    static constexpr int bytes = 4;
-    static constexpr bool scaled = false;
-    static Lanes load(const uint8_t* p) { return Lanes::load(reinterpret_cast<const float*>(p)); }
-    static float one(const uint8_t* p) {
-        float value;
-        __builtin_memcpy(&value, p, 4);
-        return value;
-    }
-    static Four four(const uint8_t* p) {
-        Four value;
-        __builtin_memcpy(&value, p, 16);
-        return value;
-    }
-};
-
-struct BFloat16 {
-    static constexpr int bytes = 2;
-    static constexpr bool scaled = false;
-    static Lanes load(const uint8_t* p) { return Lanes::load_bfloat(p); }
-    static float one(const uint8_t* p) {
-        uint16_t half;
-        __builtin_memcpy(&half, p, 2);
-        const uint32_t bits = uint32_t(half) << 16;
-        float value;
-        __builtin_memcpy(&value, &bits, 4);
-        return value;
-    }
-    static Four four(const uint8_t* p) {
-#if defined(BANKFULL_NEON)
-        return Four(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
-#else
-        return Four{one(p), one(p + 2), one(p + 4), one(p + 6)};
-#endif
-    }
-};
-
-// Codes as integers. Scales are applied later: a key's to its scores, a value's to its weights.
-struct Int8 {
-    static constexpr int bytes = 1;
-    static constexpr bool scaled = true;
-    static Lanes load(const uint8_t* p) { return Lanes::from_signed(load_bytes(p)); }
-    static float one(const uint8_t* p) { return float(int8_t(*p)); }
-    static Four four(const uint8_t* p) {
-#if defined(__SSE4_1__)
-        int32_t word;
-        __builtin_memcpy(&word, p, 4);
-        return Four(_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(word))));
-#else
-        return Four{one(p), one(p + 1), one(p + 2), one(p + 3)};
-#endif
-    }
-};
+#include "attention_elements.hpp"
 
 static constexpr int64_t KEYS = 32;  // scored together: two blocks of lanes
 // Query rows scored together; rows and lanes of values accumulated together.
@@ -140,12 +79,13 @@ struct Work {
     float *keys, *scores, *tails, *partial, *running, *values;
     uint8_t* zero_line;  // a zero key, for unused lanes
 
-    static int64_t floats(const AttentionJob& job, int64_t rows) {
+    static int64_t floats(const AttentionJob& job, int64_t rows, bool wide) {
         return job.size * (KEYS + 1) + rows * (CHUNK + 2 * partial_floats(job)) + CHUNK * 16 +
-               (widens(rows) ? CHUNK * padded_values(job) : 0);
+               (wide ? CHUNK * padded_values(job) + KEYS * (job.size + 16) : 0);
     }
-    Work(const AttentionJob& job, int64_t rows) {
-        keys = scratch(floats(job, rows));
+    // `unpacks`: every item needs room for values as floats, or for a block of keys.
+    Work(const AttentionJob& job, int64_t rows, bool unpacks) {
+        keys = scratch(floats(job, rows, unpacks || widens(rows)));
         scores = keys + job.size * KEYS;
         tails = scores + rows * CHUNK;
         partial = tails + CHUNK * 16;
@@ -397,6 +337,17 @@ static void gather_scales(const AttentionJob& job, const Pages& pages, const Att
     for (int64_t i = 0; i < to - from; ++i) scales[i] = Float32::one(at[i]);
 }
 
+// The same with the factor of the codes' format.
+template <class E>
+static void code_scales(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
+                        float* scales) {
+    gather_scales(job, pages, item, from, to, scales);
+    if (E::unit != 1.0f)
+        for (int64_t i = 0; i < to - from; ++i) scales[i] *= E::unit;
+}
+
+#include "attention_int4.hpp"
+
 template <class E>
 static void mix_all(const Rows& rows, float* partial, const float* scores, const Values& values, int64_t start, int64_t from,
                     int64_t to) {
@@ -416,14 +367,18 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
 
     for (int64_t block = from / KEYS * KEYS; block < to; block += KEYS) {
-        const uint8_t* at[KEYS];
         const int64_t a = block < from ? from : block, b = block + KEYS < to ? block + KEYS : to;
-        for (int64_t i = 0; i < a - block; ++i) at[i] = work.zero_line;
-        locate<E>(job, job.k, item, a, b, at + (a - block));
-        for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.zero_line;
-        float key_scales[KEYS] = {};
-        if constexpr (E::scaled) gather_scales(job, job.k, item, a, b, key_scales + (a - block));
-        score_block<E>(rows, work, at, b - block, E::scaled ? key_scales : nullptr, work.scores + block - start);
+        if constexpr (E::paired) {
+            score_int4(rows, item, work, block, a, b, work.scores + block - start);
+        } else {
+            const uint8_t* at[KEYS];
+            for (int64_t i = 0; i < a - block; ++i) at[i] = work.zero_line;
+            locate<E>(job, job.k, item, a, b, at + (a - block));
+            for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.zero_line;
+            float key_scales[KEYS] = {};
+            if constexpr (E::scaled) code_scales<E>(job, job.k, item, a, b, key_scales + (a - block));
+            score_block<E>(rows, work, at, b - block, E::scaled ? key_scales : nullptr, work.scores + block - start);
+        }
     }
 
     Values values;
@@ -433,12 +388,14 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
     for (int64_t i = from - start; i < to - start; ++i) {
         float* tail = work.tails + i * 16;
         values.tail[i] = reinterpret_cast<const uint8_t*>(tail);
-        if (whole == job.values) continue;
-        for (int64_t c = 0; c < 16; ++c)
-            tail[c] = whole + c < job.values ? E::one(values.at[i] + (whole + c) * E::bytes) : 0.0f;
+        if constexpr (!E::paired) {
+            if (whole == job.values) continue;
+            for (int64_t c = 0; c < 16; ++c)
+                tail[c] = whole + c < job.values ? E::one(values.at[i] + (whole + c) * E::bytes) : 0.0f;
+        }
     }
     float value_scales[CHUNK];
-    if constexpr (E::scaled) gather_scales(job, job.v, item, from, to, value_scales + (from - start));
+    if constexpr (E::scaled) code_scales<E>(job, job.v, item, from, to, value_scales + (from - start));
     const int64_t mixed = padded_values(job);
     for (int64_t row = 0; row < rows.count; ++row) {
         float *result = partial + row * partial_floats(job), *weights = work.scores + row * CHUNK;
@@ -449,13 +406,22 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
         if constexpr (E::scaled)
             for (int64_t i = a; i < b; ++i) weights[i] *= value_scales[i];
     }
-    if (sizeof(float) == E::bytes || !widens(rows.count)) return mix_all<E>(rows, partial, work.scores, values, start, from, to);
-    for (int64_t i = from - start; i < to - start; ++i) {
-        float* wide = work.values + i * mixed;
-        for (int64_t c = 0; c < whole; c += 16) E::load(values.at[i] + c * E::bytes).store(wide + c);
-        if (whole < mixed) __builtin_memcpy(wide + whole, work.tails + i * 16, 64);
-        values.at[i] = reinterpret_cast<const uint8_t*>(wide);
+    if constexpr (E::paired) {
+        const uint8_t* groups[CHUNK];
+        locate_groups(job, job.v, item, from, to, groups);
+        for (int64_t i = from - start; i < to - start; ++i)
+            unpack_head(values.at[i], groups[i - (from - start)], job.values, work.values + i * mixed);
+    } else {
+        if (sizeof(float) == E::bytes || !widens(rows.count))
+            return mix_all<E>(rows, partial, work.scores, values, start, from, to);
+        for (int64_t i = from - start; i < to - start; ++i) {
+            float* wide = work.values + i * mixed;
+            for (int64_t c = 0; c < whole; c += 16) E::load(values.at[i] + c * E::bytes).store(wide + c);
+            if (whole < mixed) __builtin_memcpy(wide + whole, work.tails + i * 16, 64);
+        }
     }
+    for (int64_t i = from - start; i < to - start; ++i)
+        values.at[i] = reinterpret_cast<const uint8_t*>(work.values + i * mixed);
     values.columns = mixed;
     mix_all<Float32>(rows, partial, work.scores, values, start, from, to);
 }
@@ -523,7 +489,7 @@ static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
         const AttentionItem& item = job.items[i];
         const Rows rows(job, item);
-        const Work work(job, rows.count);
+        const Work work(job, rows.count, E::paired);
         if (item.partial >= 0) {
             const int64_t each = rows.count * partial_floats(job);
             for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk)

@@ -234,6 +234,8 @@ bool holds_much(int64_t sequences, int64_t tokens) {
 void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width,
                      int64_t frames) {
     check(job, sequences, tokens, width, frames);
+    require(type != PAGES_INT4 || (job.size % 8 == 0 && job.values % 8 == 0),
+            "paged_attention: int4 heads must be multiples of 8");
     const Kernels& kernel = kernels();
     const int64_t pieces = PIECES * threads();
     thread_local Plan plan;  // reuses its memory

@@ -31,9 +31,9 @@ PagesAt pages(const PagesTuple& p) {
     return {place(std::get<0>(p)), std::get<1>(p), place(std::get<2>(p)), std::get<3>(p)};
 }
 
-// int8 codes need their scales.
+// Codes need their scales.
 PageType type_of(int type, const PagesAt& pages) {
-    if (type < 0 || type >= PAGE_TYPES || (type == PAGES_INT8) != (pages.scales.kind != Place::NONE))
+    if (type < 0 || type >= PAGE_TYPES || has_scales(PageType(type)) != (pages.scales.kind != Place::NONE))
         throw std::invalid_argument("tape: unknown page type, or scales that do not match it");
     return PageType(type);
 }

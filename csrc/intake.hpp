@@ -53,13 +53,92 @@ static inline float store_codes(const float* x, int64_t size, uint8_t* place) {
     return scale;
 }
 
+// The nearest e4m3 code of a number up to 448, ties to even. 0 for NaN.
+static inline uint8_t float8_code(float x) {
+    if (x != x) return 0;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    const uint32_t size = bits & 0x7fffffffu;
+    uint32_t code;
+    if (size < 0x3c800000u) {  // below 2^-6 codes are multiples of 2^-9
+        float magnitude;
+        __builtin_memcpy(&magnitude, &size, 4);
+        const float shifted = magnitude * 512.0f + 0x1.8p23f;
+        __builtin_memcpy(&code, &shifted, 4);
+        code &= 0xff;
+    } else {
+        code = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+    }
+    return uint8_t((code < 0x7e ? code : 0x7e) | (bits >> 24 & 0x80));
+}
+
+// Returns the scale: absolute maximum over 448. As `store_codes` otherwise.
+static inline float store_float8(const float* x, int64_t size, uint8_t* place) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        int32_t bits;
+        __builtin_memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float scale;
+    __builtin_memcpy(&scale, &most, 4);
+    scale /= 448.0f;
+    for (int64_t i = 0; i < size; ++i) {
+        const float quotient = x[i] / scale;
+        place[i] = float8_code(quotient > 448.0f ? 448.0f : quotient < -448.0f ? -448.0f : quotient);
+    }
+    return scale;
+}
+
+static inline uint16_t to_bfloat(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    if (x != x) return uint16_t(bits >> 16 | 0x40u);
+    return uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+static inline float from_bfloat(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Codes from -8 to 7, plus 8, in pairs. A group's scale maps its number of largest magnitude to -8.
+static inline void store_int4(const float* x, int64_t size, uint8_t* place, uint16_t* scales) {
+    const int64_t group = int4_group(size);
+    for (int64_t g = 0; g < size; g += group) {
+        float high = x[g], low = x[g], unknown = 0.0f;
+        for (int64_t i = g; i < g + group; ++i) {
+            high = x[i] > high ? x[i] : high;
+            low = x[i] < low ? x[i] : low;
+            unknown += x[i] != x[i] ? x[i] : 0.0f;
+        }
+        scales[g / group] = to_bfloat(unknown != unknown ? unknown : (high < -low ? low : high) / -8.0f);
+        const Lanes divisor = Lanes::splat(from_bfloat(scales[g / group]));
+        const Lanes highest = Lanes::splat(7.0f), lowest = Lanes::splat(-8.0f);
+        for (int64_t i = g; i < g + group; i += 16) {
+            const int64_t count = g + group - i < 16 ? g + group - i : 16;
+            int8_t codes[16];
+            Lanes::larger(lowest, Lanes::smaller(highest, load_some(x + i, count) / divisor)).store_codes(codes);
+            for (int64_t pair = 0; pair < count / 2; ++pair)
+                place[i / 2 + pair] = uint8_t((codes[2 * pair] + 8) | (codes[2 * pair + 1] + 8) << 4);
+        }
+    }
+}
+
 static inline void store_head(const Pages& pages, PageType type, int64_t frame, int64_t offset, int64_t head,
                               const float* x, int64_t size) {
     const int64_t number = frame * pages.frame + offset * pages.token + head * pages.head;
     uint8_t* place = pages.data + number * number_bytes(type);
+    const int64_t scale = frame * pages.scale_frame + offset * pages.scale_token + head * pages.scale_head;
     if (type == PAGES_INT8)
-        pages.scales[frame * pages.scale_frame + offset * pages.scale_token + head * pages.scale_head] =
-            store_codes(x, size, place);
+        pages.scales[scale] = store_codes(x, size, place);
+    else if (type == PAGES_FP8)
+        pages.scales[scale] = store_float8(x, size, place);
+    else if (type == PAGES_INT4)
+        store_int4(x, size, place, reinterpret_cast<uint16_t*>(pages.scales) + scale);
     else if (type == PAGES_BF16)
         store_bfloats(x, size, place);
     else

@@ -179,16 +179,22 @@ struct EmbeddingJob {
     float scale;
 };
 
-enum PageType : int { PAGES_F32, PAGES_BF16, PAGES_INT8, PAGE_TYPES };
+enum PageType : int { PAGES_F32, PAGES_BF16, PAGES_INT8, PAGES_FP8, PAGES_INT4, PAGE_TYPES };
 
+// Bytes of what strides count: a number, or a pair of int4 codes.
 constexpr int64_t number_bytes(PageType type) { return type == PAGES_F32 ? 4 : type == PAGES_BF16 ? 2 : 1; }
+constexpr bool has_scales(PageType type) { return type >= PAGES_INT8; }
 
-// Keys or values in their pages; a head's elements are contiguous. int8 codes have one scale per token and head.
-// Strides are in elements, those of scales in floats.
+// Numbers of a head that share an int4 scale; heads are multiples of 8.
+constexpr int64_t int4_group(int64_t size) { return size % 32 == 0 ? 32 : size % 16 == 0 ? 16 : 8; }
+
+// Keys or values in their pages; a head's elements are contiguous. int8 and fp8 codes have one float scale per token and
+// head; int4 codes lie in pairs, the lower half first, with one bfloat16 scale per group. Strides are in elements, those
+// of scales in scales.
 struct Pages {
     uint8_t* data;
     int64_t frame, token, head;
-    float* scales;  // null: pages hold floats
+    float* scales;  // null: pages hold floats. Of int4 codes: bfloat16
     int64_t scale_frame, scale_token, scale_head;
 };
 

@@ -110,7 +110,10 @@ static constexpr Kernels build() {
     table.intake = intake;
     table.intake_head = intake_head;
     table.attention[PAGES_F32] = attend<Float32>;
+    table.attention[PAGES_FP8] = attend<Float8>;
+    table.attention[PAGES_INT4] = attend<Int4>;
     table.attention_rows[PAGES_F32] = attention_rows;
+    table.attention_rows[PAGES_FP8] = table.attention_rows[PAGES_INT4] = attention_rows;
 #if defined(__AMX_BF16__)
     table.attention[PAGES_BF16] = attention_tiles::attend<BFloat16>;
     table.attention[PAGES_INT8] = attention_tiles::attend<Int8>;

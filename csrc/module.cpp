@@ -162,8 +162,8 @@ void move(uintptr_t frames, uintptr_t source, uintptr_t target, uintptr_t first,
                  pointer<int64_t>(size), rows, moves, segments, page_tokens, frame}, count);
 }
 
-// Addresses and strides of pages (frames, tokens, heads, elements) and of their scales (frames, tokens, heads), which
-// may be 0: none.
+// Addresses and strides of pages (frames, tokens, heads, elements) and of their scales (frames, tokens, heads; groups of
+// a head are contiguous), which may be 0: none.
 using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using ScaleStrides = std::tuple<int64_t, int64_t, int64_t>;
 using PagesTuple = std::tuple<uintptr_t, Strides, uintptr_t, ScaleStrides>;
@@ -171,26 +171,27 @@ using PagesTuple = std::tuple<uintptr_t, Strides, uintptr_t, ScaleStrides>;
 Pages pages_at(const PagesTuple& pages, int type) {
     const auto& [address, strides, scales, scale_strides] = pages;
     require(type >= 0 && type < PAGE_TYPES && address, "pages: an unknown type, or a null address");
-    require((type == PAGES_INT8) == (scales != 0), "pages: int8 pages need scales, other types must not have them");
+    require(has_scales(PageType(type)) == (scales != 0), "pages: rounded pages need scales, others must not have them");
     return {pointer<uint8_t>(address), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides),
             pointer<float>(scales), std::get<0>(scale_strides), std::get<1>(scale_strides), std::get<2>(scale_strides)};
 }
 
-void round_tokens(uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int64_t tokens, int64_t heads, int64_t size,
+void round_tokens(int type, uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int64_t tokens, int64_t heads, int64_t size,
                   int64_t frames, int64_t page_tokens) {
-    require(heads > 0 && size > 0 && frames >= 0 && page_tokens > 0, "write_pages_int8: sizes must be positive");
+    require(heads > 0 && size > 0 && frames >= 0 && page_tokens > 0, "write_rounded: sizes must be positive");
+    require(type != PAGES_INT4 || size % 8 == 0, "write_rounded: int4 heads must be multiples of 8");
     if (tokens == 0) return;
-    require(rows && slots, "write_pages_int8: a null address");
+    require(rows && slots, "write_rounded: a null address");
     IntakeJob job{};
     job.k = pointer<float>(rows);
     job.k_token = heads * size;
-    job.k_pages = pages_at(pages, PAGES_INT8);
+    job.k_pages = pages_at(pages, type);
     job.slots = pointer<int64_t>(slots);
     job.places = frames * page_tokens;
     job.page_tokens = page_tokens;
     job.kv_heads = heads;
     job.size = size;
-    job.type = PAGES_INT8;
+    job.type = PageType(type);
     run_intake(job, tokens);
 }
 
@@ -412,6 +413,8 @@ nb::dict page_types() {
     found["float32"] = int(PAGES_F32);
     found["bfloat16"] = int(PAGES_BF16);
     found["int8"] = int(PAGES_INT8);
+    found["float8_e4m3fn"] = int(PAGES_FP8);
+    found["uint8"] = int(PAGES_INT4);
     return found;
 }
 
@@ -434,8 +437,8 @@ NB_MODULE(_native, m) {
     m.def("move_tokens", &move, Free(),
           "frames, source, target, segments' first bytes and sizes: addresses; rows, moves of a row, segments, number of "
           "frames, page_tokens, bytes of a frame");
-    m.def("write_pages_int8", &round_tokens, Free(),
-          "rows, pages (address, strides, scales' address and strides), slots, tokens, heads, size, frames, page_tokens");
+    m.def("write_rounded", &round_tokens, Free(),
+          "type, rows, pages (address, strides, scales' address and strides), slots, tokens, heads, size, frames, page_tokens");
     m.def("page_types", &page_types, "name -> code for paged_attention");
     m.def("paged_attention", &attention,
           "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, ancestors (0: no "

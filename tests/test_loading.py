@@ -109,8 +109,8 @@ def test_tables_are_rounded_only_where_asked_for() -> None:
         ({"quantize": "fp8"}, "on a CPU use int8"),
         ({"quantize": 4}, "quantize=4"),
         ({"quantize": "q4_0"}, "48 columns"),
-        ({"kv_dtype": "int4"}, "kv_dtype='int4'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_dtype='fp8'"),
+        ({"kv_dtype": "int2"}, "kv_dtype='int2'"),
+        ({"kv_cache_dtype": "fp4"}, "kv_dtype='fp4'"),
         ({"activations": "int4"}, "activations='int4'"),
     ],
 )

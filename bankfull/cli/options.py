@@ -25,7 +25,10 @@ Dtype = Annotated[
 ]
 KvDtype = Annotated[
     str,
-    typer.Option(help="Format of the KV cache: auto, float32, bfloat16, or int8 (about a quarter of float32; lossy)."),
+    typer.Option(
+        help="Format of the KV cache: auto, float32, bfloat16, int8 or fp8 (about half of bfloat16; lossy), or int4 "
+        "(about a quarter of bfloat16; lossier)."
+    ),
 ]
 Activations = Annotated[
     str,

@@ -182,6 +182,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.limits.quality.windows import WINDOW
     from bankfull.loading import plan_build, refuse_pages_without_use
     from bankfull.models.registry import build_model
+    from bankfull.ops.reference.rounded_pages import pages_name
     from bankfull.runtime.device import open_device
     from bankfull.state.spec import layout_of
     from bankfull.text.load import load_tokenizer
@@ -228,7 +229,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         "kept": kept,
         "bits_per_weight": bits_per_weight(files.source),
         "dtype": str(build.dtype).removeprefix("torch."),
-        "kv_dtype": str(build.pages).removeprefix("torch."),
+        "kv_dtype": pages_name(build.pages),
         "activations": build.kit.activations,
         "providers": options.providers,
         "expand": options.expand,

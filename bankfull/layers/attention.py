@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, stack
@@ -22,8 +24,11 @@ from bankfull.ops import (
     paged_attention,
     rotate,
     write_pages,
+    write_pages_fp8,
+    write_pages_int4,
     write_pages_int8,
 )
+from bankfull.ops.reference.rounded_pages import FP8, INT4, int4_group, is_rounded
 from bankfull.state.mask import Mask, Sight
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 from bankfull.state.storage import LayerStates
@@ -54,6 +59,7 @@ class Heads:
 
 
 Norm = Callable[[Tensor], Tensor]
+WRITES = {torch.int8: write_pages_int8, FP8: write_pages_fp8, INT4: write_pages_int4}
 Product = Callable[[Any], Tensor]
 
 
@@ -82,11 +88,13 @@ class Attention:
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rotates_first = rotates_first
         self.sinks = None if sinks is None else sinks.to(build.at_least_float32)
-        self.rounded = build.pages is torch.int8
+        self.rounded = is_rounded(build.pages)
         own = Paged(_pages(heads, build.pages), heads.sight)
         self.states: tuple[StateSpec, ...] = (own if state is None else state,)
         self._rotate = build.bind(rotate)
-        self._write = build.bind(write_pages_int8 if self.rounded else write_pages, pages=build.pages)
+        self.fixed = _checkpoint_scales(build, heads) if build.pages is FP8 else ((), ())
+        wanted = {"fixed": True} if self.fixed[0] else {}
+        self._write = build.bind(WRITES.get(build.pages, write_pages), pages=build.pages, **wanted)
         self._attend = build.bind(paged_attention, heads=heads, pages=build.pages)
         self.qkv = stack(build, (q, k, v))
         self.adapter: Product | None = None
@@ -155,8 +163,8 @@ class Attention:
             return y.flatten(1)
         q, k = self._turned(q, k, angles)
         scales = (state["k_scale"], state["v_scale"]) if self.rounded else ()
-        self._write(k, state["k"], *scales[:1], meta.slots)
-        self._write(v, state["v"], *scales[1:], meta.slots)
+        self._write(k, state["k"], *scales[:1], meta.slots, *self.fixed[0])
+        self._write(v, state["v"], *scales[1:], meta.slots, *self.fixed[1])
         held = scales or (None, None)
         y = self._attend(q, state["k"], state["v"], meta, h.scale, h.sight, h.cap, *held, self.sinks)
         return y.flatten(1)
@@ -170,9 +178,40 @@ def _norms(q_norm: Norm | None, k_norm: Norm | None) -> HeadNorms | None:
 
 
 def _pages(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """A token's part of a page: its key and value, and their scales in int8 pages."""
+    """A token's part of a page: its key and value, and their scales if they are rounded."""
     kind = str(dtype).removeprefix("torch.")
-    numbers = tuple(TensorSpec(name, (heads.kv, heads.size), kind) for name in ("k", "v"))
-    if dtype is not torch.int8:
+    stored, scales, scale_kind = heads.size, (heads.kv,), "float32"
+    if dtype is INT4:
+        if heads.size % 8:
+            raise ModelError(
+                f"An int4 KV cache needs heads whose size is a multiple of 8, and here it is {heads.size}; use "
+                "kv_dtype=int8."
+            )
+        stored, scales, scale_kind = heads.size // 2, (heads.kv, heads.size // int4_group(heads.size)), "bfloat16"
+    numbers = tuple(TensorSpec(name, (heads.kv, stored), kind) for name in ("k", "v"))
+    if not is_rounded(dtype):
         return numbers
-    return (*numbers, *(TensorSpec(name, (heads.kv,), "float32") for name in ("k_scale", "v_scale")))
+    return (*numbers, *(TensorSpec(name, scales, scale_kind) for name in ("k_scale", "v_scale")))
+
+
+def _checkpoint_scales(build: Build, heads: Heads) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Scales of fp8 keys and of fp8 values that the checkpoint has, one per head; empty if it has none."""
+    found: list[tuple[Tensor, ...]] = []
+    for part in ("k", "v"):
+        names = (f"{part}_scale", f"{part}_proj.{part}_scale")
+        name = next((name for name in names if build.has(name)), None)
+        found.append(() if name is None else (_per_head(build, name, heads.kv),))
+    return (found[0], found[1]) if all(found) else ((), ())
+
+
+def _per_head(build: Build, name: str, count: int) -> Tensor:
+    shape = build.shape(name)
+    if prod(shape) not in (1, count):
+        raise ModelError(
+            f"The KV scale {build.prefix}.{name} has shape {shape}, but {count} heads need one scale, or one each; use "
+            "kv_dtype=int8."
+        )
+    scales = build.tensor(name, shape, torch.float32).flatten().expand(count).contiguous()
+    if not scales.is_meta and not bool((scales.isfinite() & (scales > 0)).all()):
+        raise ModelError(f"The KV scale {build.prefix}.{name} is not a positive number; use kv_dtype=int8.")
+    return scales

@@ -38,7 +38,8 @@ class Build:
     max_len: int = 0
     """Tokens of the longest sequence that will be run; 0 = the model's context."""
     kv_dtype: torch.dtype | None = None
-    """Dtype of the KV cache: None = that of the computation; int8 is rounded (lossy)."""
+    """Dtype of the KV cache: None = that of the computation. int8, fp8 and int4 (in pairs, as uint8) are rounded
+    (lossy)."""
     prefix: str = ""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Formats whose expansion was told."""
@@ -77,6 +78,9 @@ class Build:
 
     def has(self, name: str) -> bool:
         return self.source.has(self._full(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(self._full(name))
 
     def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
         """A matrix as stored in the file; a dense one in the dtype that it is multiplied in."""

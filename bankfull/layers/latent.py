@@ -26,6 +26,7 @@ from bankfull.ops import (
     write_latents,
 )
 from bankfull.ops.reference.latent import expansion_pays
+from bankfull.ops.reference.rounded_pages import is_rounded, pages_name
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 from bankfull.state.storage import LayerStates
 from bankfull.weights.qtensor import QTensor
@@ -89,9 +90,10 @@ class LatentAttention:
     ) -> None:
         """`bias`: of the projections to latents and of the output. `interleaved`: whether the checkpoint's RoPE rotates
         adjacent numbers; then the rows of its projections are reordered once, so that halves rotate."""
-        if build.pages is torch.int8:
+        if is_rounded(build.pages):
             raise ModelError(
-                "Latent attention keeps its KV cache in floating point, and kv_dtype is int8; use kv_dtype=bfloat16."
+                f"Latent attention keeps its KV cache in floating point, and kv_dtype is {pages_name(build.pages)}; "
+                "use kv_dtype=bfloat16."
             )
         assert rope is not None, "latent attention always has a RoPE key"
         self.shape = shape

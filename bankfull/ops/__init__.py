@@ -8,7 +8,6 @@ from bankfull.ops.reference.attention import (
     attend,
     paged_attention,
     write_pages,
-    write_pages_int8,
 )
 from bankfull.ops.reference.delta import delta_rule
 from bankfull.ops.reference.experts import (
@@ -54,6 +53,7 @@ from bankfull.ops.reference.linear_w8a8 import (
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 from bankfull.ops.reference.pages import move_tokens
 from bankfull.ops.reference.rope import rope_angles, rotate
+from bankfull.ops.reference.rounded_pages import write_pages_fp8, write_pages_int4, write_pages_int8
 from bankfull.ops.reference.s4 import diagonal_scan
 from bankfull.ops.reference.ssd import gated_rms_norm, ssd_scan
 from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
@@ -124,6 +124,8 @@ __all__ = [
     "taylor_size",
     "write_latents",
     "write_pages",
+    "write_pages_fp8",
+    "write_pages_int4",
     "write_pages_int8",
 ]
 

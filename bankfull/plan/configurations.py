@@ -20,6 +20,7 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.memory import memory_of
 from bankfull.limits.model.recipe import Recipe, recipe_of
 from bankfull.models.registry import Config
+from bankfull.ops.reference.rounded_pages import ROUNDED, pages_name
 from bankfull.plan.losses import NO_LOSS, StoredLoss
 from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.sites import Site
@@ -43,6 +44,8 @@ QUANTIZE = {
 }
 """Weight types that kernels of a kind of device read as they are stored. Others, such as wide groups on a CPU, become
 one of these at load and would only lose more."""
+ROUNDED_PAGES = ("int8", "int4")
+"""Rounded formats of the KV cache; fp8 takes the bytes of int8 and loses more."""
 ROWS = {"cpu": (8, 32, 64), "cuda": (32, 128, 256)}
 STEP_TOKENS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
 """Step token budgets, which are also the chunk sizes of chunked prefill."""
@@ -60,7 +63,7 @@ class Stored:
 
     @property
     def lossy(self) -> bool:
-        return self.quantize is not None or self.kv_dtype == "int8"
+        return self.quantize is not None or self.kv_dtype in ROUNDED
 
     @property
     def options(self) -> list[str]:
@@ -99,7 +102,7 @@ class PreparedModel:
     @property
     def name(self) -> str:
         weights = self.stored.quantize or (self.stored.dtype if self.stored.dtype != "auto" else self.as_saved)
-        return f"{weights}, kv {str(self.recipe.kv_dtype).removeprefix('torch.')}"
+        return f"{weights}, kv {pages_name(self.recipe.kv_dtype)}"
 
     @property
     def sees_all(self) -> bool:
@@ -238,11 +241,11 @@ def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iter
         if base.dtype_name == "float32" and base.matrices.itemsize == 4:
             weights.append(Stored(dtype="bfloat16"))
         weights += [] if lossless else [Stored(quantize=name) for name in _fitting(base, kind)]
-    rounds_pages = not lossless and base.metered().takes_int8_pages
+    rounds_pages = not lossless and base.metered().takes_rounded_pages
     for stored in weights:
         yield stored
         if rounds_pages:
-            yield replace(stored, kv_dtype="int8")
+            yield from (replace(stored, kv_dtype=name) for name in ROUNDED_PAGES)
 
 
 def _fitting(base: Recipe, kind: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from math import prod
 from bankfull.errors import ModelError
 from bankfull.state.mask import Mask, Sight, kept_pages
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 FRAME_ALIGN = 64
 
 

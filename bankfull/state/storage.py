@@ -68,7 +68,7 @@ class Storage:
     def poison(self, pages: Iterable[int], slots: Iterable[int] = ()) -> None:
         """Fill free places with NaN, so that a stale read shows in its result.
 
-        Bytes of 0xFF are NaN in every type of float; int8 pages show it by their scales.
+        Bytes of 0xFF are NaN in every type of float; rounded pages show it by their scales.
         """
         if self.frames.device.type == "cpu":
             self.frames.numpy()[list(pages)] = 0xFF  # whole rows; torch would fill byte by byte

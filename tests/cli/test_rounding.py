@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(cli: Cli, model: Path, comman
     for options, said in {
         ("--quantize", "int5"): "'int5'",
         ("--quantize", "int4:48"): "int4:64",
-        ("--kv-dtype", "fp8"): "kv_dtype='fp8'",
+        ("--kv-dtype", "fp4"): "kv_dtype='fp4'",
         ("--activations", "int4"): "activations='int4'",
     }.items():
         assert said in cli(*command, *at, *options).sentence, options

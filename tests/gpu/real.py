@@ -400,6 +400,21 @@ def write_pages_int8(draw: Draw, tokens: int) -> Made:
     yield "", Case(args, draw.dtype, {"pages": torch.int8}, written=(1, 2))
 
 
+def write_pages_fp8(draw: Draw, tokens: int) -> Made:
+    for name, made in write_pages_int8(draw, tokens):
+        new, codes, scales, slots = made.args
+        args = (new, codes.clamp(-100, 100).view(torch.float8_e4m3fn), scales, slots)
+        yield name, Case(args, draw.dtype, {"pages": torch.float8_e4m3fn}, written=(1, 2))
+
+
+def write_pages_int4(draw: Draw, tokens: int) -> Made:
+    for name, made in write_pages_int8(draw, tokens):
+        new, codes, _, slots = made.args
+        groups = torch.zeros(*codes.shape[:3], codes.shape[3] // 32, dtype=torch.bfloat16, device=DEVICE)
+        args = (new, codes[..., ::2].contiguous().view(torch.uint8), groups, slots)
+        yield name, Case(args, draw.dtype, {"pages": torch.uint8}, written=(1, 2))
+
+
 def recurrent(draw: Draw, tokens: int) -> Iterator[tuple[str, RecurrentMeta, int]]:
     steps = [[1] * tokens, [tokens]] if tokens <= 64 else [[1] * (tokens // 2), [tokens // 8] * 8]
     for counts in steps:
@@ -548,6 +563,8 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         move_tokens,
         write_pages,
         write_pages_int8,
+        write_pages_fp8,
+        write_pages_int4,
         causal_conv,
         causal_conv_silu,
         selective_scan,

@@ -32,7 +32,7 @@ PROVIDERS = [
     for provider in operation.providers.values()
     if provider.on == "cuda"
 ]
-AS_IT_IS = {"rope_angles", "write_pages_int8"}
+AS_IT_IS = {"rope_angles", "write_pages_int8", "write_pages_fp8", "write_pages_int4"}
 """What a wider body would compute something else for: their numbers are rounded to a dtype that they name."""
 SCRATCH = 64 << 20
 """Bytes of memory beside the outputs that are poisoned, for what kernels keep aside."""

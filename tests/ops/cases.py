@@ -15,6 +15,7 @@ from torch import Tensor
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, HeadWeights, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.reference.activation import _KINDS as KINDS
+from bankfull.ops.reference.rounded_pages import int4_group, is_rounded
 from bankfull.weights.formats import SCHEMES, fp8_groups, groups, rows
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.qtensor import QTensor
@@ -370,19 +371,20 @@ def paged_attention(make: Maker, values: int | None = None) -> Case:
     kv, groups, size = make.size(1, 4), make.pick.choice((1, 1, 2, 3, 8)), make.pick.choice((1, 5, 16, 64))
     window, cap = make.pick.choice((None, None, 1, 7, 33)), make.pick.choice((None, 2.0, 50.0))
     heads = Heads(kv * groups, kv, size, make.pick.choice((size**-0.5, 0.3)), window, cap)
-    dtype = make.pick.choice((make.dtype, make.dtype, torch.bfloat16, torch.int8))
-    floats = make.dtype if dtype is torch.int8 else dtype
+    in_pairs = () if size % 8 or values else (torch.uint8,)
+    dtype = make.pick.choice((make.dtype, make.dtype, torch.bfloat16, torch.int8, torch.float8_e4m3fn, *in_pairs))
+    floats = make.dtype if is_rounded(dtype) else dtype
     k_pages, v_pages, meta = paged(make, kv, size, size if values is None else values, window, floats)
     meta = replace(meta, ancestors=make.pick.choice((None, trees(make, meta.q_start))))
     scales: tuple[Tensor, ...] = ()
-    if dtype is torch.int8:
-        (k_pages, k_scales), (v_pages, v_scales) = rounded(make, k_pages), rounded(make, v_pages)
+    if is_rounded(dtype):
+        (k_pages, k_scales), (v_pages, v_scales) = rounded(make, k_pages, dtype), rounded(make, v_pages, dtype)
         scales = k_scales, v_scales
     q = make.normal(int(meta.q_start[-1]), heads.count, size)
     sinks = make.pick.choice((None, 3 * make.normal(heads.count, dtype=torch.float32)))
     args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *(scales or (None, None)), sinks)
     # Over narrow pages a provider may multiply in bfloat16, as tiles do.
-    provided = torch.bfloat16 if dtype in (torch.bfloat16, torch.int8) else None
+    provided = torch.bfloat16 if dtype is torch.bfloat16 or is_rounded(dtype) else None
     return Case(args, make.dtype, {"heads": heads, "pages": dtype}, provided=provided)
 
 
@@ -404,11 +406,19 @@ def attend(make: Maker) -> Case:
     return Case(args, make.dtype, {"heads": heads, "pages": make.dtype}, written=(3, 4))
 
 
-def rounded(make: Maker, pages: Tensor) -> tuple[Tensor, Tensor]:
+def rounded(make: Maker, pages: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Codes and scales instead of values; NaN values become NaN scales."""
-    codes = torch.empty(*pages.shape[:-1], pages.shape[-1] + 3, dtype=torch.int8)[..., 1:-2]
+    stored = pages.shape[-1] // (2 if dtype is torch.uint8 else 1)
+    codes = torch.empty(*pages.shape[:-1], stored + 3, dtype=torch.int8)[..., 1:-2]
     codes.random_(-127, 128, generator=make.numbers)
     scales = torch.rand(pages.shape[:-1], generator=make.numbers).add(0.5).div(64)
+    if dtype is torch.uint8:
+        groups = pages.shape[-1] // int4_group(pages.shape[-1])
+        scales = (8 * scales).unsqueeze(-1).repeat(*[1] * scales.dim(), groups).to(torch.bfloat16)
+        return codes.view(dtype), scales.masked_fill(pages.isnan().any(-1, keepdim=True), NAN)
+    if dtype is not torch.int8:
+        codes[(codes == 127) | (codes == -1)] = 1  # the codes of NaN, which are never written
+        codes, scales = codes.view(dtype), scales / 4
     return codes, scales.masked_fill(pages.isnan().any(-1), NAN)
 
 
@@ -446,6 +456,24 @@ def write_pages_int8(make: Maker) -> Case:
     new = make.normal(len(meta.slots), kv, size) * 10.0 ** make.size(-6, 6)
     new[make.size(0, len(new) - 1)] *= make.pick.choice((0, 1))
     return Case((new, *rounded(make, k_pages), meta.slots), make.dtype, {"pages": torch.int8}, written=(1, 2))
+
+
+def write_pages_fp8(make: Maker) -> Case:
+    """The same, with or without scales of a checkpoint."""
+    made = write_pages_int8(make)
+    new, codes, scales, slots = made.args
+    fixed = make.pick.choice((None, make.normal(new.shape[1], dtype=torch.float32).abs() + 0.1))
+    facts = {"pages": torch.float8_e4m3fn, "fixed": fixed is not None}
+    return Case((new, codes.view(torch.float8_e4m3fn), scales, slots, fixed), make.dtype, facts, written=(1, 2))
+
+
+def write_pages_int4(make: Maker) -> Case:
+    kv, size = make.size(1, 4), make.pick.choice((8, 32, 48, 96))
+    k_pages, _, meta = paged(make, kv, size, size, None)
+    new = make.normal(len(meta.slots), kv, size) * 10.0 ** make.size(-6, 6)
+    new[make.size(0, len(new) - 1)] *= make.pick.choice((0, 1))
+    codes, scales = rounded(make, k_pages, torch.uint8)
+    return Case((new, codes, scales, meta.slots), make.dtype, {"pages": torch.uint8}, written=(1, 2))
 
 
 def recurrent(make: Maker) -> tuple[RecurrentMeta, int]:
@@ -563,6 +591,8 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         move_tokens,
         write_pages,
         write_pages_int8,
+        write_pages_fp8,
+        write_pages_int4,
         causal_conv,
         causal_conv_silu,
         selective_scan,

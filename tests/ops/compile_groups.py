@@ -16,6 +16,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import OPERATIONS, Kit, PagedMeta, RecurrentMeta, Unnormed, kit_for
+from bankfull.ops.reference.rounded_pages import ROUNDED
 from bankfull.ops.triton import linear as dense
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write
 from bankfull.ops.triton.quantized_layout import repack
@@ -230,6 +231,30 @@ def sparse_kinds() -> Two:
     return made, made
 
 
+def rounded_pages() -> Two:
+    """Attention of an 8B model over rounded keys and values, and their writes: decodes, and a prompt's chunk."""
+    made: list[Launch] = []
+    kv, size = 8, 128
+    for name, dtype in ROUNDED.items():
+        stored, scales = (size // 2, (kv, size // 32)) if name == "int4" else (size, (kv,))
+        kind = torch.bfloat16 if name == "int4" else torch.float32
+        pages = torch.empty(300, 16, kv, stored, dtype=dtype, device=META)
+        held = torch.empty(300, 16, *scales, dtype=kind, device=META)
+        write, attend = OPERATIONS[f"write_pages_{name}"], OPERATIONS["paged_attention"]
+        for counts, past in (([1] * 64, 4095), ([2000], 100)):
+            starts = np.concatenate(([0], np.cumsum(counts)))
+            lengths = np.array(counts) + past
+            table = torch.empty(len(counts), 300, dtype=torch.int64, device=META)
+            slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=META)
+            small = (torch.empty(len(n), dtype=torch.int32, device=META) for n in (starts, lengths))
+            meta = PagedMeta(starts, lengths, table, slots, 16, *small)
+            new, q = (torch.empty(len(slots), n, size, dtype=DTYPE, device=META) for n in (kv, 4 * kv))
+            made.append((f"write {name}", partial(write.providers["triton"].run, new, pages, held, slots)))
+            args = (q, pages, pages, meta, size**-0.5, None, None, held, held)
+            made.append((f"attend {name} {counts[0]}", partial(attend.providers["triton"].run, *args)))
+    return made, made
+
+
 def linear_recurrences() -> Two:
     """Linear attention and the delta rule in the shapes of MiniMax-Text-01, BASED and Qwen3-Next, step and chunks."""
     made: list[Launch] = []
@@ -307,6 +332,7 @@ GROUPS: dict[str, Callable[[], Two]] = {
     "state-spaces": state_spaces,
     "linear-recurrences": linear_recurrences,
     "drafts": drafts,
+    "rounded-pages": rounded_pages,
     "broken": broken,
     "plans": plans,
     "edges": edges,

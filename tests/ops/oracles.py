@@ -175,6 +175,54 @@ def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
     return codes, steps
 
 
+def write_pages_fp8(
+    new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor, fixed: Tensor | None = None
+) -> tuple[Array, Array]:
+    """The code nearest to each number, of all codes."""
+    codes, steps, numbers = f64(pages), scales.numpy().copy(), new.to(torch.float32).numpy()
+    known = torch.arange(127, dtype=torch.uint8).view(pages.dtype).to(torch.float64).numpy()
+    for token, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, codes.shape[1])
+        for head, line in enumerate(numbers[token]):
+            step = np.abs(line).max() / np.float32(448) if fixed is None else np.float32(fixed[head])
+            sizes = np.abs(line / step).astype(np.float64) if step else np.zeros(len(line))
+            # Of two codes at the same distance the even one: they alternate.
+            away = np.abs(known - sizes[:, None])
+            nearest = [np.flatnonzero(row == row.min()) for row in away]
+            chosen = [int(min(near, key=lambda code: code % 2)) for near in nearest]
+            codes[page, offset, head] = np.copysign(known[chosen], line)
+            steps[page, offset, head] = step
+    return codes, steps
+
+
+def write_pages_int4(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> tuple[Array, Array]:
+    codes, steps, numbers = pages.numpy().copy(), scales.clone(), new.to(torch.float32).numpy()
+    group = new.shape[-1] // scales.shape[-1]
+    for token, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, codes.shape[1])
+        for head, line in enumerate(numbers[token]):
+            for first in range(0, len(line), group):
+                part = line[first : first + group]
+                largest = part.max() if part.max() >= -part.min() else part.min()
+                step = torch.tensor(largest / np.float32(-8)).to(torch.bfloat16)
+                levels = np.rint(part / np.float32(float(step))) if float(step) else np.zeros(group)
+                levels = np.clip(levels, -8, 7) + 8
+                whole = levels.astype(np.uint8)
+                codes[page, offset, head, first // 2 : (first + group) // 2] = whole[::2] + 16 * whole[1::2]
+                steps[page, offset, head, first // group] = step
+    return codes, f64(steps)
+
+
+def _held(pages: Tensor, scales: Tensor | None) -> Array:
+    if scales is None:
+        return f64(pages)
+    if pages.dtype is not torch.uint8:
+        return f64(pages) * f64(scales)[..., None]
+    bytes_ = pages.numpy().astype(np.int64)
+    codes = np.stack((bytes_ % 16, bytes_ // 16), -1).reshape(*bytes_.shape[:-1], -1) - 8
+    return codes * np.repeat(f64(scales), codes.shape[-1] // scales.shape[-1], -1)
+
+
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -188,11 +236,9 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Array:
     """A dense softmax over exactly the visible keys."""
-    queries, keys, values = f64(q), f64(k_pages), f64(v_pages)
-    if k_scales is not None and v_scales is not None:
-        keys, values = keys * f64(k_scales)[..., None], values * f64(v_scales)[..., None]
+    queries, keys, values = f64(q), _held(k_pages, k_scales), _held(v_pages, v_scales)
     heads, per_key = q.shape[1], q.shape[1] // k_pages.shape[2]
-    out = np.zeros((*q.shape[:2], v_pages.shape[-1]))
+    out = np.zeros((*q.shape[:2], values.shape[-1]))
     for i, length in enumerate(meta.kv_len.tolist()):
         first, last = meta.q_start[i : i + 2].tolist()
         for t in range(first, last):
@@ -404,6 +450,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
         move_tokens,
         write_pages,
         write_pages_int8,
+        write_pages_fp8,
+        write_pages_int4,
         paged_attention,
         causal_conv,
         causal_conv_silu,

@@ -134,7 +134,7 @@ def test_a_fused_norm_saves_memory_traffic(name: str) -> None:
         assert together.write == apart.write - nbytes(x.x)
 
 
-INTEGERS = {"write_pages_int8", "move_tokens"}
+INTEGERS = {"write_pages_int8", "write_pages_fp8", "write_pages_int4", "move_tokens"}
 """They write integers, which have no gradient: see below."""
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import HeadNorms, PagedMeta
-from bankfull.ops.reference.attention import attend, paged_attention, write_pages, write_pages_int8
+from bankfull.ops.reference.attention import attend, paged_attention, write_pages
+from bankfull.ops.reference.rounded_pages import write_pages_int8
 from bankfull.ops.triton import (
     attention,
     attention_decode,

@@ -20,7 +20,10 @@ LONG = pytest.mark.timeout(1800)
         "start",
         "quantized",
         "heads",
-        *(pytest.param(name, marks=FULL) for name in ("experts", "recurrent", "drafts", "quantized-more")),
+        *(
+            pytest.param(name, marks=FULL)
+            for name in ("experts", "recurrent", "drafts", "quantized-more", "rounded-pages")
+        ),
     ],
 )
 def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(group: str) -> None:

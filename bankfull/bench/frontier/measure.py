@@ -20,6 +20,7 @@ from bankfull.limits.quality.evaluate import KeptReference, Quality, dequantized
 from bankfull.limits.quality.recall import RecallPrompt, recall, recall_prompts
 from bankfull.limits.statistics import per_second
 from bankfull.loading import Assembled, assemble, refuse_pages_without_use
+from bankfull.ops.reference.rounded_pages import pages_name
 from bankfull.runtime.device import Device
 from bankfull.sample.params import SamplingParams
 from bankfull.text.load import load_tokenizer
@@ -123,7 +124,7 @@ def figures_of(judge: Judge, way: RunWay, device: Device, reps: int) -> WayFigur
         decode,
         prefill,
         str(made.build.dtype).removeprefix("torch."),
-        str(made.build.pages).removeprefix("torch."),
+        pages_name(made.build.pages),
         made.kit.activations,
     )
 

@@ -194,8 +194,8 @@ class MeteredModel:
         return sum(prod(tensor.shape) for tensor in self.shapes.read.values())
 
     @property
-    def takes_int8_pages(self) -> bool:
-        """Whether the KV cache may be int8: there is one, and no layer needs it in floating point."""
+    def takes_rounded_pages(self) -> bool:
+        """Whether the KV cache may be rounded: there is one, and no layer needs it in floating point."""
         return bool(self.layout.paged) and not any(isinstance(mixer, LatentAttention) for mixer in self.model.mixers)
 
     @property

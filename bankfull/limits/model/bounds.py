@@ -28,6 +28,7 @@ from bankfull.limits.model.speculation import BATCHES, GainForecast, Seconds
 from bankfull.limits.model.variants import variants_of
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
+from bankfull.ops.reference.rounded_pages import pages_name
 
 MOST_BATCH = 1 << 20
 LINEAR, EXPERTS = "linear", "expert"
@@ -361,7 +362,7 @@ class ModelRoofline:
             "parameters": self.metered.parameters,
             "dtype": self.recipe.dtype_name,
             "activations": self.recipe.activations,
-            "kv_dtype": str(self.recipe.kv_dtype).removeprefix("torch."),
+            "kv_dtype": pages_name(self.recipe.kv_dtype),
             "machine": self.machine.as_json(),
             "peak_flops": self.arithmetic.peak if self.arithmetic.measured else None,
             "phases": [phase.as_json() for phase in self.phases],

@@ -106,6 +106,8 @@ def phase_tables(found: ModelRoofline) -> list[Table]:
 
 
 def summary_table(found: ModelRoofline) -> Table:
+    from bankfull.ops.reference.rounded_pages import pages_name
+
     table, line = _two_columns()
     recipe, machine, ceilings = found.recipe, found.machine, found.machine.ceilings
     memory, context = found.memory, found.query.context
@@ -114,7 +116,7 @@ def summary_table(found: ModelRoofline) -> Table:
     line(
         "computed in",
         f"{recipe.dtype_name}, weights {stored}, activations {recipe.activations}, "
-        f"KV cache {str(recipe.kv_dtype).removeprefix('torch.')}",
+        f"KV cache {pages_name(recipe.kv_dtype)}",
     )
     line("machine", f"{machine.name} ({machine.note})")
     line("read bandwidth", scaled(ceilings.read_at(found.line.cost(1).read), "B/s"))

@@ -14,6 +14,7 @@ from bankfull.limits.model.memory import weight_bytes
 from bankfull.limits.model.recipe import Recipe, files_for_config, recipe_of
 from bankfull.models.blocks import with_full_attention
 from bankfull.models.registry import Config
+from bankfull.ops.reference.rounded_pages import is_rounded
 from bankfull.state.spec import Shared
 from bankfull.weights.safetensors import COMPOSED
 
@@ -74,7 +75,7 @@ def quantized(base: Recipe, width: str, device: str) -> Variant | None:
 
 
 def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
-    if base.kv_dtype == torch.int8 or not metered.takes_int8_pages:
+    if is_rounded(base.kv_dtype) or not metered.takes_rounded_pages:
         return None
     return Variant("int8 KV cache", replace(base, kv_dtype=torch.int8), {"kv_dtype": "int8"})
 

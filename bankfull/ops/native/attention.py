@@ -14,8 +14,17 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages, write_pages_int8
+from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages
 from bankfull.ops.reference.pages import Segment, move_tokens
+from bankfull.ops.reference.rounded_pages import (
+    INT4,
+    head_numbers,
+    int4_group,
+    is_rounded,
+    write_pages_fp8,
+    write_pages_int4,
+    write_pages_int8,
+)
 from bankfull.state.mask import Mask, Sight
 
 _native = required()
@@ -41,13 +50,36 @@ def _placed(pages: Tensor, scales: Tensor | None) -> tuple[int, tuple[int, ...],
     """Addresses and strides of the pages and scales for C++, after checking that the kernels can read them."""
     if not pages.is_cpu or (pages.stride(3) != 1 and pages.shape[3] > 1):
         raise ValueError("KV pages must be in host memory, with each head's elements contiguous")
-    if (scales is not None) != (pages.dtype is torch.int8):
+    if (scales is not None) != is_rounded(pages.dtype):
         raise ValueError(f"KV pages in {pages.dtype} were passed {'no ' * (scales is None)}scales")
     if scales is None:
         return pages.data_ptr(), pages.stride(), 0, (0, 0, 0)
-    if scales.shape != pages.shape[:3] or scales.dtype is not torch.float32 or not scales.is_cpu:
-        raise ValueError("KV scales must be float32 in host memory, one per token and head of the pages")
-    return pages.data_ptr(), pages.stride(), scales.data_ptr(), scales.stride()
+    if not scales_fit(pages, scales) or not scales.is_cpu:
+        raise ValueError(
+            "KV scales must be in host memory: a float32 per token and head of the pages, of int4 pages a bfloat16 per "
+            "group"
+        )
+    return pages.data_ptr(), pages.stride(), scales.data_ptr(), scales.stride()[:3]
+
+
+def page_strides(pages: Tensor, scales: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Strides over frame, token and head, of the numbers and of their scales if there are any."""
+    return pages.stride()[:3], (0, 0, 0) if scales is None else scales.stride()[:3]
+
+
+def storable(pages: Tensor, scales: Tensor | None) -> bool:
+    """Whether a tape can read and write these pages."""
+    dense = pages.dim() == 4 and pages[0, 0].is_contiguous()
+    fits = scales_fit(pages, scales) if scales is not None else not is_rounded(pages.dtype)
+    return dense and pages.dtype in PAGES and fits
+
+
+def scales_fit(pages: Tensor, scales: Tensor) -> bool:
+    if pages.dtype is not INT4:
+        return scales.shape == pages.shape[:3] and scales.dtype is torch.float32
+    groups = head_numbers(pages) // int4_group(head_numbers(pages))
+    adjacent = scales.dim() == 4 and (scales.stride(3) == 1 or groups == 1)
+    return scales.shape == (*pages.shape[:3], groups) and scales.dtype is torch.bfloat16 and adjacent
 
 
 @paged_attention.provider("native", on="cpu", accepts=_accepts)
@@ -64,9 +96,13 @@ def run_paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     tokens, heads, size = q.shape
-    frames, page_tokens, kv, key_size = k_pages.shape
-    values = v_pages.shape[3]
-    if key_size != size or v_pages.shape[:3] != (frames, page_tokens, kv) or meta.page_tokens != page_tokens:
+    frames, page_tokens, kv, _ = k_pages.shape
+    values = head_numbers(v_pages)
+    if (
+        head_numbers(k_pages) != size
+        or v_pages.shape[:3] != (frames, page_tokens, kv)
+        or meta.page_tokens != page_tokens
+    ):
         raise ValueError("paged_attention: shapes of queries, keys, values and page size do not match")
     dtype = k_pages.dtype
     if dtype not in PAGES or v_pages.dtype != dtype:
@@ -164,16 +200,32 @@ def _parts(segments: tuple[Segment, ...]) -> Tensor:
     return torch.tensor(segments, dtype=torch.int64).view(-1, 2).T.contiguous()
 
 
-@write_pages_int8.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())
-def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
+def _write_rounded(name: str, new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
     """Codes and scales are bitwise equal to the body's."""
-    frames, page_tokens, heads, size = pages.shape
+    frames, page_tokens, heads, _ = pages.shape
+    size = head_numbers(pages)
     rows, places = new.to(torch.float32).contiguous(), integers(slots)
     tokens = rows.shape[0]
     if rows.shape[1:] != (heads, size) or places.shape != (tokens,) or not new.is_cpu:
-        raise ValueError(
-            f"write_pages_int8: {tuple(new.shape)} does not match pages {tuple(pages.shape)} and {len(slots)} slots"
-        )
-    _native.write_pages_int8(
-        rows.data_ptr(), _placed(pages, scales), places.data_ptr(), tokens, heads, size, frames, page_tokens
+        raise ValueError(f"{name}: {tuple(new.shape)} does not match pages {tuple(pages.shape)} and {len(slots)} slots")
+    placed = _placed(pages, scales)
+    _native.write_rounded(
+        PAGES[pages.dtype], rows.data_ptr(), placed, places.data_ptr(), tokens, heads, size, frames, page_tokens
     )
+
+
+@write_pages_int8.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())
+def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
+    _write_rounded("write_pages_int8", new, pages, scales, slots)
+
+
+@write_pages_int4.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())
+def run_write_pages_int4(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
+    _write_rounded("write_pages_int4", new, pages, scales, slots)
+
+
+@write_pages_fp8.provider("native", on="cpu", accepts=lambda *, fixed=False, **facts: not fixed and isa_is_chosen())
+def run_write_pages_fp8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor, fixed: Tensor | None = None) -> None:
+    if fixed is not None:
+        return write_pages_fp8.body(new, pages, scales, slots, fixed)
+    return _write_rounded("write_pages_fp8", new, pages, scales, slots)

@@ -12,6 +12,7 @@ from torch import Tensor
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.reference.norm import rms_norm
 from bankfull.ops.reference.rope import rotate
+from bankfull.ops.reference.rounded_pages import head_numbers, is_rounded, page_numbers
 from bankfull.ops.reference.sight import live_from, live_pages, live_tokens, visible_pairs
 from bankfull.ops.registry import op
 from bankfull.state.mask import Mask, Sight
@@ -77,28 +78,6 @@ def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     pages[slots // page_tokens, slots % page_tokens] = new.to(pages.dtype)
 
 
-LEVELS = 127
-"""Largest magnitude of an int8 KV code."""
-
-
-def _write_int8_cost(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> Cost:
-    written = new.numel() * pages.element_size() + new.numel() // new.shape[-1] * scales.element_size()
-    return Cost(3.0 * new.numel(), nbytes(new, slots), written)
-
-
-@op(cost=_write_int8_cost, shape=lambda new, pages, scales, slots: None)
-def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
-    """`write_pages` with quantization: pages (frames, page_tokens, heads, size) hold int8 codes, scales (frames,
-    page_tokens, heads) one float32 scale per token and head. Non-finite inputs produce a non-finite scale."""
-    numbers = new.to(torch.float32)
-    scale = numbers.abs().amax(-1) / LEVELS
-    codes = (numbers / scale.unsqueeze(-1)).nan_to_num(0.0).round().clamp(-LEVELS, LEVELS)
-    page_tokens = pages.shape[1]
-    page, offset = slots // page_tokens, slots % page_tokens
-    pages[page, offset] = codes.to(torch.int8)
-    scales[page, offset] = scale
-
-
 def _attention_cost(
     q: Tensor,
     k_pages: Tensor,
@@ -117,19 +96,14 @@ def _attention_cost(
     for queries, length in zip(np.diff(meta.q_start), meta.kv_len, strict=True):
         pairs += visible_pairs(int(queries), int(length), window, meta.block)
         live += live_tokens(int(queries), int(length), window)
-    out = q.shape[0] * heads * v_pages.shape[-1] * q.element_size()
+    values = head_numbers(v_pages)
+    out = q.shape[0] * heads * values * q.element_size()
     small = 0 if sinks is None else nbytes(sinks)
-    return Cost(2.0 * pairs * heads * (size + v_pages.shape[-1]), nbytes(q) + live * token_bytes + small, out)
+    return Cost(2.0 * pairs * heads * (size + values), nbytes(q) + live * token_bytes + small, out)
 
 
 def _attention_shape(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object, **more: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
-
-
-def _numbers(pages: Tensor, scales: Tensor | None, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dequantized tokens of the pages in `table`, concatenated."""
-    numbers = pages[table].flatten(0, 1).to(dtype)
-    return numbers if scales is None else numbers * scales[table].flatten(0, 1).to(dtype).unsqueeze(-1)
+    return q.new_empty(q.shape[0], q.shape[1], head_numbers(v_pages))
 
 
 def _live_keys(queries: int, length: int, window: Sight, page: int) -> Tensor:
@@ -167,19 +141,20 @@ def paged_attention(
     """softmax(cap(q k^T * scale) + mask) v for queries (tokens, heads, size); query head i reads KV head i * K // N.
 
     `sinks`: (heads) one more logit in each head's softmax. It has no value, so it only adds to the denominator.
-    Pages may have another dtype than queries; int8 pages need the scales written by `write_pages_int8`.
+    Pages may have another dtype than queries; rounded pages (`rounded_pages`) need the scales written with them.
     Sequences are computed one by one, so a result never depends on the batch, and only live pages are read.
     """
     page = meta.page_tokens
-    exact = torch.promote_types(torch.promote_types(q.dtype, k_pages.dtype), torch.float32)
-    out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
+    held = torch.float32 if is_rounded(k_pages.dtype) else k_pages.dtype
+    exact = torch.promote_types(torch.promote_types(q.dtype, held), torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], head_numbers(v_pages))
     for i, length in enumerate(meta.kv_len.tolist()):
         first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
         queries = last - first
         key = _live_keys(queries, length, window, page).to(q.device)
         table = meta.pages[i, key[::page] // page].long()
         k, v = (
-            _numbers(pages, scales, table, exact)[: len(key)]
+            page_numbers(pages[table], None if scales is None else scales[table], exact).flatten(0, 1)[: len(key)]
             for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
         )
         groups = q.shape[1] // k.shape[1]

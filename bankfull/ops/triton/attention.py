@@ -9,7 +9,7 @@ their own (`attention_sparse.py`), for the same shares of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from bankfull.ops.reference.attention import (
     attend,
     paged_attention,
 )
+from bankfull.ops.reference.rounded_pages import FP8, INT4, head_numbers, is_rounded
 from bankfull.ops.triton.attention_decode import MOST_TOKENS, launch_decode
 from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
 from bankfull.ops.triton.attention_prefill import launch_prefill
@@ -39,21 +40,30 @@ LARGEST_HEAD = 256
 """Largest head size whose tile fits into registers."""
 
 
+@cache
+def reads_fp8() -> bool:
+    """Whether the GPU has instructions for e4m3 numbers."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
-    """KV pages in the queries' dtype, in int8, or in a dtype that converts to the queries' dtype without loss."""
+    """KV pages in the queries' dtype, rounded, or in a dtype that converts to the queries' dtype without loss."""
     heads = facts.get("heads")
-    fits = pages in (None, dtype, torch.int8) or (dtype is torch.float32 and pages in FLOATS)
-    return dtype in FLOATS and fits and (heads is None or heads.size <= LARGEST_HEAD)
+    rounded = pages is not None and is_rounded(pages) and (pages is not FP8 or reads_fp8())
+    fits = pages in (None, dtype) or rounded or (dtype is torch.float32 and pages in FLOATS)
+    # The kernel for sparse masks reads pages whose heads have one scale, or none.
+    masked = heads is not None and heads.mask is not None and pages is INT4
+    return dtype in FLOATS and fits and not masked and (heads is None or heads.size <= LARGEST_HEAD)
 
 
 def _accepts_attend(**facts: Any) -> bool:
     """The fused operation takes no KV scales."""
-    return _accepts(**facts) and facts.get("pages") is not torch.int8
+    return _accepts(**facts) and not is_rounded(facts.get("pages") or torch.float32)
 
 
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: Sight, sinks: Tensor | None) -> None:
-    page, key_heads, size = k_pages.shape[1:]
-    if size != q.shape[2] or v_pages.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
+    page, key_heads = k_pages.shape[1:3]
+    if head_numbers(k_pages) != q.shape[2] or v_pages.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
         raise ValueError("attention: shapes of queries, keys, values and page size do not match")
     if q.shape[1] % key_heads or len(meta.pages) != len(meta.kv_len):
         raise ValueError("attention: query heads must be a multiple of KV heads, with one page table per sequence")
@@ -229,10 +239,12 @@ def run_paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     _check(q, k_pages, v_pages, meta, window, sinks)
-    out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:2], head_numbers(v_pages)), dtype=q.dtype, device=q.device)
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-    if (scales is None) == (k_pages.dtype is torch.int8):
+    if (scales is None) == is_rounded(k_pages.dtype):
         raise ValueError(f"attention: KV pages in {k_pages.dtype} were passed {'no ' * (scales is None)}scales")
+    if k_pages.dtype is INT4 and (k_pages.shape != v_pages.shape or q.shape[2] % 8):
+        raise ValueError("attention: int4 keys and values must have heads of one size, a multiple of 8")
     return _over_pages(contiguous_rows(q), k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
 
 

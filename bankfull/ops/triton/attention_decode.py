@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.reference.attention import TREE_TOKENS, HeadNorms
+from bankfull.ops.reference.rounded_pages import INT4, head_numbers, int4_group
 from bankfull.ops.triton.attention_rope import normed_and_rotated
 from bankfull.ops.triton.attention_splits import (
     MERGED,
+    merged,
     most_queries,
     scratch,
     split_count,
@@ -26,13 +28,16 @@ from bankfull.ops.triton.attention_tile import (
     bit_count,
     capped,
     dot_dtype,
+    halved,
     load_frames,
     offsets,
     online_softmax,
     online_softmax_one,
+    online_softmax_paired,
     repeated,
     score_factors,
     store_heads,
+    unpacked,
     visible_keys,
 )
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
@@ -41,47 +46,6 @@ MOST_TOKENS = 16
 """Sequences with more new tokens use the prefill kernel, unless they may have a tree."""
 WIDTHS = (1, 4, MOST_TOKENS, 32, TREE_TOKENS)
 """New tokens per sequence that kernels are compiled for: padding rows of queries cost less than another kernel."""
-
-
-@triton.jit
-def merged(
-    partial_acc,
-    partial_peak,
-    partial_total,
-    first,
-    count,
-    real,
-    PADDED_VALUES: tl.constexpr,
-    ROWS: tl.constexpr,
-    LIVE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Merge the partial results first .. first + count in this order; padding rows were never stored. Several are
-    loaded together, because each round costs a memory latency. Loads bypass L1: other programs wrote the data."""
-    row = tl.arange(0, LIVE)
-    numbers = tl.arange(0, PADDED_VALUES)
-    peak = tl.full([LIVE], float("-inf"), tl.float32)
-    total = tl.zeros([LIVE], tl.float32)
-    acc = tl.zeros([LIVE, PADDED_VALUES], tl.float32)
-    for at in range(0, count, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            there = real & (at + i < count)
-            line = (first + at + i) * ROWS + row
-            other_peak = tl.load(partial_peak + line, mask=there, other=float("-inf"), cache_modifier=".cg")
-            other_total = tl.load(partial_total + line, mask=there, other=0.0, cache_modifier=".cg")
-            other_acc = tl.load(
-                partial_acc + line[:, None] * PADDED_VALUES + numbers[None, :],
-                mask=there[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            highest = tl.maximum(peak, other_peak)
-            safe = tl.where(highest == float("-inf"), 0.0, highest)
-            rescale, weight = tl.exp2(peak - safe), tl.exp2(other_peak - safe)
-            total = total * rescale + other_total * weight
-            acc = acc * rescale[:, None] + other_acc * weight[:, None]
-            peak = highest
-    return acc, peak, total
 
 
 @triton.jit(do_not_specialize=["table_row", "splits", "window"])
@@ -158,9 +122,13 @@ def attention_decode(
     EARLY: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PRODUCT: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """EARLY: load the first KV tile before the previous kernel has ended, which is safe because pages were written by
+    """GROUP: numbers of a head that share an int4 scale; 0: pages hold no int4 codes. Even and odd numbers are
+    multiplied apart, because a byte holds one of each.
+
+    EARLY: load the first KV tile before the previous kernel has ended, which is safe because pages were written by
     earlier steps. (Lengths and page tables were written before the step's first kernel, which no later kernel
     overtakes.) With too many programs for that, only its page frames are loaded early."""
     start_next(OVERLAP)
@@ -278,7 +246,10 @@ def attention_decode(
 
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
+        acc = tl.zeros([ROWS, PADDED_VALUES // 2 if GROUP else PADDED_VALUES], tl.float32)
+        if GROUP:
+            even_queries, odd_queries = halved(queries, ROWS, PADDED)
+            odd_acc = tl.zeros([ROWS, PADDED_VALUES // 2], tl.float32)
         if EARLY:
             score = tl.dot(queries, tl.trans(early_keys.to(PRODUCT)), input_precision="ieee")
             if CAPPED:
@@ -292,24 +263,48 @@ def attention_decode(
             inside = (key >= begin) & (key < high)
             k_places = offsets(frames, at, k_frame, k_place, PAGE, BLOCK)
             v_places = k_places if ALIKE else offsets(frames, at, v_frame, v_place, PAGE, BLOCK)
-            met = inside[:, None] & (dims < SIZE)[None, :]
-            keys = tl.load(k_base + k_places[:, None] + dims[None, :], mask=met, other=0.0)
-            met = inside[:, None] & (numbers < VALUES)[None, :]
-            values = tl.load(v_base + v_places[:, None] + numbers[None, :], mask=met, other=0.0)
-            score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
-            value_scale = None
             if k_scales is not None:
-                scales = k_scales + key_head * k_scale_head
-                scales += offsets(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
-                score = score * tl.load(scales, mask=inside, other=0.0)[None, :]
-                scales = v_scales + key_head * v_scale_head
-                scales += offsets(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
-                value_scale = tl.load(scales, mask=inside, other=0.0)
+                k_scale_places = k_scales + key_head * k_scale_head
+                k_scale_places += offsets(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
+                v_scale_places = v_scales + key_head * v_scale_head
+                v_scale_places += offsets(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
+            if GROUP:
+                pairs = tl.arange(0, PADDED // 2)
+                groups = tl.arange(0, PADDED // GROUP)
+                met = inside[:, None] & (pairs < SIZE // 2)[None, :]
+                keys = tl.load(k_base + k_places[:, None] + pairs[None, :], mask=met, other=0)
+                scaled = inside[:, None] & (groups < SIZE // GROUP)[None, :]
+                key_scale = tl.load(k_scale_places[:, None] + groups[None, :], mask=scaled, other=0.0)
+                values = tl.load(v_base + v_places[:, None] + pairs[None, :], mask=met, other=0)
+                value_scale = tl.load(v_scale_places[:, None] + groups[None, :], mask=scaled, other=0.0)
+                even, odd = unpacked(keys, key_scale, BLOCK, PADDED // 2, PADDED // GROUP, PRODUCT)
+                score = tl.dot(even_queries, tl.trans(even), input_precision="ieee")
+                score = tl.dot(odd_queries, tl.trans(odd), score, input_precision="ieee")
+            else:
+                met = inside[:, None] & (dims < SIZE)[None, :]
+                keys = tl.load(k_base + k_places[:, None] + dims[None, :], mask=met, other=0.0)
+                met = inside[:, None] & (numbers < VALUES)[None, :]
+                values = tl.load(v_base + v_places[:, None] + numbers[None, :], mask=met, other=0.0)
+                score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
+                value_scale = None
+                if k_scales is not None:
+                    score = score * tl.load(k_scale_places, mask=inside, other=0.0)[None, :]
+                    value_scale = tl.load(v_scale_places, mask=inside, other=0.0)
             if CAPPED:
                 score = capped(score, inner, outer)
             score = tl.where(visible_keys(key, position, begin, high, window, path, tree, FUSED), score, float("-inf"))
             frames = load_frames(table_base, at + BLOCK, begin, high, PAGE, BLOCK)
-            peak, total, acc = online_softmax(score, factor, values.to(PRODUCT), value_scale, peak, total, acc, True)
+            if GROUP:
+                even, odd = unpacked(values, value_scale, BLOCK, PADDED // 2, PADDED // GROUP, PRODUCT)
+                peak, total, acc, odd_acc = online_softmax_paired(
+                    score, factor, even, odd, peak, total, acc, odd_acc, True
+                )
+            else:
+                peak, total, acc = online_softmax(
+                    score, factor, values.to(PRODUCT), value_scale, peak, total, acc, True
+                )
+        if GROUP:
+            acc = tl.interleave(acc, odd_acc)
         if FUSED and NEW == 1:
             # One new token, visible to all queries: no tile product needed.
             new_score = tl.sum(own.to(tl.float32) * new_keys.to(tl.float32), 1)
@@ -406,10 +401,12 @@ def launch_decode(
     """Decode sequences with at most `width` new tokens: the whole batch, or those `chosen`. `new`: keys and values to
     be written to their pages; without them, queries are already final."""
     heads, size = q.shape[1:]
-    page, key_heads, values = v_pages.shape[1:]
+    page, key_heads = v_pages.shape[1:3]
+    values = head_numbers(v_pages)
     groups = heads // key_heads
     width = next(most for most in WIDTHS if width <= most)
-    padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
+    paired = k_pages.dtype is INT4
+    padded, padded_values = (max(32 if paired else 16, power_of_two(n)) for n in (size, values))
     largest = max(padded, padded_values)
     most_rows = most_queries(largest, q.element_size())
     live = min(power_of_two(groups * width), most_rows)
@@ -457,8 +454,8 @@ def launch_decode(
         out.stride(0),
         *k_pages.stride()[:3],
         *v_pages.stride()[:3],
-        *((0, 0, 0) if k_scales is None else k_scales.stride()),
-        *((0, 0, 0) if v_scales is None else v_scales.stride()),
+        *((0, 0, 0) if k_scales is None else k_scales.stride()[:3]),
+        *((0, 0, 0) if v_scales is None else v_scales.stride()[:3]),
         table.stride(0),
         0 if cos is None else cos.stride(0),
         0 if sin is None else sin.stride(0),
@@ -489,6 +486,7 @@ def launch_decode(
         early,
         min(plan.at_once, max(1, MERGED // (live * padded_values))),
         dot_dtype(q),
+        int4_group(size) if paired else 0,
         num_warps=plan.warps,
         **overlapped(q),
     )

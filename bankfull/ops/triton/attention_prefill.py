@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bankfull.ops.reference.rounded_pages import INT4, head_numbers, int4_group
 from bankfull.ops.triton.attention_tile import (
     capped,
     dot_dtype,
     load_frames,
+    load_pairs,
     offsets,
     online_softmax,
     score_factors,
@@ -72,13 +74,14 @@ def attend_keys(
     PRODUCT: tl.constexpr,
     FRESH: tl.constexpr,
     MAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
     BORDER: tl.constexpr,
 ):
     """Online softmax over the keys low .. high. BORDER: some queries do not see all of these keys, and only keys in
     begin .. end may be read. ALIKE: keys and values have the same strides. FRESH: no pages; the first key is at the
-    base pointer, or, if the bases are MAPPED, in row `own` of the tensor maps."""
-    dims = tl.arange(0, PADDED)
-    numbers = tl.arange(0, PADDED_VALUES)
+    base pointer, or, if the bases are MAPPED, in row `own` of the tensor maps. GROUP: as in `attention_decode`."""
+    dims = tl.arange(0, PADDED // 2 if GROUP else PADDED)
+    numbers = tl.arange(0, PADDED_VALUES // 2 if GROUP else PADDED_VALUES)
     within = tl.arange(0, BLOCK)
     factor = inner
     if CAPPED:
@@ -108,7 +111,12 @@ def attend_keys(
                 v_places = k_places if ALIKE else offsets(frames, at, v_frame, v_place, PAGE, BLOCK)
                 k_there = k_base + k_places[:, None] + dims[None, :]
                 v_there = v_base + v_places[:, None] + numbers[None, :]
-            if BORDER:
+            if GROUP:
+                k_places = offsets(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK) + key_head * k_scale_head
+                v_places = offsets(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK) + key_head * v_scale_head
+                keys = load_pairs(k_there, k_scales, k_places, inside, SIZE, PADDED, GROUP, BLOCK, PRODUCT)
+                values = load_pairs(v_there, v_scales, v_places, inside, VALUES, PADDED_VALUES, GROUP, BLOCK, PRODUCT)
+            elif BORDER:
                 keys = tl.load(k_there, mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
                 values = tl.load(v_there, mask=inside[:, None] & (numbers < VALUES)[None, :], other=0.0)
             else:
@@ -117,7 +125,7 @@ def attend_keys(
                 values = tl.load(v_there) if VALUES == PADDED_VALUES else tl.load(v_there, mask=ragged, other=0.0)
         score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
         value_scale = None
-        if k_scales is not None:
+        if k_scales is not None and GROUP == 0:
             scales = k_scales + key_head * k_scale_head + offsets(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
             score = score * tl.load(scales, mask=inside, other=0.0)[None, :]
             scales = v_scales + key_head * v_scale_head + offsets(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
@@ -183,6 +191,7 @@ def attention_prefill(
     PRODUCT: tl.constexpr,
     FRESH: tl.constexpr,
     MAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """FRESH: `k_pages` and `v_pages` are the step's own keys and values with token strides `k_place` and `v_place`, or
@@ -279,6 +288,7 @@ def attention_prefill(
             PRODUCT,
             FRESH,
             MAPPED,
+            GROUP,
             True,
         )
     peak, total, acc = attend_keys(
@@ -323,6 +333,7 @@ def attention_prefill(
         PRODUCT,
         FRESH,
         MAPPED,
+        GROUP,
         False,
     )
     peak, total, acc = attend_keys(
@@ -367,6 +378,7 @@ def attention_prefill(
         PRODUCT,
         FRESH,
         MAPPED,
+        GROUP,
         True,
     )
     store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES)
@@ -416,11 +428,13 @@ def launch_prefill(
     have no past. `sight`: `PagedMeta.block`."""
     fresh = keys.dim() == 3
     heads, size = q.shape[1:]
-    key_heads, numbers = values.shape[-2:]
+    key_heads, numbers, paired = values.shape[-2], head_numbers(values), values.dtype is INT4
     page = 1 if fresh else values.shape[1]
     groups = heads // key_heads
-    padded, padded_values = (max(16, power_of_two(n)) for n in (size, numbers))
+    padded, padded_values = (max(32 if paired else 16, power_of_two(n)) for n in (size, numbers))
     rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
+    if scales is not None:  # the conversion needs registers
+        block //= 2
     packed = groups if groups <= rows else 1
     tiles = tiles_of(rows // packed)
     k_scales, v_scales = scales or (None, None)
@@ -447,8 +461,8 @@ def launch_prefill(
         out.stride(0),
         *k_strides,
         *v_strides,
-        *((0, 0, 0) if k_scales is None else k_scales.stride()),
-        *((0, 0, 0) if v_scales is None else v_scales.stride()),
+        *((0, 0, 0) if k_scales is None else k_scales.stride()[:3]),
+        *((0, 0, 0) if v_scales is None else v_scales.stride()[:3]),
         table.stride(0),
         inner,
         outer,
@@ -470,6 +484,7 @@ def launch_prefill(
         dot_dtype(q),
         fresh,
         mapped,
+        int4_group(size) if paired else 0,
         num_warps=warps,
         **options,
     )

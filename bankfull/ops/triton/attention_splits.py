@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 from bankfull.ops.triton.launch import multiprocessors
 
@@ -103,3 +104,44 @@ def split_plan(pairs: int, live: int, multiprocessors: int, fused: bool) -> Spli
     if pairs > multiprocessors:
         return SOME
     return MANY if pairs > FEW_PAIRS else FEW_QUERIES if live <= 2 else FEW
+
+
+@triton.jit
+def merged(
+    partial_acc,
+    partial_peak,
+    partial_total,
+    first,
+    count,
+    real,
+    PADDED_VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LIVE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Merge the partial results first .. first + count in this order; padding rows were never stored. Several are
+    loaded together, because each round costs a memory latency. Loads bypass L1: other programs wrote the data."""
+    row = tl.arange(0, LIVE)
+    numbers = tl.arange(0, PADDED_VALUES)
+    peak = tl.full([LIVE], float("-inf"), tl.float32)
+    total = tl.zeros([LIVE], tl.float32)
+    acc = tl.zeros([LIVE, PADDED_VALUES], tl.float32)
+    for at in range(0, count, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = real & (at + i < count)
+            line = (first + at + i) * ROWS + row
+            other_peak = tl.load(partial_peak + line, mask=there, other=float("-inf"), cache_modifier=".cg")
+            other_total = tl.load(partial_total + line, mask=there, other=0.0, cache_modifier=".cg")
+            other_acc = tl.load(
+                partial_acc + line[:, None] * PADDED_VALUES + numbers[None, :],
+                mask=there[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            highest = tl.maximum(peak, other_peak)
+            safe = tl.where(highest == float("-inf"), 0.0, highest)
+            rescale, weight = tl.exp2(peak - safe), tl.exp2(other_peak - safe)
+            total = total * rescale + other_total * weight
+            acc = acc * rescale[:, None] + other_acc * weight[:, None]
+            peak = highest
+    return acc, peak, total

@@ -122,6 +122,62 @@ def online_softmax_one(score, factor, value, peak, total, acc):
 
 
 @triton.jit
+def unpacked(codes, scales, BLOCK: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, PRODUCT: tl.constexpr):
+    """The even and the odd numbers (BLOCK, BYTES) of heads in int4 codes (BLOCK, BYTES), each times its group's scale
+    (BLOCK, GROUPS). The bits of a code and those of 2^23 are a float32, so that no conversion is needed."""
+    words = codes.to(tl.uint32)
+    even = ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    odd = ((words >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    each = tl.broadcast_to(scales.to(tl.float32)[:, :, None], [BLOCK, GROUPS, BYTES // GROUPS])
+    each = tl.reshape(each, [BLOCK, BYTES])
+    return (even * each).to(PRODUCT), (odd * each).to(PRODUCT)
+
+
+@triton.jit
+def load_pairs(
+    there,
+    scales,
+    places,
+    inside,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Heads (BLOCK, PADDED) from int4 codes at `there` (BLOCK, PADDED / 2), whose scales are at `scales + places`."""
+    pairs = tl.arange(0, PADDED // 2)
+    groups = tl.arange(0, PADDED // GROUP)
+    codes = tl.load(there, mask=inside[:, None] & (pairs < SIZE // 2)[None, :], other=0)
+    met = inside[:, None] & (groups < SIZE // GROUP)[None, :]
+    scale = tl.load(scales + places[:, None] + groups[None, :], mask=met, other=0.0)
+    even, odd = unpacked(codes, scale, BLOCK, PADDED // 2, PADDED // GROUP, PRODUCT)
+    return tl.interleave(even, odd)
+
+
+@triton.jit
+def halved(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The even and the odd columns of (ROWS, COLUMNS)."""
+    return tl.split(tl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+
+
+@triton.jit
+def online_softmax_paired(score, factor, even, odd, peak, total, acc, other, GUARDED: tl.constexpr):
+    """`online_softmax` for values in two halves: `acc` of the even numbers, `other` of the odd ones."""
+    highest = tl.maximum(peak, tl.max(score, 1) * factor)
+    base = highest
+    if GUARDED:
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(score * factor - base[:, None])
+    rescale = tl.exp2(peak - base)
+    total = total * rescale + tl.sum(weight, 1)
+    weight = weight.to(even.dtype)
+    acc = tl.dot(weight, even, acc * rescale[:, None], input_precision="ieee")
+    other = tl.dot(weight, odd, other * rescale[:, None], input_precision="ieee")
+    return highest, total, acc, other
+
+
+@triton.jit
 def repeated(x, ROWS: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr):
     """(LIVE, COLUMNS) repeated to ROWS rows."""
     return tl.reshape(tl.broadcast_to(x[None, :, :], [ROWS // LIVE, LIVE, COLUMNS]), [ROWS, COLUMNS])

@@ -11,7 +11,7 @@ from bankfull.weights.qtensor import QTensor, Scheme
 log = logging.getLogger("bankfull")
 
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "prob_scale")
-"""Scales of a quantized KV cache: the engine computes its own."""
+"""Scales of a quantized KV cache: only an fp8 cache uses some of them."""
 
 ACTIVATION_SCALES = ("_scale", "_scale_ub", "_zero_point")
 
@@ -40,7 +40,8 @@ class PublishedSource:
         return [*filter(self._is_plain, self._files.names()), *self._matrices]
 
     def has(self, name: str) -> bool:
-        return name in self._matrices or (self._files.has(name) and self._is_plain(name))
+        stored = self._files.has(name) and (self._is_plain(name) or name.rpartition(".")[2] in KV_SCALES)
+        return name in self._matrices or stored
 
     def _is_plain(self, name: str) -> bool:
         return name not in self._owned and name not in self._ignored

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.native.activation import CODES
-from bankfull.ops.native.attention import PAGES, window_and_mask
+from bankfull.ops.native.attention import PAGES, page_strides, storable, window_and_mask
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.packed import PackedWeight
 from bankfull.ops.native.tape.instruction import Fixed, Operand
 from bankfull.ops.native.tape.record import TOKENS, Recorder
 from bankfull.ops.reference.attention import PagedMeta
+from bankfull.ops.reference.rounded_pages import ROUNDED, head_numbers
 from bankfull.ops.reference.ssm import RecurrentMeta
 from bankfull.state.mask import Sight
 from bankfull.weights.qtensor import QTensor
@@ -305,30 +306,19 @@ def rotate(rec: Recorder, out: Outputs, x: Tensor, cos: Tensor, sin: Tensor) -> 
     return True
 
 
-def _strides(pages: Tensor, scales: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Strides over frame, token and head, of the numbers and of their scales if there are any."""
-    return pages.stride()[:3], (0, 0, 0) if scales is None else scales.stride()
-
-
-def _storable(pages: Tensor, scales: Tensor | None) -> bool:
-    dense = pages.dim() == 4 and pages[0, 0].is_contiguous()
-    scaled = scales is not None and scales.shape == pages.shape[:3] and _is_float(scales)
-    return dense and pages.dtype in PAGES and scaled == (pages.dtype is torch.int8)
-
-
 def _write(rec: Recorder, new: Tensor, pages: Tensor, scales: Tensor | None, slots: Tensor) -> bool:
-    if not _storable(pages, scales) or not _is_float(new):
+    if not storable(pages, scales) or not _is_float(new):
         return False
     place = rec.view(new)
-    frames, page_tokens, heads, size = pages.shape
+    frames, page_tokens, heads, _ = pages.shape
     rec.emit(
         "write",
         {"rows": place, "slots": rec.operand(slots)},
         {"pages": Fixed(pages), "scales": None if scales is None else Fixed(scales)},
         row_stride=place.stride // 4,
         heads=heads,
-        size=size,
-        strides=_strides(pages, scales),
+        size=head_numbers(pages),
+        strides=page_strides(pages, scales),
         frames=frames,
         page_tokens=page_tokens,
         type=PAGES[pages.dtype],
@@ -341,9 +331,11 @@ def write_pages(rec: Recorder, out: Outputs, new: Tensor, pages: Tensor, slots: 
     return _write(rec, new, pages, None, slots)
 
 
-@form
-def write_pages_int8(rec: Recorder, out: Outputs, new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> bool:
-    return _write(rec, new, pages, scales, slots)
+def _write_rounded(rec: Recorder, out: Outputs, *args: Tensor) -> bool:
+    return len(args) == 4 and _write(rec, *args)  # not with scales of a checkpoint
+
+
+FORMS |= {f"write_pages_{name}": _write_rounded for name in ROUNDED}
 
 
 @form
@@ -361,7 +353,7 @@ def paged_attention(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> bool:
-    if not _is_float(q) or not (_storable(k_pages, k_scales) and _storable(v_pages, v_scales)):
+    if not _is_float(q) or not (storable(k_pages, k_scales) and storable(v_pages, v_scales)):
         return False
     place = rec.view(q)
     _, heads, size = q.shape
@@ -382,14 +374,14 @@ def paged_attention(
         },
         {"y": rec.view(out[0]), "encoded": None},
         q_token=place.stride // 4,
-        k_strides=_strides(k_pages, k_scales),
-        v_strides=_strides(v_pages, v_scales),
+        k_strides=page_strides(k_pages, k_scales),
+        v_strides=page_strides(v_pages, v_scales),
         frames=k_pages.shape[0],
         page_tokens=k_pages.shape[1],
         heads=heads,
         kv_heads=k_pages.shape[2],
         size=size,
-        values=v_pages.shape[3],
+        values=head_numbers(v_pages),
         window=near,
         mask=mask,
         block=meta.block,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bankfull.ops.native.tape.instruction import Break, Fixed, Instruction, Node, values_in
+from bankfull.ops.reference.rounded_pages import INT4
 
 METERED = {
     "attention": "paged_attention",
@@ -108,7 +109,7 @@ def _stored(node: Instruction) -> int:
     numbers = facts["kv_heads"] * (facts["size"] + facts["values"]) if both else facts["heads"] * facts["size"]
     pages = node.writes["k_pages" if both else "pages"]
     assert isinstance(pages, Fixed)
-    return int(numbers * pages.tensor.element_size())
+    return int(numbers * pages.tensor.element_size()) // (2 if pages.tensor.dtype is INT4 else 1)
 
 
 def _outputs(node: Instruction) -> int:
