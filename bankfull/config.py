@@ -124,10 +124,10 @@ class RunConfig:
     """Dequantize weights at load; takes more memory."""
     quantize: str | None = None
     """Quantize the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "fp8", "q4_k,keep", ...
-    (lossy)."""
+    (lossy), or "llm.int8" (calibrated: `quantize.outliers`)."""
     kv_dtype: str = "auto"
-    """Type of keys and values in the KV cache; auto = the model's, or bfloat16 where activations are quantized. int8 is
-    lossy."""
+    """Type of keys and values in the KV cache; auto = the model's, or bfloat16 where activations are quantized. int8,
+    fp8 and int4 are lossy."""
     activations: str = "auto"
     """Type of activations in matrix products: float (the computation's dtype), bf16 (dense weights become bfloat16,
     too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, without a second

@@ -135,7 +135,7 @@ def _quantization_config(name: str, value: Any) -> Own:
         return {}
     found = [
         own
-        for key, own in (("load_in_8bit", "int8"), ("load_in_4bit", "int4"))
+        for key, own in (("load_in_8bit", "llm.int8"), ("load_in_4bit", "int4"))
         if (value.get(key) if isinstance(value, Mapping) else getattr(value, key, None))
     ]
     if len(found) != 1:
@@ -220,7 +220,7 @@ ENGINE: dict[str, Reading] = {
     "device": _device,
     "device_map": _device_map,
     "n_gpu_layers": _gpu_layers,
-    "load_in_8bit": _rounding("int8"),
+    "load_in_8bit": _rounding("llm.int8"),
     "load_in_4bit": _rounding("int4"),
     "quantization_config": _quantization_config,
     "quantization": _quantization,

@@ -37,6 +37,7 @@ from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
 from bankfull.ops.reference.rounded_pages import ROUNDED
 from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW, TOKEN
+from bankfull.quantize import outliers
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
 from bankfull.runtime.device import Device, available_memory, open_device
@@ -412,12 +413,14 @@ def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
 
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
     """The same model, with its matrices quantized when they are read, on the device that uses them."""
-    wish = parse_quantization(wanted, device.kind)
+    wish = parse_quantization("int8" if wanted == outliers.NAME else wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
             "accuracy twice; leave the option out, or give an unquantized checkpoint."
         )
+    if wanted == outliers.NAME:
+        return replace(files, source=outliers.with_outliers(files, wish, device.torch))
     source = Requantized(files.source, wish.types, wish.tables, device.torch)
     if kept := len(source.kept()):
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
@@ -428,9 +431,8 @@ def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int =
     """The dtypes and providers of a model's build; options that are `auto` are decided here."""
     dtype, activations = choose_arithmetic(files, run, device.kind)
     kit = kit_for(device.kind, run.providers, activations)
-    return Build(
-        files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, activations)
-    )
+    pages = choose_kv_dtype(run.kv_dtype, dtype, activations)
+    return Build(files.source, kit, dtype, device.torch, run.expand, max_len, pages)
 
 
 def choose_arithmetic(files: ModelFiles, run: RunConfig, device: str) -> tuple[torch.dtype, str]:

@@ -17,9 +17,9 @@ from tests.tiny import speaking_folder
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ({"load_in_8bit": True}, {"quantize": "int8"}),
+        ({"load_in_8bit": True}, {"quantize": "llm.int8"}),
         ({"load_in_4bit": True, "load_in_8bit": False}, {"quantize": "int4"}),
-        ({"quantization_config": SimpleNamespace(load_in_8bit=True, load_in_4bit=False)}, {"quantize": "int8"}),
+        ({"quantization_config": SimpleNamespace(load_in_8bit=True, load_in_4bit=False)}, {"quantize": "llm.int8"}),
         ({"quantization_config": {"load_in_4bit": True}}, {"quantize": "int4"}),
         ({"quantization": "fp8"}, {"quantize": "fp8"}),
         ({"device_map": "auto"}, {"device": "auto"}),
@@ -91,7 +91,9 @@ def test_a_model_loaded_by_other_names_is_the_same_model() -> None:
         max_num_seqs=2,
         **small,
     )
-    own = LLM(str(speaking_folder()), quantize="int8", device="cpu", dtype="float32", max_model_len=96, rows=2, **small)
+    own = LLM(
+        str(speaking_folder()), quantize="llm.int8", device="cpu", dtype="float32", max_model_len=96, rows=2, **small
+    )
     assert llm.max_model_len == 96 and llm.loaded.sizes.rows == 2
     said = [
         one.generate("The river", params)[0].outputs[0].token_ids

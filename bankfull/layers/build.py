@@ -16,6 +16,7 @@ from bankfull.ops.registry import BF16, FLOAT, TOKEN, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
+from bankfull.weights.outliers import OutlierSource
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
 
@@ -106,6 +107,11 @@ class Build:
             return self.kit.activations == TOKEN and found.scheme.name in BY_ROW
         operation = linear_bf16 if len(found.shape) == 2 else expert_mlp_bf16
         return self.kit.offers(operation, dtype=self.dtype, weight=found, weights=(found,))
+
+    def outliers(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Columns of the inputs of a matrix that are not rounded, and the matrix's columns there."""
+        found = self.source.outliers(self._full(name)) if isinstance(self.source, OutlierSource) else None
+        return None if found is None else (found[0].to(self.device), found[1].to(self.device))
 
     def _expanded(self, found: QTensor) -> QTensor:
         kind = found.scheme.name.upper()

@@ -13,6 +13,7 @@ from bankfull.layers.build import Build
 from bankfull.ops import (
     Operation,
     Unnormed,
+    activate_mul,
     best_output,
     best_output_bf16,
     best_output_hadamard,
@@ -25,6 +26,7 @@ from bankfull.ops import (
     linear_bf16,
     linear_hadamard,
     linear_int8,
+    linear_outliers,
     linear_w8a8,
     normed_best_output,
     normed_gated_linear,
@@ -32,10 +34,13 @@ from bankfull.ops import (
     normed_linear,
     normed_linear_w8a8,
 )
-from bankfull.ops.reference.linear import GROUP, normed_rows
+from bankfull.ops.reference.linear import GROUP, highest, normed_rows
 from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
 from bankfull.ops.registry import BF16, INT8, INT8_FEW, TOKEN, Function
 from bankfull.weights.qtensor import QTensor
+
+Outliers = tuple[Tensor, Tensor]
+"""Columns of a layer's inputs, and the weight's columns there (out, n)."""
 
 
 class Weight:
@@ -88,17 +93,24 @@ class Linear:
         bias: bool = False,
         weight: QTensor | None = None,
         int8_when_batched: bool = False,
+        outliers: Outliers | None = None,
     ) -> None:
-        """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched."""
+        """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched. `outliers`:
+        the columns of the inputs that are never rounded, and the weight's columns there; of a weight that is read, its
+        source knows them."""
         stored = build.weight("weight", (outer, inner)) if weight is None else weight
+        self.outliers = build.outliers("weight") if weight is None else outliers
         product, best = _operations(build, stored, int8_when_batched)
+        if self.outliers is not None:
+            product = linear_outliers
         self.outer = outer
         self.stored = Weight(build, product, stored)
         self.bias = build.tensor("bias", (outer,)) if bias else None
         self._linear = build.bind(product, weight=stored)
         self._best = build.bind(best, weight=stored)
-        self._normed = Normed(build, stored, normed_linear, normed_linear_w8a8)
-        self._normed_best = build.bind_if_offered(normed_best_output, weight=stored)
+        plain = self.outliers is None
+        self._normed = Normed(build, stored, normed_linear, normed_linear_w8a8) if plain else None
+        self._normed_best = build.bind_if_offered(normed_best_output, weight=stored) if plain else None
         self._normed_best_rows = 0 if self._normed_best is None else normed_rows(stored)
 
     @property
@@ -108,12 +120,13 @@ class Linear:
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if isinstance(x, Unnormed):
+            assert self._normed is not None
             return self._normed.of(len(x.x))(x, self.weight, self.bias)
-        return self._linear(x, self.weight, self.bias)
+        return self._linear(x, self.weight, *(self.outliers or ()), self.bias)
 
     def norms(self, rows: int) -> bool:
         """Whether a call takes this many rows `Unnormed`."""
-        return self._normed.takes(rows)
+        return self._normed is not None and self._normed.takes(rows)
 
     def norms_for_best(self, rows: int) -> bool:
         """Whether `best` takes this many rows `Unnormed`."""
@@ -124,6 +137,8 @@ class Linear:
         if isinstance(x, Unnormed):
             assert self._normed_best is not None
             return self._normed_best(x, self.weight, self.bias)
+        if self.outliers is not None:
+            return highest(self(x))
         return self._best(x, self.weight, self.bias)
 
 
@@ -131,19 +146,30 @@ class GatedLinear:
     """f(gate) * up, from one matrix that holds both."""
 
     def __init__(self, build: Build, whole: Linear, kind: str) -> None:
-        stored = whole.stored.take()
         self.kind, self.bias = kind, whole.bias
+        self._whole: Linear | None = None
+        self._normed: Normed | None = None
+        if whole.outliers is not None:  # no kernel fuses them
+            self._whole, self._multiply = whole, build.bind(activate_mul)
+            return
+        stored = whole.stored.take()
         product = gated_linear_w8a8 if _rounds_per_token(build, stored) else gated_linear
         self.stored = Weight(build, product, stored)
         self._gated = build.bind(product, weight=stored)
         self._normed = Normed(build, stored, normed_gated_linear, normed_gated_linear_w8a8)
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
-        run: Function = self._normed.of(len(x.x)) if isinstance(x, Unnormed) else self._gated
+        if self._whole is not None:
+            product: Tensor = self._multiply(*self._whole(x).chunk(2, -1), self.kind)
+            return product
+        run: Function = self._gated
+        if isinstance(x, Unnormed):
+            assert self._normed is not None
+            run = self._normed.of(len(x.x))
         return run(x, self.stored.ready, self.bias, self.kind)
 
     def norms(self, rows: int) -> bool:
-        return self._normed.takes(rows)
+        return self._normed is not None and self._normed.takes(rows)
 
 
 def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
@@ -155,10 +181,21 @@ def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
     if any(part.bias is not None for part in parts):
         blank = next(part.bias for part in parts if part.bias is not None)
         bias = torch.cat([blank.new_zeros(part.outer) if part.bias is None else part.bias for part in parts])
+    if not _same_columns(parts):
+        return None
+    outliers = None
+    if parts[0].outliers is not None:
+        outliers = parts[0].outliers[0], torch.cat([part.outliers[1] for part in parts if part.outliers is not None])
     weight = QTensor.stacked([part.stored.take() for part in parts])
-    whole = Linear(build, weight.shape[1], weight.shape[0], weight=weight)
+    whole = Linear(build, weight.shape[1], weight.shape[0], weight=weight, outliers=outliers)
     whole.bias = bias
     return whole
+
+
+def _same_columns(parts: Sequence[Linear]) -> bool:
+    """Whether the same columns of the inputs of all layers are outliers."""
+    columns = [None if part.outliers is None else part.outliers[0].tolist() for part in parts]
+    return all(each == columns[0] for each in columns)
 
 
 def _operations(build: Build, weight: QTensor, int8_when_batched: bool) -> tuple[Operation, Operation]:
@@ -197,14 +234,17 @@ def split_linear(
     """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy. `order`: the rows
     of the file in the order in which the layers have them, for files that interleave rows; the rows are copied."""
     whole = build.weight("weight", (sum(outers), inner))
+    held = build.outliers("weight")
     biases = build.tensor("bias", (sum(outers),)) if bias else None
     if order is not None:
         order = order.to(build.device)
         whole, biases = whole.rows(order), None if biases is None else biases[order]
+        held = None if held is None else (held[0], held[1][order])
     parts, first = [], 0
     for outer, batched in zip(outers, int8_when_batched or [False] * len(outers), strict=True):
         own = slice(first, first + outer)
-        part = Linear(build, inner, outer, weight=whole.rows(own), int8_when_batched=batched)
+        outliers = None if held is None else (held[0], held[1][own])
+        part = Linear(build, inner, outer, weight=whole.rows(own), int8_when_batched=batched, outliers=outliers)
         part.bias = None if biases is None else biases[own]
         parts.append(part)
         first += outer

@@ -101,6 +101,15 @@ def linear(draw: Draw, tokens: int) -> Made:
         yield "head", _case(draw, (draw.normal(tokens, s.hidden), head, None), head)
 
 
+def linear_outliers(draw: Draw, tokens: int) -> Made:
+    """Activations may be rounded less than the body does."""
+    s = SIZES
+    weight = weight_of(SCHEMES["int8_row"], s.hidden, s.ffn)
+    columns = torch.tensor([3, 70, 71, s.ffn - 1], device=DEVICE)
+    args = (draw.normal(tokens, s.ffn), weight, columns, draw.normal(s.hidden, 4).to(torch.bfloat16), None)
+    yield "", Case(args, draw.dtype, {"weight": weight}, provided=torch.bfloat16)
+
+
 def best_output(draw: Draw, tokens: int) -> Made:
     for scheme in schemes_for(draw, SIZES.hidden, tokens)[:4]:
         weight = weight_of(scheme, SIZES.vocab, SIZES.hidden)
@@ -538,6 +547,7 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         add_gated,
         expert_mlp,
         linear,
+        linear_outliers,
         best_output,
         gated_linear,
         linear_w8a8,

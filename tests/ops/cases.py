@@ -175,6 +175,17 @@ def linear_int8(make: Maker) -> Case:
     return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
 
 
+def linear_outliers(make: Maker) -> Case:
+    """A kernel may round activations in groups, or not at all."""
+    made = linear_int8(make)
+    x, weight, bias = made.args
+    inner = weight.shape[1]
+    columns = torch.tensor(sorted(make.pick.sample(range(inner), make.size(0, min(4, inner)))), dtype=torch.int64)
+    x[..., columns] *= 20
+    kept = make.normal(weight.shape[0], len(columns), dtype=torch.bfloat16)
+    return replace(made, args=(x, weight, columns, kept, bias), provided=torch.bfloat16)
+
+
 def linear_hadamard(make: Maker) -> Case:
     """Many rows in bfloat16: with few, a kernel may compute `linear_int8`, and any may be rounded to bfloat16 first."""
     scheme = make.scheme()
@@ -568,6 +579,7 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         linear_bf16,
         linear_int8,
         linear_hadamard,
+        linear_outliers,
         best_output,
         best_output_bf16,
         best_output_int8,

@@ -95,6 +95,7 @@ NO_SLOPE = {
     "linear_bf16",
     "linear_int8",
     "linear_hadamard",
+    "linear_outliers",
     "best_output",
     "best_output_bf16",
     "best_output_int8",

@@ -23,6 +23,7 @@ if kernels is not None:
     from bankfull.ops.native import linear as _linear  # noqa: F401
     from bankfull.ops.native import linear_attention as _linear_attention  # noqa: F401
     from bankfull.ops.native import norm as _norm  # noqa: F401
+    from bankfull.ops.native import outliers as _outliers  # noqa: F401
     from bankfull.ops.native import packed as _packed  # noqa: F401
     from bankfull.ops.native import recurrent as _recurrent  # noqa: F401
     from bankfull.ops.native import rope as _rope  # noqa: F401

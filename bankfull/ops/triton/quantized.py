@@ -45,18 +45,18 @@ from bankfull.weights.qtensor import QTensor
 NAME = "triton-q"
 
 
-def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+def accepts_quantized(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
     if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.scheme.name not in LAYOUTS:
         return False
     return len(weight.shape) == 2 and min(weight.shape) > 0
 
 
 def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and _accepts(weight=weight, **facts) and weight.shape[0] % 2 == 0
+    return weight is not None and accepts_quantized(weight=weight, **facts) and weight.shape[0] % 2 == 0
 
 
 def _accepts_normed(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
-    if weight is None or not _accepts(dtype=dtype, weight=weight, **facts):
+    if weight is None or not accepts_quantized(dtype=dtype, weight=weight, **facts):
         return False
     return quantized_persistent.supports(LAYOUTS[weight.scheme.name][0], weight.shape[1], dtype)
 
@@ -97,7 +97,7 @@ def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     return kernel(x, weight, bias)
 
 
-@linear.provider(NAME, on="cuda", accepts=_accepts, prepare=repack)
+@linear.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
 def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     rows, shift = _rows(x, weight, bias)
     return _product(rows, weight, shift).reshape(*x.shape[:-1], weight.shape[0])
@@ -135,7 +135,7 @@ def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None
     return one_row(_unnormed(x), weight, bias, kind)
 
 
-@best_output.provider(NAME, on="cuda", accepts=_accepts, prepare=repack)
+@best_output.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
 def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     rows, shift = _rows(x, weight, bias)
     if len(rows) and _row_kernel(rows, weight) is one_row:

@@ -54,7 +54,7 @@ def multiplies_float8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= HOPPER
 
 
-def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+def accepts_w8a8(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
     if dtype not in (torch.bfloat16, torch.float16) or not isinstance(weight, QTensor):
         return False
     if weight.scheme.name not in SCHEMES or len(weight.shape) != 2:
@@ -65,7 +65,7 @@ def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None,
 
 
 def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and _accepts(weight=weight, **facts) and weight.shape[0] % 32 == 0
+    return weight is not None and accepts_w8a8(weight=weight, **facts) and weight.shape[0] % 32 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ def _keeps(rows: Tensor) -> bool:
     return len(rows) <= 1
 
 
-@linear_w8a8.provider(NAME, on="cuda", accepts=_accepts, prepare=repack)
+@linear_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
 def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if _keeps(rows):
@@ -263,7 +263,7 @@ def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Ten
     return _product(round_rows(rows, weight), weight, bias, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-@normed_linear_w8a8.provider(NAME, on="cuda", accepts=_accepts, prepare=repack)
+@normed_linear_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
 def run_normed_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     return _product(round_rows(x, weight), weight, bias, x.x.dtype)
 
@@ -290,7 +290,7 @@ def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None
     return _gated(round_rows(x, weight), weight, bias, x.x.dtype, kind)
 
 
-@best_output_w8a8.provider(NAME, on="cuda", accepts=_accepts, prepare=repack)
+@best_output_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
 def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if _keeps(rows):
