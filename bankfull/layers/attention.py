@@ -180,7 +180,8 @@ def _norms(q_norm: Norm | None, k_norm: Norm | None) -> HeadNorms | None:
 def _pages(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     """A token's part of a page: its key and value, and their scales if they are rounded."""
     kind = str(dtype).removeprefix("torch.")
-    stored, scales, scale_kind = heads.size, (heads.kv,), "float32"
+    scales: tuple[int, ...] = (heads.kv,)
+    stored, scale_kind = heads.size, "float32"
     if dtype is INT4:
         if heads.size % 8:
             raise ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bankfull.ops.native.attention import PAGES
+from bankfull.ops.native.attention import PAGES, page_strides, storable
 from bankfull.ops.native.latent import strides_of
 from bankfull.ops.native.tape import forms
 from bankfull.ops.native.tape.forms import Outputs, form
@@ -90,7 +90,7 @@ def write_latents(
     pages: Tensor,
     slots: Tensor,
 ) -> bool:
-    if kv.dtype is not torch.float32 or not forms._storable(pages, None):
+    if kv.dtype is not torch.float32 or not storable(pages, None):
         return False
     place = rec.view(kv)
     rec.emit(
@@ -106,7 +106,7 @@ def write_latents(
         x_token=place.stride // 4,
         rank=weight.shape[0],
         half=cos.shape[1],
-        strides=forms._strides(pages, None),
+        strides=page_strides(pages, None),
         frames=pages.shape[0],
         page_tokens=pages.shape[1],
         eps=eps,
