@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -433,7 +434,7 @@ def launch_prefill(
     groups = heads // key_heads
     padded, padded_values = (max(32 if paired else 16, power_of_two(n)) for n in (size, numbers))
     rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
-    if scales is not None:  # the conversion needs registers
+    if scales is not None and values.dtype is not torch.int8:  # these conversions need registers
         block //= 2
     packed = groups if groups <= rows else 1
     tiles = tiles_of(rows // packed)
