@@ -92,8 +92,3 @@ class Canvas:
                 f"The last block ends after {longest} tokens, which need {need} pages of state, but the pool has "
                 f"{state.pages.size}; lower max_tokens, shorten the prompt, or give the pool more memory."
             )
-
-
-def reach(canvas: Canvas | None, seq: Sequence) -> int:
-    """Tokens that must fit when the sequence enters: the known ones, with the masks of a diffusion model."""
-    return len(seq.tokens) if canvas is None else canvas.end(seq)

@@ -17,7 +17,7 @@ from itertools import count
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
-from bankfull.sched.canvas import Canvas, reach
+from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
@@ -47,13 +47,11 @@ class Scheduler:
         `canvas`: set for a diffusion model."""
         self._ahead, self.canvas = ahead, canvas
         self.config = config = config.suited()
-        self.state = state
-        self.policy = policy_of(config)
+        self.state, self.policy = state, policy_of(config)
         self.sealed = False
         """No more requests will come: an incomplete static batch need not wait."""
         self.preemptions = 0
-        self.pace = Pace(config.step_ms / 1e3)
-        self._clock = clock
+        self.pace, self._clock = Pace(config.step_ms / 1e3), clock
         self._waiting = WaitingQueue(self.policy.gate)
         self._running = OrderedSequences()
         self._free_rows = list(range(config.rows - 1, -1, -1))
@@ -63,8 +61,7 @@ class Scheduler:
         self._filling: list[Sequence] = []
         """Sequences of which the newest step computes several tokens."""
         self._tenants = Tenants(self.policy.fair)
-        self._arrivals = count()
-        self._steps = count()
+        self._arrivals, self._steps = count(), count()
         self._company = -COMPANY_STEPS
         """The last step at which there was online work."""
 
@@ -345,7 +342,7 @@ class Scheduler:
 
     def _entitled(self, head: Sequence) -> bool:
         """Whether what its tenant holds and what `head` needs stay within the tenant's share."""
-        need = self.state.frames_for(reach(self.canvas, head), self.config.step_tokens)
+        need = self.state.frames_for(self._reach(head), self.config.step_tokens)
         return self._holdings(self._peers(head)).entitled(head.tenant, need)
 
     def _peers(self, head: Sequence) -> list[Sequence]:
@@ -388,9 +385,13 @@ class Scheduler:
         # Siblings fork before the last prompt token, also where this sequence continues tokens of another engine.
         return self.state.match(seq.chain, seq.tokens, (seq.prompt_len if seq.children else len(seq.tokens)) - 1)
 
+    def _reach(self, seq: Sequence) -> int:
+        """Tokens that must fit when the sequence enters: the known ones, with the masks of a diffusion model."""
+        return len(seq.tokens) if self.canvas is None else self.canvas.end(seq)
+
     def _lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
         # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.
-        return self.state.lack(match, reach(self.canvas, seq), self.config.step_tokens, self.running)
+        return self.state.lack(match, self._reach(seq), self.config.step_tokens, self.running)
 
     def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
         """Give `seq` a row, and describe it to the runner."""
