@@ -44,8 +44,8 @@ QUANTIZE = {
 }
 """Weight types that kernels of a kind of device read as they are stored. Others, such as wide groups on a CPU, become
 one of these at load and would only lose more."""
-ROUNDED_PAGES = ("int8", "int4")
-"""Rounded formats of the KV cache; fp8 takes the bytes of int8 and loses more."""
+ROUNDED_PAGES = {"cpu": ("int8",), "cuda": ("int8", "int4")}
+"""Rounded formats of the KV cache. fp8 takes the bytes of int8 and loses more; on a CPU int4 is slow."""
 ROWS = {"cpu": (8, 32, 64), "cuda": (32, 128, 256)}
 STEP_TOKENS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
 """Step token budgets, which are also the chunk sizes of chunked prefill."""
@@ -245,7 +245,7 @@ def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iter
     for stored in weights:
         yield stored
         if rounds_pages:
-            yield from (replace(stored, kv_dtype=name) for name in ROUNDED_PAGES)
+            yield from (replace(stored, kv_dtype=name) for name in ROUNDED_PAGES[kind])
 
 
 def _fitting(base: Recipe, kind: str) -> Iterator[str]:

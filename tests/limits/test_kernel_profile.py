@@ -76,7 +76,7 @@ def test_a_token_reads_one_row_of_a_table_and_pages_are_not_weights() -> None:
     row = view(128)
     table = Instruction("embedding", {"ids": Input("tokens"), "table": fixed(10_000)}, {"y": row}, {"row_bytes": 34})
     assert traffic_of([replace(table, label="embedding")]) == {"embedding": Traffic(1, 0, 128 + 34, 0)}
-    pages, narrow = fixed(1 << 20), Fixed(torch.empty(1 << 10, dtype=torch.bfloat16))
+    pages, narrow = (Fixed(torch.empty(1 << 10, dtype=dtype)) for dtype in (torch.int8, torch.bfloat16))
     intake = Instruction(
         "intake",
         {"q": row, "k": ValueColumns(row.value, 64), "v": None, "slots": Input("slots0")},
@@ -87,6 +87,8 @@ def test_a_token_reads_one_row_of_a_table_and_pages_are_not_weights() -> None:
     assert traffic_of([intake]) == {"intake": Traffic(1, 0, 2 * 128 + 2 * (8 + 4) * 2, 0)}
     write = Instruction("write", {"rows": row}, {"pages": pages}, {"heads": 2, "size": 8}, "write")
     assert traffic_of([write]) == {"write": Traffic(1, 0, 128 + 16, 0)}
+    in_pairs = replace(write, writes={"pages": fixed(1 << 10)})
+    assert traffic_of([in_pairs]) == {"write": Traffic(1, 0, 128 + 8, 0)}
 
 
 def test_attention_is_the_meters() -> None:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bankfull.ops import OPERATIONS, Cost
 from bankfull.ops.cost import nbytes
 from bankfull.ops.meter import Meter
+from bankfull.ops.reference.rounded_pages import head_numbers, is_rounded
 from bankfull.ops.reference.sight import live_from, visible_pairs
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
@@ -84,8 +85,8 @@ def settled(name: str, made: cases.Case) -> bool:
     if name in ("rms_norm", "add_rms_norm", "layer_norm"):
         return made.args[0].shape[-1] > 2  # one element is its own mean; for two only their order matters
     if name == "paged_attention":
-        if made.facts["pages"] is torch.int8:
-            return False  # integers have no gradient
+        if is_rounded(made.facts["pages"]):
+            return False  # codes have no gradient
         meta, window = made.args[3], made.args[5]  # a query that sees one key ignores the key
         return window != 1 and bool((meta.kv_len > np.diff(meta.q_start)).all())
     return True
@@ -95,7 +96,6 @@ NO_SLOPE = {
     "linear_bf16",
     "linear_int8",
     "linear_hadamard",
-    "linear_outliers",
     "best_output",
     "best_output_bf16",
     "best_output_int8",
@@ -117,6 +117,20 @@ def test_a_rounded_linear_or_argmax_reads_what_a_linear_reads(name: str) -> None
         assert cost.write == nbytes(OPERATIONS[name].body(*made.args))
 
 
+def test_outlier_columns_cost_a_product_of_their_own() -> None:
+    for seed in range(20):
+        x, weight, columns, kept, bias = cases.case("linear_outliers", seed).args
+        cost, plain = (
+            OPERATIONS["linear_outliers"].cost(x, weight, columns, kept, bias),
+            OPERATIONS["linear"].cost(x, weight, bias),
+        )
+        assert cost.flops - plain.flops == 2 * x.numel() // x.shape[-1] * kept.numel()
+        assert cost.read - plain.read == nbytes(columns, kept)
+        assert cost.write == plain.write
+
+
+OUTLIERS = {"linear_outliers"}
+"""It rounds, and has its own test."""
 LATENT = {"head_products", "absorb_queries", "write_latents", "latent_attention", "expanded_attention"}
 GATED_W8A8 = {"gated_linear_w8a8", "normed_linear_w8a8", "normed_gated_linear_w8a8"}
 COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linear", *GATED_W8A8, *LATENT}
@@ -139,7 +153,7 @@ INTEGERS = {"write_pages_int8", "write_pages_fp8", "write_pages_int4", "move_tok
 """They write integers, which have no gradient: see below."""
 
 
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - NO_SLOPE - EXPERTS - COMPOSED - INTEGERS))
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - NO_SLOPE - OUTLIERS - EXPERTS - COMPOSED - INTEGERS))
 def test_declared_bytes_are_the_bytes_touched(name: str) -> None:
     checked = 0
     for seed in range(90):
@@ -215,7 +229,7 @@ def test_attention_of_many_tokens_declares_only_the_visible_part_of_what_the_bod
     for seed in range(40):
         args = cases.case("paged_attention", seed).args
         q, meta, window = args[0], args[3], args[5]
-        width = 2 * q.shape[1] * (q.shape[2] + args[2].shape[-1])
+        width = 2 * q.shape[1] * (q.shape[2] + head_numbers(args[2]))
         rectangle = visible = 0
         for count, length in zip(np.diff(meta.q_start).tolist(), meta.kv_len.tolist(), strict=True):
             begin = live_from(count, length, window) // meta.page_tokens * meta.page_tokens

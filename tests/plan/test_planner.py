@@ -157,6 +157,7 @@ def test_ways_to_store_are_those_that_the_loader_has() -> None:
     wide = {**MODEL, "hidden_size": 256, "intermediate_size": 512}
     assert {stored.quantize for stored in ways_to_store(wide, "cpu", False)} == {None, *QUANTIZE["cpu"]}
     assert {stored.quantize for stored in ways_to_store(wide, "cuda", False)} == {None, *QUANTIZE["cuda"]}
+    assert {stored.kv_dtype for stored in ways_to_store(wide, "cuda", False)} == {"auto", "int8", "int4"}
     assert {stored.kv_dtype for stored in ways_to_store(RECURRENT, "cpu", False)} == {"auto"}
 
 
