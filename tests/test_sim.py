@@ -42,7 +42,8 @@ def test_a_planted_bug_is_found_within_some_hundred_scenarios(plant: Mutant, mon
             simulate(seed)
 
 
-SOME_SEEDS = [range(50), pytest.param(range(50, 3000), marks=pytest.mark.full)]
+SOME_SEEDS = [range(50), range(2148, 2149), pytest.param(range(50, 3000), marks=pytest.mark.full)]
+"""The single one: a tenant's only token went to a sequence that had just been displaced, and nothing was planned."""
 
 
 @pytest.mark.parametrize("seeds", SOME_SEEDS, ids=str)

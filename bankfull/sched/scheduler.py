@@ -209,9 +209,9 @@ class Scheduler:
         return not stalled
 
     def _admit_in_turn(self, shares: dict[str, int], step: Sketch) -> None:
-        """Each tenant gets its share of the budget, and what those before it have left."""
+        """Each tenant gets its share of the budget and what those before it have left, then what all have left."""
         later = sum(shares.values())
-        for tenant, share in shares.items():
+        for tenant, share in (*shares.items(), *((tenant, 0) for tenant in shares)):
             later -= share
             with step.budget_of(step.budget - later):
                 self._admit(step, tenant)
