@@ -45,7 +45,7 @@ WEIGHTS = {
 weights are q4_1: symmetric types round them a second time and lose more than on unquantized weights, types with minima
 nearly keep them. Super-blocks were measured across its rows, which have no multiple of 256 columns; int4 on a GPU with
 groups of 64."""
-KV_CACHE = {"int8": 0.0009}
+KV_CACHE = {"int8": 0.0009, "fp8": 0.0047, "int4": 0.1}
 DTYPES = {"bfloat16": 0.0012}
 Advance = Callable[[str], None]
 
