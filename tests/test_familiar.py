@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,8 @@ def test_an_unknown_option_is_refused_by_name() -> None:
         configure({"depht": 1})
 
 
-def test_a_model_loaded_by_other_names_is_the_same_model() -> None:
+def test_a_model_loaded_by_other_names_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path))  # the calibrated columns are kept there
     small = {"memory": "1MiB", "page_tokens": 4}
     llm = LLM(
         str(speaking_folder()),
