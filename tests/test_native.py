@@ -522,7 +522,7 @@ def test_attention_rejects_invalid_page_tables_and_shapes() -> None:
         replace(rounded, scales=()).attend(0, 4)
     with pytest.raises(ValueError, match="passed scales"):
         replace(sequence, scales=rounded.scales).attend(0, 4)
-    with pytest.raises(ValueError, match="per token and head"):
+    with pytest.raises(ValueError, match="a float32 per token and head"):
         replace(rounded, scales=(rounded.scales[0], rounded.scales[1][..., :1])).attend(0, 4)
     with pytest.raises(ValueError, match="one sink each"):
         replace(rounded, sinks=torch.zeros(5)).attend(0, 4)

@@ -1,9 +1,9 @@
 """The gated delta rule over ragged batches: a program handles one sequence, one head and a block of columns.
 
-Many tokens are taken in chunks. Within a chunk, the corrections u of all tokens solve a triangular system,
-(1 + A) u = beta (v - decay k h), A[i, j] = beta[i] (k[i] k[j]) decay(j -> i) for j < i. A first kernel inverts 1 + A
-for all chunks at once; a second one walks through the chunks of a sequence with matrix products. Tokens whose states
-are kept, and short sequences, are taken one by one.
+In float32, many tokens are taken in chunks (`linear_attention.chunk_for`). Within a chunk, the corrections u of all
+tokens solve a triangular system, (1 + A) u = beta (v - decay k h), A[i, j] = beta[i] (k[i] k[j]) decay(j -> i) for j <
+i. A first kernel inverts 1 + A for all chunks at once; a second one walks through the chunks of a sequence with matrix
+products. Tokens whose states are kept, and short sequences, are taken one by one.
 """
 
 from __future__ import annotations

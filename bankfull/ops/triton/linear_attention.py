@@ -1,9 +1,9 @@
 """Linear attention over ragged batches: a program handles one sequence, one head and a block of the values' columns.
 
-The state stays in registers. Few tokens are taken one by one. Many are taken in chunks, by matrix products: within a
-chunk as attention with decaying weights, across chunks through the state; only the tokens whose states are kept are
-taken one by one. Token counts and kept states are read on the device, so they may change between replays of a captured
-step.
+The state stays in registers. Tokens are taken one by one. In float32, many are taken in chunks, by matrix products
+(`chunk_for`): within a chunk as attention with decaying weights, across chunks through the state; only the tokens whose
+states are kept are taken one by one then. Token counts and kept states are read on the device, so they may change
+between replays of a captured step.
 """
 
 from __future__ import annotations

@@ -76,6 +76,26 @@ def prefetch_l2(places, LINES: tl.constexpr):
         )
 
 
+@triton.jit
+def is_last_split(total, sums, arrived, split, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Store a split's sums, SIZE numbers of a tile, and count it as arrived. Whether it is the last of SPLITS."""
+    tl.store(sums + split * SIZE, total)
+    tl.debug_barrier()
+    return tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+
+
+@triton.jit
+def sum_of_splits(sums, arrived, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """The sums of all splits, added in their order, by the last one."""
+    # Bypass L1: other programs wrote these.
+    whole = tl.load(sums, cache_modifier=".cg")
+    for i in tl.static_range(1, SPLITS):
+        whole += tl.load(sums + i * SIZE, cache_modifier=".cg")
+    # Reset for the next launch, which may be a replay of this one.
+    tl.store(arrived, 0)
+    return whole
+
+
 @triton.jit(do_not_specialize=["rows"])
 def split_tiles_kernel(
     x,
@@ -124,19 +144,11 @@ def split_tiles_kernel(
         tl.store(places, total.to(kind), mask=used[None, :])
     else:
         sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
-        tl.store(sums + split * (OUT * ROWS), total)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            # Bypass L1: other programs wrote these.
-            whole = tl.load(sums, cache_modifier=".cg")
-            for i in tl.static_range(1, SPLITS):
-                whole += tl.load(sums + i * (OUT * ROWS), cache_modifier=".cg")
+        if is_last_split(total, sums, arrivals + tile, split, OUT * ROWS, SPLITS):
+            whole = sum_of_splits(sums, arrivals + tile, OUT * ROWS, SPLITS)
             if BIAS:
                 whole += tl.load(bias + own).to(tl.float32)[:, None]
             tl.store(places, whole.to(kind), mask=used[None, :])
-            # Reset for the next launch, which may be a replay of this one.
-            tl.store(arrivals + tile, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -24,6 +24,7 @@ from bankfull.ops.triton.launch import (
     wait_for_inputs,
 )
 from bankfull.ops.triton.linear import sums_of
+from bankfull.ops.triton.linear_tiles import is_last_split, sum_of_splits
 from bankfull.ops.triton.quantized_layout import Form, WordWeight
 
 PLAIN = tl.constexpr(INTERPRETED)
@@ -122,19 +123,11 @@ def four_bit_tiles_kernel(
         tl.store(places, total.to(dtype), mask=used[None, :])
     else:
         sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
-        tl.store(sums + split * (OUT * ROWS), total)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            # Bypass L1: other programs wrote these.
-            whole = tl.load(sums, cache_modifier=".cg")
-            for i in tl.static_range(1, SPLITS):
-                whole += tl.load(sums + i * (OUT * ROWS), cache_modifier=".cg")
+        if is_last_split(total, sums, arrivals + tile, split, OUT * ROWS, SPLITS):
+            whole = sum_of_splits(sums, arrivals + tile, OUT * ROWS, SPLITS)
             if BIAS:
                 whole += tl.load(bias + own).to(tl.float32)[:, None]
             tl.store(places, whole.to(dtype), mask=used[None, :])
-            # Reset for the next launch, which may be a replay of this one.
-            tl.store(arrivals + tile, 0)
 
 
 def supports(x: Tensor, weight: WordWeight) -> bool:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from bankfull.ops.triton.launch import INTERPRETED, start_next, wait_for_inputs
 from bankfull.ops.triton.linear_rows import gated
+from bankfull.ops.triton.linear_tiles import is_last_split, sum_of_splits
 from bankfull.ops.triton.norm import weighted
 
 ROUND = tl.constexpr(1.5 * 2.0**23)
@@ -145,18 +146,10 @@ def w8a8_tiles_kernel(
         tl.store(places, found.to(y.dtype.element_ty), mask=used[None, :])
     else:
         sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
-        tl.store(sums + split * (OUT * ROWS), total.to(tl.float32))
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            # Bypass L1: other programs wrote these.
-            whole = tl.load(sums, cache_modifier=".cg")
-            for i in tl.static_range(1, SPLITS):
-                whole += tl.load(sums + i * (OUT * ROWS), cache_modifier=".cg")
+        if is_last_split(total.to(tl.float32), sums, arrivals + tile, split, OUT * ROWS, SPLITS):
+            whole = sum_of_splits(sums, arrivals + tile, OUT * ROWS, SPLITS)
             found = scaled(whole, row_scales, output_scales, bias, own, BIAS)
             tl.store(places, found.to(y.dtype.element_ty), mask=used[None, :])
-            # Reset for the next launch, which may be a replay of this one.
-            tl.store(arrivals + tile, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
