@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from bankfull.ops import OPERATIONS, HeadNorms, HeadWeights, Kit, Operation, PagedMeta, RecurrentMeta, Unnormed
+from bankfull.ops import (
+    OPERATIONS,
+    HeadNorms,
+    HeadWeights,
+    Kit,
+    Operation,
+    PagedMeta,
+    RecurrentMeta,
+    RoutingRule,
+    Unnormed,
+)
 from bankfull.ops.registry import Provider
 from bankfull.weights.qtensor import QTensor
 from tests.gpu.place import poison, require_device
@@ -114,5 +124,6 @@ def copied(value: Any, dtype: torch.dtype | None) -> Any:
         return dtype or value
     if isinstance(value, tuple):
         return tuple(copied(part, dtype) for part in value)
-    assert isinstance(value, HeadWeights | QTensor | PagedMeta | RecurrentMeta | float | int | str | None), type(value)
+    known = HeadWeights | QTensor | PagedMeta | RecurrentMeta | RoutingRule | float | int | str | None
+    assert isinstance(value, known), type(value)
     return value

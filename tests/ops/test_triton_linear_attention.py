@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import OPERATIONS
-from bankfull.ops.triton.linear_attention import CHUNK, FEW_TOKENS, chunk_for
+from bankfull.ops.triton.linear_attention import CHUNK, FEW_TOKENS, SMALL_CHUNK, chunk_for
 from tests.ops.cases import moved
 from tests.ops.compare import assert_close
 from tests.ops.test_triton_pointwise import DEVICE, recurrent_meta
@@ -92,11 +92,12 @@ def test_equal_keys_do_not_amplify_rounding(draw: Draw) -> None:
 
 def test_a_step_in_which_every_state_is_kept_takes_tokens_one_by_one() -> None:
     wide, half = torch.float32, torch.bfloat16
-    assert chunk_for(tokens=32 * 9, sequences=32, kept=9, dtype=wide) == 0
-    assert chunk_for(tokens=64, sequences=64, kept=1, dtype=wide) == 0
-    assert chunk_for(tokens=FEW_TOKENS, sequences=1, kept=1, dtype=wide) == 0
-    assert chunk_for(tokens=2048, sequences=64, kept=1, dtype=wide) == CHUNK
-    assert chunk_for(tokens=2048, sequences=64, kept=1, dtype=half) == 0, "matrix units: see chunk_for"
+    assert chunk_for(tokens=32 * 9, sequences=32, kept=9, dtype=half, key=128) == 0
+    assert chunk_for(tokens=64, sequences=64, kept=1, dtype=half, key=128) == 0
+    assert chunk_for(tokens=FEW_TOKENS, sequences=1, kept=1, dtype=half, key=128) == 0
+    assert chunk_for(tokens=2048, sequences=64, kept=1, dtype=half, key=128) == CHUNK
+    assert chunk_for(tokens=2048, sequences=64, kept=1, dtype=half, key=512) == SMALL_CHUNK
+    assert chunk_for(tokens=2048, sequences=64, kept=1, dtype=wide, key=128) == SMALL_CHUNK
 
 
 def test_token_counts_may_change_between_replays(draw: Draw) -> None:

@@ -1,6 +1,6 @@
 """The gated delta rule over ragged batches: a program handles one sequence, one head and a block of columns.
 
-In float32, many tokens are taken in chunks (`linear_attention.chunk_for`). Within a chunk, the corrections u of all
+Many tokens are taken in chunks (`linear_attention.chunk_for`). Within a chunk, the corrections u of all
 tokens solve a triangular system, (1 + A) u = beta (v - decay k h), A[i, j] = beta[i] (k[i] k[j]) decay(j -> i) for j <
 i. A first kernel inverts 1 + A for all chunks at once; a second one walks through the chunks of a sequence with matrix
 products. Tokens whose states are kept, and short sequences, are taken one by one.
@@ -16,7 +16,7 @@ from torch import Tensor
 from bankfull.ops.reference.delta import delta_rule
 from bankfull.ops.reference.ssm import RecurrentMeta
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.linear_attention import chunk_for, columns_for, launch_of
+from bankfull.ops.triton.linear_attention import LAUNCH, chunk_for, columns_for
 from bankfull.ops.triton.pointwise import softplus
 from bankfull.ops.triton.recurrent import on_device
 from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
@@ -226,10 +226,10 @@ def run_delta_rule(
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     inner = max(16, power_of_two(key))
     chunk, precision = (
-        chunk_for(tokens, sequences, meta.write.shape[1], q.dtype),
+        chunk_for(tokens, sequences, meta.write.shape[1], q.dtype, inner),
         "ieee" if q.dtype == torch.float32 else "tf32",
     )
-    block = columns_for(inner, value, sequences * heads, chunk, v.device)
+    block = columns_for(inner, value, sequences * heads, v.device)
     queries, keys, values, gates, betas = (contiguous_rows(part) for part in (q, k, v, a, b))
     starts, kepts = on_device(meta.starts, meta.q_start, v), on_device(meta.kepts, meta.kept, v)
     if not y.numel() or not sequences:
@@ -256,7 +256,7 @@ def run_delta_rule(
             CHUNK=chunk,
             PRECISION=precision,
             KEY=inner,
-            **launch_of(chunk),
+            **LAUNCH,
             **overlapped(v),
         )
     delta_rule_kernel[(triton.cdiv(value, block), heads, sequences)](
@@ -290,7 +290,7 @@ def run_delta_rule(
         PRECISION=precision,
         KEY=inner,
         VALUES=block,
-        **launch_of(chunk),
+        **LAUNCH,
         **overlapped(v),
     )
     return y

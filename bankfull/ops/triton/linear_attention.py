@@ -1,9 +1,9 @@
 """Linear attention over ragged batches: a program handles one sequence, one head and a block of the values' columns.
 
-The state stays in registers. Tokens are taken one by one. In float32, many are taken in chunks, by matrix products
-(`chunk_for`): within a chunk as attention with decaying weights, across chunks through the state; only the tokens whose
-states are kept are taken one by one then. Token counts and kept states are read on the device, so they may change
-between replays of a captured step.
+The state stays in registers. Few tokens are taken one by one, many in chunks (`chunk_for`) by matrix products: within a
+chunk as attention with decaying weights, across chunks through the state; only the tokens whose states are kept are
+taken one by one then. Token counts and kept states are read on the device, so they may change between replays of a
+captured step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two
 from bankfull.ops.triton.recurrent import on_device
 from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
 
-MOST_STATE, MOST_CHUNK_STATE = 8192, 4096
-"""Elements of the state in a program, for tokens one by one and for chunks: more would spill registers."""
+MOST_STATE = 8192
+"""Elements of the state in a program: more would spill registers."""
 FEW_TOKENS = 16
 """Longest sequence whose tokens are taken one by one."""
-CHUNK = 16
-"""Tokens of a chunk in float32, whose products use no matrix units."""
+LAUNCH = {"num_warps": 4, "num_stages": 1}
+CHUNK, SMALL_CHUNK = 32, 16
+"""Tokens of a chunk. On an H200 with Triton 3.6, products with 64 rows and fewer than 64 columns were wrong (an error
+of 0.97, or an illegal access; right in the interpreter), so no chunk has 64 tokens. Small chunks: in float32, whose
+products use no matrix units, and for keys of more than WIDE_KEY elements, whose state takes the registers."""
+WIDE_KEY = 128
 
 
 @triton.jit(do_not_specialize=["write_stride"])
@@ -133,26 +137,20 @@ def linear_attention_kernel(
                 tl.store(normalizer + slot * sums_slot + own_sums, z.to(normalizer.dtype.element_ty), stores)
 
 
-def columns_for(key: int, value: int, programs: int, chunk: int, device: torch.device) -> int:
+def columns_for(key: int, value: int, programs: int, device: torch.device) -> int:
     """Columns of the values in a program: whole lines of memory if `programs` of each block fill the device."""
-    most = max(16, (MOST_CHUNK_STATE if chunk else MOST_STATE) // key)
+    most = max(16, MOST_STATE // key)
     wide = min(64, most, max(16, power_of_two(value)))
     while wide > 16 and triton.cdiv(value, wide) * programs < 2 * multiprocessors(device):
         wide //= 2
     return wide
 
 
-def chunk_for(tokens: int, sequences: int, kept: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk; 0 where tokens are taken one by one: sequences are short, or each token's state is kept, or
-    numbers have 16 bits. With 16 bits, chunks of 64 on matrix units were wrong for heads of 128 elements on an H200
-    (Triton 3.6; right in the interpreter): tests/gpu/test_kernels.py must pass before they return."""
-    short = tokens - sequences < FEW_TOKENS or tokens <= sequences * kept
-    return 0 if short or dtype != torch.float32 else CHUNK
-
-
-def launch_of(chunk: int) -> dict[str, int]:
-    """Chunks need the registers of eight warps, and all of the shared memory for one stage."""
-    return {"num_warps": 8, "num_stages": 1} if chunk else {"num_warps": 4}
+def chunk_for(tokens: int, sequences: int, kept: int, dtype: torch.dtype, key: int) -> int:
+    """Tokens of a chunk; 0 where tokens are taken one by one: sequences are short, or each token's state is kept."""
+    if tokens - sequences < FEW_TOKENS or tokens <= sequences * kept:
+        return 0
+    return SMALL_CHUNK if dtype == torch.float32 or key > WIDE_KEY else CHUNK
 
 
 @linear_attention.provider("triton", on="cuda", accepts=accepts)
@@ -165,8 +163,8 @@ def run_linear_attention(
     (tokens, heads, key), value, sequences = q.shape, v.shape[2], len(meta.q_start) - 1
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     inner = max(16, power_of_two(key))
-    chunk = chunk_for(tokens, sequences, meta.write.shape[1], q.dtype)
-    block = columns_for(inner, value, sequences * heads, chunk, v.device)
+    chunk = chunk_for(tokens, sequences, meta.write.shape[1], q.dtype, inner)
+    block = columns_for(inner, value, sequences * heads, v.device)
     queries, keys, values = (contiguous_rows(part) for part in (q, k, v))
     if y.numel() and sequences:
         linear_attention_kernel[(triton.cdiv(value, block), heads, sequences)](
@@ -194,7 +192,7 @@ def run_linear_attention(
             CHUNK=chunk,
             KEY=inner,
             VALUES=block,
-            **launch_of(chunk),
+            **LAUNCH,
             **overlapped(v),
         )
     return y
