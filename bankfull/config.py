@@ -124,7 +124,7 @@ class RunConfig:
     """Dequantize weights at load; takes more memory."""
     quantize: str | None = None
     """Quantize the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "fp8", "q4_k,keep", ...
-    (lossy), or "llm.int8" (calibrated: `quantize.outliers`)."""
+    (lossy), or "llm.int8" (calibrated: `quantize.outliers`). "2:4" drops the zeros of matrices that were pruned so."""
     kv_dtype: str = "auto"
     """Type of keys and values in the KV cache; auto = the model's, or bfloat16 where activations are quantized. int8,
     fp8 and int4 are lossy."""

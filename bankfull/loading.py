@@ -37,7 +37,7 @@ from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
 from bankfull.ops.reference.rounded_pages import ROUNDED
 from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW, TOKEN
-from bankfull.quantize import outliers
+from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
 from bankfull.runtime.device import Device, available_memory, open_device
@@ -57,7 +57,7 @@ from bankfull.weights.eagle import read_eagle
 from bankfull.weights.locate import locate
 from bankfull.weights.medusa import read_heads
 from bankfull.weights.published.activations import rounds_per_token
-from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_quantization
+from bankfull.weights.requantized import block_types, inner_weights
 from bankfull.weights.source import ModelFiles, open_model
 from bankfull.weights.streams import read_streams
 
@@ -157,8 +157,7 @@ def assemble(
     device = device or open_device(run.device)
     choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
     strategy = strategy or own_strategy(choice, files, run, device) or Plain()
-    if run.quantize is not None:
-        files = rounded(files, run.quantize, device)
+    files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
     if strategy.needs - OFFERED:
         raise ConfigError(
             f"The strategy {type(strategy).__name__} needs {', '.join(sorted(strategy.needs - OFFERED))}, which this "
@@ -334,8 +333,7 @@ def load_draft(
             "choose a draft model with the target's tokenizer."
         )
     device = device or open_device(run.device)
-    if run.quantize is not None:
-        files = rounded(files, run.quantize, device)
+    files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
     build = plan_build(files, run, device)
     model = build_weights(files, build, device)
     if any(isinstance(spec, Recurrent) for states in model.states() for spec in states):
@@ -409,22 +407,6 @@ def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
             f"A step of {sched.step_tokens} tokens does not fit beside the weights: {shown(device.free_memory())} are "
             "free; lower step_tokens or rows."
         ) from error
-
-
-def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
-    """The same model, with its matrices quantized when they are read, on the device that uses them."""
-    wish = parse_quantization("int8" if wanted == outliers.NAME else wanted, device.kind)
-    if found := block_types(files.source):
-        raise ConfigError(
-            f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
-            "accuracy twice; leave the option out, or give an unquantized checkpoint."
-        )
-    if wanted == outliers.NAME:
-        return replace(files, source=outliers.with_outliers(files, wish, device.torch))
-    source = Requantized(files.source, wish.types, wish.tables, device.torch)
-    if kept := len(source.kept()):
-        log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
-    return replace(files, source=source)
 
 
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:

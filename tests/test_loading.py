@@ -18,9 +18,10 @@ from bankfull.config import RunConfig
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.loading import choose_activations, plan_build, rounded
+from bankfull.loading import choose_activations, plan_build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
+from bankfull.quantize.at_load import rounded
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
 from bankfull.runtime.taped import Taped

@@ -106,7 +106,8 @@ class EngineOptions:
         typer.Option(
             help="Quantize the matrices of an unquantized checkpoint at load (lossy): int8, int4, int4:64 (groups of "
             "64 columns; 32 is the default on a CPU, 128 on a GPU), int8:row (one scale per row, the int8 of a GPU), "
-            "fp8 (on a GPU), or a GGUF type such as q4_k,keep. int4,tables quantizes the embeddings and the head, too.",
+            "fp8 (on a GPU), or a GGUF type such as q4_k,keep. int4,tables quantizes the embeddings and the head, too. "
+            "2:4 drops the zeros of a checkpoint that was pruned so (on a GPU; not lossy).",
             show_default=False,
         ),
     ] = None

@@ -180,9 +180,10 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.errors import ConfigError
     from bankfull.limits.quality.evaluate import dequantized
     from bankfull.limits.quality.windows import WINDOW
-    from bankfull.loading import plan_build, refuse_pages_without_use
+    from bankfull.loading import choose_dtype, plan_build, refuse_pages_without_use
     from bankfull.models.registry import build_model
     from bankfull.ops.reference.rounded_pages import pages_name
+    from bankfull.quantize.at_load import suited_sparsity
     from bankfull.runtime.device import open_device
     from bankfull.state.spec import layout_of
     from bankfull.text.load import load_tokenizer
@@ -210,6 +211,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     if options.against is not None:
         _refuse_other_vocabulary(tokenizer, load_tokenizer(reference_files)[0], model, against)
 
+    files = suited_sparsity(files, run, device.kind, choose_dtype(run.dtype, files, device.kind))
     tables, kept = options.tables or (wish is not None and wish.tables), 0
     if wish is not None:
         source = Requantized(files.source, wish.types, tables, device.torch)

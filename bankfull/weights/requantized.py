@@ -173,7 +173,7 @@ def bits_per_weight(source: TensorSource) -> float:
 def block_types(source: TensorSource) -> list[str]:
     """Quantized types of a source's matrices."""
     schemes = {source.scheme(name) for name in source.names() if is_matrix(source, name)}
-    return sorted(scheme.name for scheme in schemes if not scheme.is_dense)
+    return sorted(scheme.name for scheme in schemes if scheme.is_rounded)
 
 
 def inner_weights(source: TensorSource) -> int:
@@ -181,5 +181,5 @@ def inner_weights(source: TensorSource) -> int:
     return sum(
         math.prod(source.shape(name))
         for name in source.names()
-        if is_matrix(source, name) and not is_table(name) and not source.scheme(name).is_dense
+        if is_matrix(source, name) and not is_table(name) and source.scheme(name).is_rounded
     )

@@ -32,10 +32,21 @@ class Scheme:
     block: int  # elements per block; 1 for dense schemes and those with one scale per row
     parts: tuple[Part, ...]
     decode: Decode = field(repr=False, compare=False)
+    density: float = 1.0  # share of the elements that are stored; all others are zero
 
     @property
     def is_dense(self) -> bool:
         return self.block == 1 and not self.is_by_row
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only some elements are stored, as they are: nothing is rounded."""
+        return self.density < 1
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it holds codes in place of the numbers themselves."""
+        return not self.is_dense and not self.is_sparse
 
     @property
     def is_by_row(self) -> bool:

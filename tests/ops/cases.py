@@ -18,8 +18,10 @@ from bankfull.ops.reference.activation import _KINDS as KINDS
 from bankfull.ops.reference.rounded_pages import int4_group, is_rounded
 from bankfull.weights.formats import SCHEMES, fp8_groups, groups, rows
 from bankfull.weights.formats.dense import DTYPES
+from bankfull.weights.formats.two_of_four import PAIRS, packed_halves
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
+from bankfull.weights.sparse_source import KERNEL_COLUMNS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 NAN = float("nan")
@@ -102,8 +104,19 @@ class Maker:
         schemes = list(SCHEMES.values())
         return schemes[self.seed // len(FLOATS) % len(schemes)]
 
+    def columns(self, scheme: Scheme, most: int = 3) -> int:
+        """Of a weight in blocks. Kernels of sparse weights take multiples of 64."""
+        return (KERNEL_COLUMNS if scheme.is_sparse else scheme.block) * self.size(1, most)
+
     def weight(self, scheme: Scheme, outer: int, inner: int) -> QTensor:
         """Random values in a dense scheme; in a block scheme random codes, with scales that keep values near one."""
+        if scheme.is_sparse:
+            parts = scheme.empty((outer, inner))
+            parts["values"].copy_(torch.randn(parts["values"].shape, generator=self.numbers, dtype=torch.float64))
+            pairs = torch.tensor([first | second << 2 for first, second in PAIRS], dtype=torch.uint8)
+            drawn = pairs[torch.randint(len(pairs), (outer, inner // 4), generator=self.numbers)]
+            parts["positions"].copy_(packed_halves(drawn))
+            return QTensor(scheme, parts, (outer, inner))
         if scheme.is_dense:
             data = torch.randn(outer, inner, generator=self.numbers, dtype=torch.float64).to(DTYPES[scheme.name])
             return QTensor(scheme, {"data": data}, (outer, inner))
@@ -158,7 +171,7 @@ _CODED |= {rows.INT8_ROW: 128, rows.FP8: 448, fp8_groups.FP8_G128: 448}
 
 def linear(make: Maker) -> Case:
     scheme = make.scheme()
-    inner = make.size(1, 300) if scheme.block == 1 else scheme.block * make.size(1, 3)
+    inner = make.size(1, 300) if scheme.block == 1 else make.columns(scheme)
     count, outer = make.size(1, 40), make.size(1, 70)
     weight = make.weight(scheme, outer, inner)
     lead = (count,) if make.size(0, 3) else (2, count)
@@ -169,7 +182,7 @@ def linear(make: Maker) -> Case:
 def linear_int8(make: Maker) -> Case:
     """Few rows: with many, a kernel may be more precise than the operation."""
     scheme = make.scheme()
-    inner = 32 * make.size(1, 9) if scheme.block == 1 else scheme.block * make.size(1, 3)
+    inner = 32 * make.size(1, 9) if scheme.block == 1 else make.columns(scheme)
     weight = make.weight(scheme, make.size(1, 70), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
@@ -230,7 +243,7 @@ def best_output_hadamard(make: Maker) -> Case:
 
 def gated_linear(make: Maker) -> Case:
     scheme = make.scheme()
-    inner = scheme.block * make.size(1, 3 if scheme.block > 1 else 70)
+    inner = make.columns(scheme, 3 if scheme.block > 1 else 70)
     weight = make.weight(scheme, 2 * make.size(1, 40), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     x = make.normal(make.size(1, 20), inner)
@@ -265,7 +278,7 @@ def normed_gated_linear(make: Maker) -> Case:
 
 def embedding(make: Maker) -> Case:
     scheme = make.scheme()
-    inner = make.size(1, 90) if scheme.block == 1 else scheme.block * make.size(1, 2)
+    inner = make.size(1, 90) if scheme.block == 1 else make.columns(scheme, 2)
     count = make.size(1, 50)
     table = make.weight(scheme, count, inner)
     scale = make.pick.choice((1.0, 5.5))

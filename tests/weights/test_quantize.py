@@ -118,7 +118,7 @@ def test_every_block_type_of_the_engine_can_be_written(name: str) -> None:
     made = quantize(values.reshape(2, -1, 256), name)
     assert made.shape == (2, len(values) // 2, 256) and made.scheme == SCHEMES[name]
     assert made.nbytes == len(values) * SCHEMES[name].row_bytes(256)
-    assert sorted(TYPES) == sorted(n for n, s in SCHEMES.items() if not s.is_dense)
+    assert sorted(TYPES) == sorted(n for n, s in SCHEMES.items() if s.is_rounded)
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q5_1", "q4_1", "q6_k"])

@@ -13,10 +13,11 @@ from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.limits.meter.metered import MeteredModel, RequestedShapes, dense_scheme, torch_dtype
-from bankfull.loading import choose_arithmetic, choose_kv_dtype
+from bankfull.loading import choose_arithmetic, choose_dtype, choose_kv_dtype
 from bankfull.models.registry import Config, family_of
 from bankfull.ops.meter import Meter
 from bankfull.ops.registry import BF16, FLOAT
+from bankfull.quantize.at_load import is_rounded, suited_sparsity
 from bankfull.state.spec import Paged, layout_of
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.hf_config import normalize_config, read_json
@@ -131,8 +132,9 @@ def _read_config(path: Path) -> Config:
 def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = None) -> Recipe:
     """The recipe that the engine would choose on a kind of device ("cpu", "cuda") with these options."""
     run = run or RunConfig()
-    files = unrounded = model if isinstance(model, ModelFiles) else files_for_config(model)
-    if run.quantize is not None:
+    unrounded = model if isinstance(model, ModelFiles) else files_for_config(model)
+    files = suited_sparsity(unrounded, run, device, choose_dtype(run.dtype, unrounded, device))
+    if run.quantize is not None and is_rounded(run):
         if found := block_types(files.source):
             raise ConfigError(
                 f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={run.quantize[:40]!r} "

@@ -14,10 +14,16 @@ from bankfull.ops.registry import op
 from bankfull.weights.qtensor import QTensor
 
 
+def product_flops(rows: int, weight: QTensor) -> float:
+    """Zeros that are not stored are not multiplied."""
+    out, inner = weight.shape
+    return 2.0 * rows * out * inner * weight.scheme.density
+
+
 def linear_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
     rows = x.numel() // x.shape[-1]
-    out, inner = weight.shape
-    return Cost(2.0 * rows * out * inner, nbytes(x, weight, bias), rows * out * x.element_size())
+    out = weight.shape[0]
+    return Cost(product_flops(rows, weight), nbytes(x, weight, bias), rows * out * x.element_size())
 
 
 def linear_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
@@ -32,8 +38,7 @@ def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
 
 def best_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
     rows = x.numel() // x.shape[-1]
-    out, inner = weight.shape
-    return Cost(2.0 * rows * out * inner, nbytes(x, weight, bias), rows * 8)
+    return Cost(product_flops(rows, weight), nbytes(x, weight, bias), rows * 8)
 
 
 def best_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
@@ -128,8 +133,9 @@ def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> 
 
 def gated_cost(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Cost:
     rows = x.numel() // x.shape[-1]
-    out, inner = weight.shape
-    return Cost(rows * out * (2.0 * inner + 4.5), nbytes(x, weight, bias), rows * out // 2 * x.element_size())
+    out = weight.shape[0]
+    flops = product_flops(rows, weight) + 4.5 * rows * out
+    return Cost(flops, nbytes(x, weight, bias), rows * out // 2 * x.element_size())
 
 
 def gated_shape(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:

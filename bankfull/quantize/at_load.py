@@ -1,0 +1,55 @@
+"""A model's matrices in the schemes in which a device multiplies them: rounded at load, or 2:4 sparse."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from bankfull.config import RunConfig
+from bankfull.errors import ConfigError
+from bankfull.quantize import outliers
+from bankfull.runtime.device import Device
+from bankfull.weights import sparse_source
+from bankfull.weights.requantized import Requantized, block_types, parse_quantization
+from bankfull.weights.source import ModelFiles
+
+log = logging.getLogger("bankfull")
+
+
+def as_multiplied(files: ModelFiles, run: RunConfig, device: Device, dtype: torch.dtype) -> ModelFiles:
+    """The same model; `dtype` is that of the computation."""
+    files = suited_sparsity(files, run, device.kind, dtype)
+    return rounded(files, str(run.quantize), device) if is_rounded(run) else files
+
+
+def is_rounded(run: RunConfig) -> bool:
+    return run.quantize not in (None, sparse_source.WANTED)
+
+
+def suited_sparsity(files: ModelFiles, run: RunConfig, device: str, dtype: torch.dtype) -> ModelFiles:
+    """The model with 2:4 sparse matrices where a kind of device has kernels for them."""
+    if run.quantize == sparse_source.WANTED and (found := block_types(files.source)):
+        raise ConfigError(
+            f"{files.path.name} is quantized ({', '.join(found)}), so that quantize={run.quantize!r} has no use; leave "
+            "it out."
+        )
+    kernels = run.providers == "auto" and not run.expand
+    return sparse_source.served(files, device, dtype, kernels=kernels, wanted=run.quantize)
+
+
+def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
+    """The same model, with its matrices quantized when they are read, on the device that uses them."""
+    wish = parse_quantization("int8" if wanted == outliers.NAME else wanted, device.kind)
+    if found := block_types(files.source):
+        raise ConfigError(
+            f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
+            "accuracy twice; leave the option out, or give an unquantized checkpoint."
+        )
+    if wanted == outliers.NAME:
+        return replace(files, source=outliers.with_outliers(files, wish, device.torch))
+    source = Requantized(files.source, wish.types, wish.tables, device.torch)
+    if kept := len(source.kept()):
+        log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
+    return replace(files, source=source)
