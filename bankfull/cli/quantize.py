@@ -96,7 +96,12 @@ def quantize(
         bool, typer.Option("--tables", help="Quantize embeddings and the head to 8 bits, too; for --format gguf.")
     ] = False,
     form: Annotated[
-        str, typer.Option("--format", help="compressed-tensors (a model directory) or gguf (one file in DIR).")
+        str,
+        typer.Option(
+            "--format",
+            help="compressed-tensors (a model directory), gguf (one file in DIR), or safetensors (wanda and sparsegpt: "
+            "a directory with all zeros).",
+        ),
     ] = "compressed-tensors",
     block: Annotated[
         str | None,
@@ -278,5 +283,5 @@ def _print(saved: SavedModel, recipe: QuantizeRecipe, json: bool) -> None:
         if recipe.method == NEURONS:
             say("bankfull: the matrices have fewer rows and columns, so that a step reads fewer bytes on every device")
         else:
-            say(f"bankfull: {parse_pattern(recipe.sparsity).statement}")
+            say(f"bankfull: {parse_pattern(recipe.sparsity).statement(recipe.drops_zeros)}")
     print(command)

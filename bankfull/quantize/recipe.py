@@ -19,7 +19,9 @@ from bankfull.weights.writing.compressed_tensors import Rounded
 
 BITS = (8, 4, 3, 2)
 ROW = "row"
-FORMATS = ("compressed-tensors", "gguf")
+PLAIN = "safetensors"
+"""The format of pruned models that stores their zeros, so that every engine reads it."""
+FORMATS = ("compressed-tensors", "gguf", PLAIN)
 CLIPS = ("none", "mse")
 GROUPED_ONLY = ("gptq", "awq")
 """Methods that have no form with one scale per row."""
@@ -66,6 +68,11 @@ class QuantizeRecipe:
     """Steps of tuning, for the method that tunes."""
     types: Mapping[str, str] = field(default_factory=dict)
     """Schemes by the names of matrices, once a mixture was chosen."""
+
+    @property
+    def drops_zeros(self) -> bool:
+        """Whether zeros are not stored: in the pattern that a format has a form for."""
+        return self.form == FORMATS[0] and bool(self.sparsity) and parse_pattern(self.sparsity).is_two_of_four
 
     def scheme_for(self, name: str, columns: int) -> str | None:
         """The scheme of a matrix; None if it stays as it is."""
@@ -125,7 +132,12 @@ def parse_recipe(
     if method not in methods:
         raise ConfigError(f"--method {method[:40]!r} is unknown; use one of {', '.join(methods)}.")
     if form not in FORMATS:
-        raise ConfigError(f"--format {form[:40]!r} is unknown; use {' or '.join(FORMATS)}.")
+        raise ConfigError(f"--format {form[:40]!r} is unknown; use {', '.join(FORMATS[:-1])} or {PLAIN}.")
+    if form == PLAIN and method not in PRUNING:
+        raise ConfigError(
+            f"--format {PLAIN} stores weights with their zeros, for --method wanda, sparsegpt and neurons; leave it "
+            f"out with {method}."
+        )
     if clip is not None and clip not in CLIPS:
         raise ConfigError(f"--clip {clip[:40]!r} is unknown; use {' or '.join(CLIPS)}.")
     if clip is not None and method == "gptq":
@@ -139,7 +151,7 @@ def parse_recipe(
         raise ConfigError(f"--steps {steps} is for --method qat, and at least 1; leave it out, or use that method.")
     if method != MIXED and (size is not None or kl is not None):
         raise ConfigError("--size and --kl are budgets of --method mixed; leave them out, or use that method.")
-    if method in (MIXED, QAT, *PRUNING) and (form != FORMATS[0] or symmetric is False or clip or activations or tables):
+    if method in (MIXED, QAT, *PRUNING) and (form == "gguf" or symmetric is False or clip or activations or tables):
         raise ConfigError(
             f"--method {method} writes a model directory with symmetric weights and float activations; leave --format, "
             "--asymmetric, --clip, --activations and --tables out."
@@ -149,7 +161,7 @@ def parse_recipe(
             raise ConfigError(f"--sparsity {sparsity} is no share of neurons; give for example 25%.")
         if bits is not None or group is not None:
             raise ConfigError(f"--method {method} keeps the width of weights; leave --bits and --group out.")
-        return QuantizeRecipe(method, calibration=calibration, sparsity=sparsity)
+        return QuantizeRecipe(method, calibration=calibration, sparsity=sparsity, form=form)
     if method == MIXED:
         return _mixed(bits, size, kl, group, calibration)
     if method == QAT:

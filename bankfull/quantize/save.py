@@ -29,14 +29,16 @@ from bankfull.quantize.table import make_method
 from bankfull.quantize.walk import WalkOptions, walk
 from bankfull.weights.fetch import Report
 from bankfull.weights.fingerprint import weights_fingerprint
-from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats import SCHEMES, two_of_four
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.requantized import block_types, is_inner_matrix, is_matrix, is_table
 from bankfull.weights.source import ModelFiles
-from bankfull.weights.writing.compressed_tensors import CompressedTensors, TargetTensor
+from bankfull.weights.sparse_source import compressed
+from bankfull.weights.writing.compressed_tensors import CompressedTensors
 from bankfull.weights.writing.gguf import GgufFile
 from bankfull.weights.writing.output import OutputFolder, PlannedFile, output_folder, refuse_existing
+from bankfull.weights.writing.target import TargetTensor
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 EXPANDED = torch.float16
@@ -102,8 +104,10 @@ def save_quantized(
     if recipe.activations == "fp8-static":
         targets += [TargetTensor(scale_name(name), (1,), BY_DTYPE[torch.float32]) for name in meant]
     unfit = [t.name for t in targets if t.name in set(meant) and t.scheme.name != _wanted(recipe, t)]
-    # Pruning keeps every scheme, and a mixture may choose to.
+    # Pruning keeps the numbers, and a mixture may choose to keep a scheme.
     kept = [] if recipe.sparsity else [name for name in unfit if name not in recipe.types]
+    if recipe.drops_zeros:
+        kept = [t.name for t in targets if t.name in set(meant) and not t.scheme.is_sparse]
     form = _form(files, recipe, targets)
     form.refuse()
     planned = form.planned()
@@ -185,9 +189,11 @@ def produced(
 
 
 def as_meant(tensor: QTensor, target: TargetTensor) -> QTensor:
-    """Embeddings and heads are rounded to nearest, whatever the method."""
+    """Embeddings and heads are rounded to nearest, whatever the method. Pruned matrices lose their zeros."""
     if target.scheme.is_dense or target.scheme == tensor.scheme:
         return tensor
+    if target.scheme.is_sparse:
+        return compressed(tensor, target.scheme.parts[0].dtype, target.name)
     assert is_table(target.name), (target.name, tensor.scheme.name, target.scheme.name)
     return rounded(tensor.dequantize(), target.scheme.name)
 
@@ -207,9 +213,13 @@ def _target(files: ModelFiles, recipe: QuantizeRecipe, name: str) -> TargetTenso
         scheme = recipe.table_scheme_of(own.shape[-1])
     if scheme is not None:
         return TargetTensor(name, own.shape, SCHEMES[scheme])
-    if own.scheme.is_dense or recipe.form == "gguf":
+    if not own.scheme.is_dense and recipe.form != "gguf":
+        dense = EXPANDED if own.scheme.is_rounded else own.scheme.parts[0].dtype
+        own = TargetTensor(name, own.shape, BY_DTYPE[dense])
+    sparse = two_of_four.BY_DTYPE.get(own.scheme.parts[0].dtype)
+    if not recipe.drops_zeros or sparse is None or not is_inner_matrix(files.source, name):
         return own
-    return TargetTensor(name, own.shape, BY_DTYPE[EXPANDED])
+    return own if own.shape[-1] % sparse.block else TargetTensor(name, own.shape, sparse)
 
 
 def _source_target(files: ModelFiles, name: str) -> TargetTensor:

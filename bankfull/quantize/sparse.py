@@ -3,8 +3,8 @@
 Wanda drops the weights with the smallest |weight| times norm of their input, row by row. SparseGPT drops the weights
 whose loss costs least by the Hessian, and lets the weights that remain make up for it, column by column as in GPTQ.
 
-Zeros inside a matrix save no bytes and no time here: every format stores them, and no kernel skips them. `neurons`
-removes whole rows and columns instead, and that does.
+Two zeros of each four weights (2:4) need not be stored (`weights.formats.two_of_four`). Other zeros save no bytes and
+no time: every format stores them, and no kernel skips them. `neurons` removes whole rows and columns instead.
 """
 
 from __future__ import annotations
@@ -43,15 +43,26 @@ class SparsityPattern:
         return round(self.share * self.group)
 
     @property
-    def statement(self) -> str:
-        """What the pattern saves."""
-        if self.group == 4 and self.dropped == 2:
-            kernel = "a GPU's sparse matrix units could use the pattern, which no kernel here does yet"
-        else:
-            kernel = "no kernel skips them"
+    def is_two_of_four(self) -> bool:
+        return self.group == 4 and self.dropped == 2
+
+    def statement(self, drops_zeros: bool) -> str:
+        """What the pattern saves. `drops_zeros`: the files do not hold them."""
+        zeros = f"{self.share:.0%} of the weights are zero"
+        if drops_zeros:
+            return (
+                f"{zeros} and are not stored. A GPU multiplies the matrices as they are; on a CPU they get their zeros "
+                "back. Others read these files with compressed-tensors before 0.15 only (vLLM before 0.19.1; newer "
+                "transformers puts random weights in their place): --format safetensors stores zeros, for every engine."
+            )
+        if self.is_two_of_four:
+            return (
+                f"{zeros}, and the files are as large as before, for every engine. --quantize 2:4 drops the zeros at "
+                "load, for a GPU."
+            )
         return (
-            f"{self.share:.0%} of the weights are zero. The file is as large as before and runs as fast: zeros are "
-            f"stored, and {kernel}. Pruned blocks of neurons save bytes and time."
+            f"{zeros}. The file is as large as before and runs as fast: zeros are stored, and no kernel skips them. "
+            "Pruned blocks of neurons save bytes and time, and so does 2:4."
         )
 
 

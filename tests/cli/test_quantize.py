@@ -43,10 +43,11 @@ def test_json_has_every_number(cli: Cli, tmp_path: Path) -> None:
         ("awq", "--group", 32, "--ablate", "0.02:weights"),
         ("mixed", "--bits", 5.5),
         ("sparsegpt", "--sparsity", "2:4"),
+        ("wanda", "--sparsity", "2:4", "--format", "safetensors"),
         ("wanda", "--sparsity", "50%"),
         ("qat", "--bits", 2, "--group", 32, "--steps", 1),
     ],
-    ids=["gptq", "awq", "smoothquant", "fp8", "ablate", "mixed", "sparsegpt", "wanda", "qat"],
+    ids=["gptq", "awq", "smoothquant", "fp8", "ablate", "mixed", "sparsegpt", "wanda-zeros", "wanda", "qat"],
 )
 def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(CORPUS)
@@ -54,7 +55,7 @@ def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli,
     made = cli("quantize", folder, "--method", *arguments, "--calibration", tmp_path / "text.txt", "-o", tmp_path / "q")
     assert made.code == 0, made.err
     config = json.loads((tmp_path / "q" / "config.json").read_text())
-    assert ("quantization_config" in config) != bool({"--ablate", "--sparsity"} & set(arguments))
+    assert ("quantization_config" in config) != bool({"--ablate", "50%", "safetensors"} & set(arguments))
     assert config["made_with"]["method"] == arguments[0]
     assert cli("run", "the river", "--model", tmp_path / "q", "--max-tokens", 2).code == 0
     assert sorted(item.name for item in tmp_path.iterdir()) == ["m", "q", "text.txt"]
@@ -128,7 +129,11 @@ def test_an_interrupted_calibration_keeps_its_layers(cli: Cli, tmp_path: Path, m
         (("-o", "x", "--group", 48), "--group '48' is not offered; use 32, 64, 128 or row"),
         (("-o", "x", "--group", "row"), "--group row is for 8 bits; with --bits 4 use 32, 64 or 128"),
         (("-o", "x", "--method", "magic"), "--method 'magic' is unknown; use one of rtn, awq, gptq, fp8, smoothquant"),
-        (("-o", "x", "--format", "onnx"), "--format 'onnx' is unknown; use compressed-tensors or gguf"),
+        (("-o", "x", "--format", "onnx"), "--format 'onnx' is unknown; use compressed-tensors, gguf or safetensors"),
+        (
+            ("-o", "x", "--format", "safetensors"),
+            "--format safetensors stores weights with their zeros, for --method wanda",
+        ),
         (("-o", "x", "--clip", "hard"), "--clip 'hard' is unknown"),
         (("-o", "x", "--method", "gptq", "--clip", "mse"), "--clip has no use with --method gptq"),
         (("-o", "x", "--method", "fp8", "--bits", 4), "--method fp8 makes 8-bit weights"),

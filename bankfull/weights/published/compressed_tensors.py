@@ -7,6 +7,7 @@
 | `weight` (F8_E4M3), `weight_scale` | float-quantized, naive-quantized, mxfp8-quantized |
 | `weight_packed` (U8), `weight_scale` (F8_E4M3), `weight_global_scale` | nvfp4-pack-quantized |
 | `weight_packed` (U8), `weight_scale` (U8) | mxfp4-pack-quantized |
+| `compressed`, `bitmask`, `shape`, maybe `weight_scale` | sparse-24-bitmask (`masked`), alone or around 8-bit codes |
 
 The tensors themselves tell bits, groups and zero points, so that neither targets nor the ignore list are needed: a
 module that is ignored has a plain `weight`. Scales of activations are ignored: activations are rounded, if at all, by
@@ -25,6 +26,7 @@ from bankfull.errors import ModelError
 from bankfull.weights.published.bits import WORD, unpack_whole, unpack_words
 from bankfull.weights.published.floats import CODES, float_matrix
 from bankfull.weights.published.integers import READ_BITS, IntegerMatrix
+from bankfull.weights.published.masked import DENSE, FORMAT, UnmaskedCodes, masked_modules, sparse_matrix
 from bankfull.weights.published.matrix import (
     MOST_COLUMNS,
     Matrix,
@@ -49,7 +51,7 @@ FORMATS = (
     "mxfp4-pack-quantized",
     "mxfp8-quantized",
     "mixed-precision",
-    "dense",
+    DENSE,
 )
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 _ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
@@ -57,7 +59,7 @@ _FLOATS = ("F16", "BF16", "F32")
 
 
 def read_compressed(files: StoredTensors, config: Mapping[str, Any]) -> Published:
-    chosen = str(config.get("format") or "dense")
+    chosen = str(config.get("format") or DENSE)
     if chosen not in FORMATS:
         raise ModelError(
             f"The checkpoint is in the compressed-tensors format '{chosen[:80]}', which is not read: use one of "
@@ -72,6 +74,10 @@ def read_compressed(files: StoredTensors, config: Mapping[str, Any]) -> Publishe
     widths = {_group(one.get("group_size")) for one in weights}
     block = blocks.pop() if len(blocks) == 1 else None
     made = Published(f"{METHOD}, {chosen}" + (f", {' and '.join(map(str, bits))} bits" if bits else ""))
+    sparse = {module: sparse_matrix(files, module) for module in masked_modules(files, config)}
+    if sparse:
+        made.about = f"{METHOD}, {FORMAT}" if chosen == DENSE else f"{made.about}, {FORMAT}"
+    files = unmasked = UnmaskedCodes(files, sparse)
     for name in files.names():
         module, _, last = name.rpartition(".")
         if last == "weight_packed" and files.dtype_of(name) == "I32":
@@ -82,6 +88,9 @@ def read_compressed(files: StoredTensors, config: Mapping[str, Any]) -> Publishe
             made.matrices[name] = _integers(files, module)
         elif last == "weight" and files.dtype_of(name) == CODES:
             made.matrices[name] = float_matrix(files, name, _scale(files, module), block)
+    made.matrices = dict(unmasked.owned(made.matrices))
+    plain = {f"{module}.weight": matrix for module, matrix in sparse.items()}
+    made.matrices |= {name: matrix for name, matrix in plain.items() if name not in unmasked.matrices}
     modules = [name.removesuffix("weight") for name in made.matrices]
     made.ignored = frozenset(name for module in modules for part in _ACTIVATIONS if files.has(name := module + part))
     return made

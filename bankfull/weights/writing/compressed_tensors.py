@@ -7,6 +7,7 @@
 | int8 by row | int-quantized | weight, weight_scale; products round activations per token |
 | int8 by row, float activations | pack-quantized | as int8 in groups |
 | fp8 by row | float-quantized | weight, weight_scale; likewise, or with a static scale |
+| 2:4 sparse floats | sparse-24-bitmask | compressed, bitmask, shape |
 
 Static activations have one scale per matrix, a tensor `input_scale` beside it. All other tensors keep their dtype.
 Scales of groups are float16, those of rows float32: as they are in memory. Stacked experts are written one by one
@@ -33,12 +34,15 @@ from bankfull.weights.conv1d import is_stored_transposed
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.hf_config import read_json
+from bankfull.weights.published.compressed_tensors import METHOD
 from bankfull.weights.published.opening import KEYS
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.source import ModelFiles
+from bankfull.weights.writing.masked import masked, masked_parts, sparsity_config
 from bankfull.weights.writing.output import OutputFolder, PlannedFile
 from bankfull.weights.writing.packing import pack, packed_codes, words
 from bankfull.weights.writing.shards import StoredPart, index_of, planned_shards
+from bankfull.weights.writing.target import TargetTensor, module_of
 
 GROUPED = re.compile(r"(?P<zeros>u?)int(?P<bits>[2348])_g(?P<group>\d+)")
 COPIED = (
@@ -59,15 +63,6 @@ COPIED = (
 EXPERTS = ".experts."
 Rounded = Literal["", "int8", "fp8", "fp8-static"]
 """How activations are rounded in products with the matrices: not at all, per token, or with a scale of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class TargetTensor:
-    """A tensor of the model as it will be stored."""
-
-    name: str
-    shape: tuple[int, ...]
-    scheme: Scheme
 
 
 def experts_of(target: TargetTensor) -> list[TargetTensor]:
@@ -98,7 +93,7 @@ class CompressedTensors:
                     "one, so that compressed-tensors has no form for them; choose another model."
                 )
         for target in self.targets:
-            known = target.scheme.is_dense or target.scheme.name in (INT8_ROW, FP8)
+            known = not target.scheme.is_rounded or target.scheme.name in (INT8_ROW, FP8)
             if not known and GROUPED.fullmatch(target.scheme.name) is None:
                 raise ConfigError(
                     f"compressed-tensors has no form for {target.scheme.name} ({target.name}); use --format gguf."
@@ -116,6 +111,8 @@ class CompressedTensors:
             return [part for one in experts_of(target) for part in self.parts(one)]
         rows, columns = target.shape
         stem = target.name
+        if target.scheme.is_sparse:
+            return masked_parts(target)
         if self._is_plain(target):
             return [
                 StoredPart(stem, target.scheme.parts[0].dtype, target.shape),
@@ -151,6 +148,8 @@ class CompressedTensors:
                 parts = {name: part[expert] for name, part in tensor.parts.items()}
                 made |= self.encoded(one, QTensor(tensor.scheme, parts, one.shape))
             return made
+        if target.scheme.is_sparse:
+            return masked(target, tensor)
         scales = tensor.parts["scales"]
         if self._is_plain(target):
             return {stem: tensor.parts["codes"], f"{stem}_scale": scales}
@@ -192,13 +191,18 @@ class CompressedTensors:
         else:
             config = {k: v for k, v in read_json(self.files.path / "config.json").items() if k not in KEYS}
         about = {"made_with": dict(self.about)} if self.about else {}
-        quantized = any(not target.scheme.is_dense for target in self.targets)
-        return (
-            config
-            | dict(self.changes)
-            | about
-            | ({"quantization_config": self.quantization_config()} if quantized else {})
-        )
+        stored: dict[str, Any] = {}
+        if any(target.scheme.is_sparse for target in self.targets):
+            stored = {"quantization_config": sparsity_config(self.targets, self.kept())}
+        elif any(target.scheme.is_rounded for target in self.targets):
+            stored = {"quantization_config": self.quantization_config()}
+        return config | dict(self.changes) | about | stored
+
+    def kept(self) -> list[str]:
+        """Modules of matrices that are stored as they are."""
+        kept = [t.name for t in self.targets if t.scheme.is_dense and len(t.shape) == 2 and t.name.endswith(".weight")]
+        ignored = [module_of(name) for name in kept if "embed_tokens" not in name]
+        return list(dict.fromkeys([*ignored, "lm_head"]))
 
     def quantization_config(self) -> dict[str, Any]:
         by_scheme: dict[str, list[str]] = {}
@@ -213,14 +217,12 @@ class CompressedTensors:
             for number, (name, modules) in enumerate(by_scheme.items())
         }
         formats = {group["format"] for group in groups.values()}
-        kept = [t.name for t in self.targets if t.scheme.is_dense and len(t.shape) == 2 and t.name.endswith(".weight")]
-        ignored = [module_of(name) for name in kept if "embed_tokens" not in name]
         return {
-            "quant_method": "compressed-tensors",
+            "quant_method": METHOD,
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": list(dict.fromkeys([*ignored, "lm_head"])),
+            "ignore": self.kept(),
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
@@ -263,10 +265,6 @@ def _activations(kind: str) -> dict[str, Any]:
     if kind == "fp8-static":
         return _args(8, number, "tensor")
     return _args(8, number, "token", dynamic=True)
-
-
-def module_of(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def dense_dtype(targets: Sequence[TargetTensor]) -> str:

@@ -25,11 +25,11 @@ from bankfull.weights.gguf_names import gguf_name, interleaved_rows
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
 from bankfull.weights.source import ModelFiles
-from bankfull.weights.writing.compressed_tensors import TargetTensor
 from bankfull.weights.writing.gguf_fields import architecture_fields, refuse_inexpressible, scaling_fields
 from bankfull.weights.writing.gguf_header import StoredTensor, planned_gguf
 from bankfull.weights.writing.gguf_text import text_fields
 from bankfull.weights.writing.output import OutputFolder, PlannedFile
+from bankfull.weights.writing.target import TargetTensor
 
 BLOCK = 32
 

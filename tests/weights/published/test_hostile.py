@@ -78,6 +78,22 @@ def mxfp4() -> tuple[Tensors, dict[str, Any]]:
     return tensors, compressed("mxfp4-pack-quantized", 4)
 
 
+def sparse() -> tuple[Tensors, dict[str, Any]]:
+    tensors = {
+        "a.compressed": torch.ones(3, 8).to(torch.bfloat16),
+        "a.bitmask": torch.full((3, 2), 0x35, dtype=torch.uint8),
+        "a.shape": torch.tensor([[3], [16]]),
+    }
+    said = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
+    return tensors, {"quant_method": "compressed-tensors", "sparsity_config": said}
+
+
+def sparse_int8() -> tuple[Tensors, dict[str, Any]]:
+    tensors, config = sparse()
+    tensors["a.compressed"] = tensors["a.compressed"].to(torch.int8)
+    return tensors | {"a.weight_scale": torch.ones(3, 1)}, config | compressed("int-quantized", 8)
+
+
 def put(name: str, value: torch.Tensor) -> Change:
     return lambda tensors, config: tensors.update({f"a.{name}": value})
 
@@ -200,6 +216,22 @@ DAMAGED: list[tuple[Callable[[], tuple[Tensors, dict[str, Any]]], Change, str]] 
     (nvfp4, cut("weight_scale"), "a.weight_scale has shape"),
     (mxfp4, cut("weight_scale"), "a.weight_scale has shape"),
     (mxfp4, cut("weight_packed"), "blocks of 32 do not divide"),
+    (sparse, spoil("bitmask", 0x37), "a.bitmask does not keep two of each four columns"),
+    (sparse, spoil("bitmask", 0x31), "a.bitmask does not keep two of each four columns"),
+    (sparse, spoil("bitmask", 0xF0), "a.bitmask does not keep two of each four columns"),
+    (sparse, cut("bitmask"), "a.bitmask has shape"),
+    (sparse, put("bitmask", torch.zeros(3, 2)), "stored as F32 instead of U8"),
+    (sparse, put("shape", torch.tensor([3, HUGE])), "it is damaged"),
+    (sparse, put("shape", torch.tensor([4, 16])), "it is damaged"),
+    (sparse, put("shape", torch.tensor([3, 16, 1])), "a.shape has shape"),
+    (sparse, both(cut("compressed"), put("shape", torch.tensor([3, 14]))), "two of each four columns: it is damaged"),
+    (sparse, put("compressed", torch.ones(3, 8, dtype=torch.int32)), "stored as I32"),
+    (sparse, drop("compressed"), "lacks the tensor a.compressed"),
+    (sparse, drop("shape"), "lacks the tensor a.shape"),
+    (sparse, say(sparsity_config={"format": "sparse-bitmask"}), "'sparse-bitmask', which is not read"),
+    (sparse_int8, spoil("bitmask", 0x37), "a.bitmask does not keep two of each four columns"),
+    (sparse_int8, drop("weight_scale"), "lacks the tensor a.weight_scale"),
+    (sparse_int8, put("weight_scale", torch.ones(2, 1)), "a.weight_scale has shape"),
 ]
 
 
@@ -216,7 +248,7 @@ def test_damage_is_told_in_one_sentence(
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
 
 
-FORMATS = [gptq, awq, packed, int8, fp8, nf4, hqq, nvfp4, mxfp4]
+FORMATS = [gptq, awq, packed, int8, fp8, nf4, hqq, nvfp4, mxfp4, sparse, sparse_int8]
 
 
 @examples(60, deadline=None)

@@ -1,0 +1,18 @@
+"""A tensor of a model as it will be stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bankfull.weights.qtensor import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTensor:
+    name: str
+    shape: tuple[int, ...]
+    scheme: Scheme
+
+
+def module_of(name: str) -> str:
+    return name.removesuffix(".weight")
