@@ -22,6 +22,8 @@ FEW_SEEDS, FEWER_SEEDS = range(16), range(8)
 """Enough for the kernels of operations without a weight; includes float64, which they reject."""
 EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(SCHEMES))]
 """Once per scheme, alternating float32 and bfloat16."""
+SPARSE = [len(cases.FLOATS) * list(SCHEMES).index("bf16_2of4") + 1 + other * len(SEEDS) for other in range(8)]
+"""Sparse weights in bfloat16, in several shapes: the provider for them accepts no other of these dtypes and schemes."""
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
 THERE = {"cpu": "cpu", "cuda": "cuda" if torch.cuda.is_available() else "cpu"}
 """Device of a provider's inputs: without a GPU, its kernels are interpreted on the host."""
@@ -51,6 +53,8 @@ def seeds_for(operation: Operation, provider: Provider) -> Iterator[Any]:
     name = f"{operation.name}-{provider.name}"
     if provider.on != "cuda":
         yield pytest.param(operation, provider, SEEDS, id=name)
+    elif provider.name == "triton-24":
+        yield pytest.param(operation, provider, SPARSE, id=name)
     else:
         every, first = (SEEDS, EACH_SCHEME) if takes_every_scheme(operation) else (FEW_SEEDS, FEWER_SEEDS)
         rest = sorted(set(every) - set(first))

@@ -18,6 +18,8 @@ from bankfull.ops.cost import Cost
 Function = Callable[..., Any]
 BODY = "torch"
 FLOAT, BF16, INT8, INT8_FEW, TOKEN = "float", "bf16", "int8", "int8-few", "token"
+PREFERRED = ("native", "triton", "triton-q", "triton-24")
+"""Names of providers, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,7 @@ class CallRecorder(Protocol):
 class Kit:
     """The providers for one device, in order of preference; the torch body is the last resort."""
 
-    def __init__(
-        self, device: str = "cpu", prefer: Sequence[str] = ("native", "triton", "triton-q"), activations: str = FLOAT
-    ) -> None:
+    def __init__(self, device: str = "cpu", prefer: Sequence[str] = PREFERRED, activations: str = FLOAT) -> None:
         self.device = device
         self.prefer = tuple(prefer)
         self.activations = activations
@@ -150,4 +150,4 @@ def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> K
         )
     if device == "cuda" and providers != BODY:
         from bankfull.ops import triton  # noqa: F401  (registers its providers; only a GPU needs the import)
-    return Kit(device, () if providers == BODY else ("native", "triton", "triton-q"), activations)
+    return Kit(device, () if providers == BODY else PREFERRED, activations)

@@ -18,9 +18,12 @@ from bankfull.ops.reference.attention import TREE_TOKENS
 from bankfull.runtime.trees import paths_of
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
+from bankfull.weights.formats.two_of_four import BY_DTYPE as SPARSE
+from bankfull.weights.formats.two_of_four import FOUR
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import TYPES, quantize
 from bankfull.weights.scheme import Scheme
+from bankfull.weights.sparse_source import compressed, fits_kernels
 from tests.gpu.place import CUDA, DEVICE
 from tests.ops.cases import Case
 
@@ -71,6 +74,10 @@ class Draw:
 def weight_of(scheme: Scheme, outer: int, inner: int) -> QTensor:
     """As a layer has it: outputs about as large as inputs. Kept for a while: to quantize a large one takes long."""
     numbers = torch.randn(outer, inner, device=DEVICE) * inner**-0.5
+    if scheme.is_sparse:
+        fours = numbers.unflatten(-1, (-1, FOUR))
+        numbers = fours.scatter(-1, fours.abs().argsort(-1)[..., :2], 0).flatten(-2)
+        return compressed(QTensor.dense(numbers), scheme.parts[0].dtype, "a weight")
     return QTensor.dense(numbers.to(DTYPES[scheme.name])) if scheme.is_dense else quantize(numbers, scheme.name)
 
 
@@ -79,13 +86,15 @@ Made = Iterator[tuple[str, Case]]
 
 
 def schemes_for(draw: Draw, inner: int, tokens: int) -> list[Scheme]:
-    """The computation's own dtype, and every quantized one that can be made for so many columns. Each combination is
-    compiled anew: what is rare (quantized weights without bfloat16, other formats) is tried with few token counts."""
+    """The computation's own dtype, sparse in it, and every quantized one that can be made for so many columns. Each
+    combination is compiled anew: what is rare (quantized weights without bfloat16, other formats) is tried with few
+    token counts."""
+    floats = [BY_DTYPE[draw.dtype], *([SPARSE[draw.dtype]] if fits_kernels((1, inner), draw.dtype) else [])]
     if draw.dtype is torch.float16 or (draw.dtype is torch.float32 and tokens not in RARE):
-        return [BY_DTYPE[draw.dtype]]
+        return floats
     names = [name for name in TYPES if name in COMMON or (tokens in RARE and draw.dtype is torch.bfloat16)]
     fitting = [SCHEMES[name] for name in names if inner % SCHEMES[name].block == 0]
-    return [BY_DTYPE[draw.dtype], *fitting]
+    return [*floats, *fitting]
 
 
 def linear(draw: Draw, tokens: int) -> Made:

@@ -34,6 +34,7 @@ from bankfull.synthetic.random_weights import RandomWeights, random_model
 from bankfull.synthetic.shapes import shape_config
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.requantized import is_inner_matrix
 from tests.ops import cases
 from tests.ops.compiled import Launch
 
@@ -73,6 +74,17 @@ class _Shapes(RandomWeights):
         return QTensor.dense(torch.empty(self.shape(name), dtype=DTYPE, device=META))
 
 
+class _SparseShapes(_Shapes):
+    """Inner matrices are 2:4 sparse."""
+
+    def get(self, name: str) -> QTensor:
+        if not is_inner_matrix(self, name):
+            return _Shapes.get(self, name)
+        self._read.add(name)
+        scheme, shape = SCHEMES["bf16_2of4"], self.shape(name)
+        return QTensor(scheme, scheme.empty(shape, META), shape)
+
+
 class _Device:
     """A GPU, as far as launching steps is concerned."""
 
@@ -88,16 +100,16 @@ class _Device:
         return torch.from_numpy(array).to(META)
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[Decoder, Kit]:
+def model_of(config: Mapping[str, Any], weights: type[_Shapes] = _Shapes) -> tuple[Decoder, Kit]:
     files = random_model("shapes", {**config, "num_hidden_layers": LAYERS}, DTYPE, META)
-    source = _Shapes({name: files.source.shape(name) for name in files.source.names()}, DTYPE, META)
+    source = weights({name: files.source.shape(name) for name in files.source.names()}, DTYPE, META)
     kit = kit_for("cuda")
     return build_model(files.config, Build(source, kit, DTYPE, META)), kit
 
 
-def start(config: Mapping[str, Any], widths: Sequence[int]) -> Two:
+def start(config: Mapping[str, Any], widths: Sequence[int], weights: type[_Shapes] = _Shapes) -> Two:
     """A model: its ahead-of-time compilation, then steps with other row counts, prompts and mixtures than expected."""
-    model, kit = model_of(config)
+    model, kit = model_of(config, weights)
     layout, device = layout_of(model.states(), 16), cast(Any, _Device())
 
     def kinds(rows: int, tokens: int) -> Iterator[Launch]:
@@ -327,6 +339,7 @@ def broken() -> Two:
 
 GROUPS: dict[str, Callable[[], Two]] = {
     "start": partial(start, shape_config("llama-3-8b"), (1,)),
+    "two-of-four": partial(start, shape_config("llama-3-8b"), (1,), _SparseShapes),
     "experts": partial(start, shape_config("qwen3-30b-a3b"), (1,)),
     "recurrent": partial(start, MAMBA, (1, 4)),
     "state-spaces": state_spaces,

@@ -22,7 +22,7 @@ LONG = pytest.mark.timeout(1800)
         "heads",
         *(
             pytest.param(name, marks=FULL)
-            for name in ("experts", "recurrent", "drafts", "quantized-more", "rounded-pages")
+            for name in ("two-of-four", "experts", "recurrent", "drafts", "quantized-more", "rounded-pages")
         ),
     ],
 )

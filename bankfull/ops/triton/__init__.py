@@ -19,6 +19,7 @@ from bankfull.ops.triton import (
     quantized_embedding,
     recurrent,
     rope,
+    sparse24,
     state_space,
     w8a8,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "quantized_embedding",
     "recurrent",
     "rope",
+    "sparse24",
     "state_space",
     "w8a8",
 ]

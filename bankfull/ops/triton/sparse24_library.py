@@ -1,0 +1,114 @@
+"""2:4 sparse weights times many rows on sparse tensor cores: NVIDIA's cuSPARSELt, as far as torch offers it.
+
+The library has several algorithms for a product, and its default is often not the fastest: they are timed once for each
+shape and each power of two of rows, at the first product outside of a captured step. So two starts may choose different
+ones, whose sums can differ in the last bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.triton.launch import power_of_two
+from bankfull.weights.sparse_source import KERNEL_COLUMNS
+
+OUTPUTS, ROWS = 32, 16
+"""Outputs and rows of a product are multiples of these; rows are padded."""
+DEFAULT = 0
+"""The algorithm of products that were not timed."""
+AMPERE = (8, 0)
+TRIAL = 256
+TOLERANCE = 0.02
+"""Of a product with 16-bit results, relative to its largest number."""
+
+
+class Library(Protocol):
+    def compress(self, dense: Tensor) -> Tensor:
+        """A 2:4 sparse matrix in the layout of the library, as one vector."""
+        ...
+
+    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None, algorithm: int) -> Tensor:
+        """x (rows, columns) times the transposed matrix, plus the bias."""
+        ...
+
+    def search(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> int:
+        """The fastest algorithm; waits for the device."""
+        ...
+
+
+class CuSparseLt:
+    """The sparse matrix is the library's first operand, so that x and the result are transposed."""
+
+    def compress(self, dense: Tensor) -> Tensor:
+        return torch._cslt_compress(dense)
+
+    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None, algorithm: int) -> Tensor:
+        return torch._cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)
+
+    def search(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> int:
+        return int(torch._cslt_sparse_mm_search(packed, x.t(), bias=bias, transpose_result=True))
+
+
+library: Library = CuSparseLt()
+
+
+@cache
+def missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the library cannot be used on a device, as the end of a sentence; None if it can. A small product is tried,
+    because versions of the library differ in the devices that they support."""
+    if device.type != "cuda":
+        return "this is no CUDA device"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < AMPERE:
+        return "the device has no sparse tensor cores that cuSPARSELt supports"
+    if not hasattr(torch, "_cslt_sparse_mm") or not torch.backends.cusparselt.is_available():
+        return "this build of torch has no cuSPARSELt"
+    return tried(device, dtype)
+
+
+def tried(device: torch.device, dtype: torch.dtype) -> str | None:
+    random = torch.Generator(device).manual_seed(0)
+    dense = torch.randn(TRIAL, TRIAL, generator=random, device=device)
+    dense[:, 1::4], dense[:, 2::4] = 0, 0
+    x = torch.randn(TRIAL, TRIAL, generator=random, device=device)
+    dense, x = dense.to(dtype), x.to(dtype)
+    try:
+        found = library.multiply(library.compress(dense), x, None, DEFAULT).float()
+    except (RuntimeError, TypeError) as error:
+        return f"cuSPARSELt refuses a product: {' '.join(str(error).split())[:160]}"
+    wanted = x.float() @ dense.float().t()
+    wrong = float((found - wanted).abs().max() / wanted.abs().max())
+    return None if wrong <= TOLERANCE else f"cuSPARSELt's product was wrong by {wrong:.1%}"
+
+
+def fits(shape: tuple[int, int]) -> bool:
+    return shape[0] % OUTPUTS == 0 and shape[1] % KERNEL_COLUMNS == 0
+
+
+Searched = tuple[torch.device, torch.dtype, int, int, int, bool]
+algorithms: dict[Searched, int] = {}
+"""The fastest algorithm for a device, dtype, outputs, columns, rows up to a power of two, and whether there is a
+bias."""
+
+
+def algorithm_for(packed: Tensor, x: Tensor, outputs: int, bias: Tensor | None) -> int:
+    key = x.device, x.dtype, outputs, x.shape[1], power_of_two(len(x)), bias is not None
+    if key not in algorithms:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return DEFAULT  # a search waits for the device, which a graph cannot hold
+        try:
+            algorithms[key] = library.search(packed, x, bias)
+        except RuntimeError:  # the default was tried and works
+            algorithms[key] = DEFAULT
+    return algorithms[key]
+
+
+def product(packed: Tensor, outputs: int, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x (rows, columns), contiguous and aligned to 16 bytes, times the weight."""
+    rows = len(x)
+    if short := -rows % ROWS:
+        x = torch.nn.functional.pad(x, (0, 0, 0, short))
+    return library.multiply(packed, x, bias, algorithm_for(packed, x, outputs, bias))[:rows]
