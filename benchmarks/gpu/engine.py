@@ -111,6 +111,10 @@ class Session:
         opened = open_device(device)
         begun = perf_counter()
         dtype: torch.dtype = getattr(torch, setup.dtype)
+        if setup.quantize == "2:4":  # the option drops zeros that are there already
+            from benchmarks.gpu.sparse24 import PrunedWeights
+
+            weights = PrunedWeights
         files = random_model(setup.shape, setup.config, dtype, opened.torch, weights=weights)
         run = RunConfig(
             device=device,
