@@ -155,6 +155,14 @@ void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uin
     run_packed_best({encoded, rows, inner, &part, 1, -1, {}, {}}, pointer<int64_t>(best));
 }
 
+void gather_columns(uintptr_t x, uintptr_t columns, uintptr_t y, int64_t rows, int64_t count, int64_t inner, int64_t x_token) {
+    require(rows >= 0 && count >= 0 && inner > 0, "gather_columns: sizes must be positive");
+    if (rows == 0 || count == 0) return;
+    require(x && columns && y, "gather_columns: a null address");
+    check_columns(pointer<int32_t>(columns), count, inner);
+    run_gather_columns({pointer<float>(x), pointer<int32_t>(columns), pointer<float>(y), count, x_token}, rows);
+}
+
 nb::dict packs() {
     nb::dict found;
     for (int i = 0; i < PACKS; ++i)
@@ -184,6 +192,8 @@ void bind_packed(nb::module_& m) {
     m.def("packed_best", &packed_best, Free(),
           "x (floats), rows, inner, weight, its Hadamard copy (0: none), bias (0: none), outputs, pack, int8 (or bfloat16 for "
           "any rows), best (int64)");
+    m.def("gather_columns", &gather_columns, Free(),
+          "x, columns (int32), y, rows, number of columns gathered, those of x, floats between rows of x");
     m.def("tile_rows", [] { return kernels().tile_rows; },
           "row count from which tiles are faster than codes; 0: never");
 }

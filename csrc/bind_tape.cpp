@@ -10,6 +10,7 @@
 #include "bind_experts.hpp"
 #include "bindings.hpp"
 #include "choosing_step.hpp"
+#include "operations.hpp"
 #include "packing.hpp"
 #include "tape.hpp"
 
@@ -340,6 +341,17 @@ void bind_tape(nb::module_& m) {
                  made.columns = columns, made.x_token = x_token;
              },
              nb::arg("name"), nb::arg("x"), nb::arg("factors"), nb::arg("y"), nb::arg("columns"), nb::arg("x_token"))
+        .def("gather",
+             [](Tape& tape, const std::string& name, At x, At columns, At y, int64_t count, int64_t inner, int64_t x_token) {
+                 const Place fixed = place(columns);
+                 if (fixed.kind != Place::FIXED || count < 1) throw std::invalid_argument("tape: columns to gather are fixed");
+                 check_columns(fixed.in<int32_t>({}), count, inner);
+                 auto& made = append<GatherStep>(tape, name);
+                 made.x = place(x), made.columns = fixed, made.y = place(y);
+                 made.count = count, made.x_token = x_token;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("columns"), nb::arg("y"), nb::arg("count"), nb::arg("inner"),
+             nb::arg("x_token"))
         .def("route",
              [](Tape& tape, const std::string& name, At logits, At bias, At weights, At chosen, const RoutingTuple& rule) {
                  auto& made = append<RouteStep>(tape, name);

@@ -307,6 +307,13 @@ struct ScaleJob {
     int64_t columns, x_token;
 };
 
+struct GatherJob {
+    const float* x;
+    const int32_t* columns;  // the column of x that each column of y is
+    float* y;
+    int64_t count, x_token;  // columns of y; floats between rows of x
+};
+
 struct ScanJob {
     RecurrentPlan plan;
     const float *x, *delta, *a, *b, *c, *d;

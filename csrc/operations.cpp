@@ -51,6 +51,14 @@ void angles(const AnglesJob& job, int64_t begin, int64_t end) {
         }
 }
 
+void gather(const GatherJob& job, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const float* const x = job.x + row * job.x_token;
+        float* const y = job.y + row * job.count;
+        for (int64_t i = 0; i < job.count; ++i) y[i] = x[job.columns[i]];
+    }
+}
+
 }  // namespace
 
 void run_linear(const LinearJob& job, Format format) {
@@ -360,6 +368,13 @@ void run_diagonal_scan(const DiagonalJob& job, int64_t tokens) {
 
 void run_scale_columns(const ScaleJob& job, int64_t rows) {
     spread(kernels().scale_columns, job, rows, PIECE_WORK / job.columns + 1);
+}
+
+void run_gather_columns(const GatherJob& job, int64_t rows) { spread(gather, job, rows, PIECE_WORK / job.count + 1); }
+
+void check_columns(const int32_t* columns, int64_t count, int64_t inner) {
+    for (int64_t i = 0; i < count; ++i)
+        require(columns[i] >= 0 && columns[i] < inner, "gather_columns: a column is out of range");
 }
 
 }  // namespace bankfull

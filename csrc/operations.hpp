@@ -44,5 +44,8 @@ void run_ssd_scan(const SsdJob& job, int64_t tokens);
 void run_gated_rms_norm(const GatedNormJob& job, int64_t rows);
 void run_diagonal_scan(const DiagonalJob& job, int64_t tokens);
 void run_scale_columns(const ScaleJob& job, int64_t rows);
+void run_gather_columns(const GatherJob& job, int64_t rows);
+// Throws std::invalid_argument if one of the columns is not below `inner`.
+void check_columns(const int32_t* columns, int64_t count, int64_t inner);
 
 }  // namespace bankfull

@@ -264,6 +264,10 @@ void ScaleStep::run(const Step& step) const {
     run_scale_columns({x.in<float>(step), factors.in<float>(step), y.in<float>(step), columns, x_token}, step.tokens);
 }
 
+void GatherStep::run(const Step& step) const {
+    run_gather_columns({x.in<float>(step), columns.in<int32_t>(step), y.in<float>(step), count, x_token}, step.tokens);
+}
+
 void ScanStep::run(const Step& step) const {
     run_selective_scan({at.plan(step, channels), x.in<float>(step), delta.in<float>(step), a.in<float>(step),
                         b.in<float>(step), c.in<float>(step), d.in<float>(step), state.in<float>(step), y.in<float>(step),

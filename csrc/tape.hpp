@@ -280,6 +280,12 @@ struct ScaleStep : Instruction {
     void run(const Step& step) const override;
 };
 
+struct GatherStep : Instruction {
+    Place x, columns, y;
+    int64_t count, x_token;
+    void run(const Step& step) const override;
+};
+
 struct ScanStep : Instruction {
     Place x, delta, a, b, c, d, state, y;
     RecurrentAt at;

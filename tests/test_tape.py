@@ -28,8 +28,9 @@ from bankfull.runtime.forward import Eager
 from bankfull.state.mask import Mask
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
+from bankfull.weights.qtensor import QTensor
 from bankfull.weights.requantized import Requantized
-from bankfull.weights.source import open_model
+from bankfull.weights.source import TensorSource, open_model
 
 if native.status() is not None:
     pytest.skip("the kernels are not built", allow_module_level=True)
@@ -209,6 +210,39 @@ def test_captured_and_uncaptured_steps_give_the_same_bits(family: str, arithmeti
     for layer in zip(*(storage.layers for storage in sides.states), strict=True):
         for ours, theirs in zip(*layer, strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class ActOrder:
+    """A source whose quantized matrices have their columns in another order, the same one for equally many columns."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self.names, self.has, self.shape, self.scheme = source.names, source.has, source.shape, source.scheme
+        self.unread, self.release = source.unread, source.release
+
+    def get(self, name: str) -> QTensor:
+        found = self.source.get(name)
+        if found.is_dense or "_proj" not in name:
+            return found
+        order = torch.randperm(found.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        return replace(found, columns=order)
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "bf16", "int8"])
+def test_columns_in_another_order_are_gathered_on_the_tape_once_for_all_that_read_them(arithmetic: str) -> None:
+    files = open_model(folder_of("llama"))
+    kit = kit_for("cpu", "auto", ARITHMETIC[arithmetic][1])
+    source = ActOrder(Requantized(files.source, ("q8_0",)))
+    model = build_model(files.config, Build(source, kit, torch.float32, CPU))
+    sides = Sides(model, kit, 2)
+    assert not sides.taped.tape.breaks
+    found, layers = kinds(sides.taped), len(model.blocks)
+    assert found["gather"] == 4 * layers, "for queries, keys and values; out; gate and up; down"
+    if arithmetic != "exact":
+        assert found["packed, taken in"] == found["packed, gated"] == layers
+    for counts in ([20, 0], [1, 7], [1, 1]):
+        eager, taped = sides.step(counts)
+        assert eager.isfinite().all() and torch.equal(eager, taped)
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "int8 pages"])

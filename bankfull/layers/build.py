@@ -43,7 +43,7 @@ class Build:
     (lossy)."""
     prefix: str = ""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Formats whose expansion was told."""
+    """Reasons for expanding weights that were told."""
 
     @property
     def pages(self) -> torch.dtype:
@@ -83,11 +83,14 @@ class Build:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self._full(name))
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        """A matrix as stored in the file; a dense one in the dtype that it is multiplied in."""
+    def weight(self, name: str, shape: tuple[int, ...], ordered: bool = False) -> QTensor:
+        """A matrix as stored in the file; a dense one in the dtype that it is multiplied in. `ordered`: whether the
+        caller gathers its input by the matrix's `columns`, where it has them; else such a matrix is expanded."""
         found = self._find(name, shape)
         if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
-            found = as_known(found) or self._expanded(found)
+            found = as_known(found) or self._expanded(found, f"no kernel reads {found.scheme.name.upper()}")
+        if found.columns is not None and not ordered:
+            found = self._expanded(found, "this layer does not read columns in the order of the file (act-order)")
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
         return (found if self._packed(found) else self._in_blocks(found)).to(self.device)
@@ -113,11 +116,10 @@ class Build:
         found = self.source.outliers(self._full(name)) if isinstance(self.source, OutlierSource) else None
         return None if found is None else (found[0].to(self.device), found[1].to(self.device))
 
-    def _expanded(self, found: QTensor) -> QTensor:
-        kind = found.scheme.name.upper()
-        if kind not in self._told:
-            self._told.add(kind)
-            log.warning(f"some weights are expanded at load, because no kernel reads {kind}.")
+    def _expanded(self, found: QTensor, reason: str) -> QTensor:
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning(f"some weights are expanded at load, because {reason}.")
         return QTensor.dense(found.dequantize(self.matrices))
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:

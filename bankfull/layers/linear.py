@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,7 @@ from bankfull.ops import (
     embedding,
     gated_linear,
     gated_linear_w8a8,
+    gather_columns,
     linear,
     linear_bf16,
     linear_hadamard,
@@ -37,7 +39,7 @@ from bankfull.ops import (
 from bankfull.ops.reference.linear import GROUP, highest, normed_rows
 from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
 from bankfull.ops.registry import BF16, INT8, INT8_FEW, TOKEN, Function
-from bankfull.weights.qtensor import QTensor
+from bankfull.weights.qtensor import QTensor, same_columns
 
 Outliers = tuple[Tensor, Tensor]
 """Columns of a layer's inputs, and the weight's columns there (out, n)."""
@@ -98,7 +100,9 @@ class Linear:
         """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched. `outliers`:
         the columns of the inputs that are never rounded, and the weight's columns there; of a weight that is read, its
         source knows them."""
-        stored = build.weight("weight", (outer, inner)) if weight is None else weight
+        given = build.weight("weight", (outer, inner), ordered=True) if weight is None else weight
+        self.columns, stored = given.columns, given.as_stored
+        """The order of the weight's columns: inputs are gathered by it."""
         self.outliers = build.outliers("weight") if weight is None else outliers
         product, best = _operations(build, stored, int8_when_batched)
         if self.outliers is not None:
@@ -108,7 +112,8 @@ class Linear:
         self.bias = build.tensor("bias", (outer,)) if bias else None
         self._linear = build.bind(product, weight=stored)
         self._best = build.bind(best, weight=stored)
-        plain = self.outliers is None
+        self._gather = build.bind(gather_columns) if self.columns is not None else None
+        plain = self.outliers is None and self.columns is None
         self._normed = Normed(build, stored, normed_linear, normed_linear_w8a8) if plain else None
         self._normed_best = build.bind_if_offered(normed_best_output, weight=stored) if plain else None
         self._normed_best_rows = 0 if self._normed_best is None else normed_rows(stored)
@@ -122,7 +127,12 @@ class Linear:
         if isinstance(x, Unnormed):
             assert self._normed is not None
             return self._normed.of(len(x.x))(x, self.weight, self.bias)
-        return self._linear(x, self.weight, *(self.outliers or ()), self.bias)
+        return self._linear(self.ordered(x), self.weight, *(self.outliers or ()), self.bias)
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """The columns of x as the weight has them."""
+        gathered: Tensor = x if self._gather is None else self._gather(x, self.columns)
+        return gathered
 
     def norms(self, rows: int) -> bool:
         """Whether a call takes this many rows `Unnormed`."""
@@ -139,7 +149,7 @@ class Linear:
             return self._normed_best(x, self.weight, self.bias)
         if self.outliers is not None:
             return highest(self(x))
-        return self._best(x, self.weight, self.bias)
+        return self._best(self.ordered(x), self.weight, self.bias)
 
 
 class GatedLinear:
@@ -152,21 +162,22 @@ class GatedLinear:
         if whole.outliers is not None:  # no kernel fuses them
             self._whole, self._multiply = whole, build.bind(activate_mul)
             return
+        self._ordered = whole.ordered
         stored = whole.stored.take()
         product = gated_linear_w8a8 if _rounds_per_token(build, stored) else gated_linear
         self.stored = Weight(build, product, stored)
         self._gated = build.bind(product, weight=stored)
-        self._normed = Normed(build, stored, normed_gated_linear, normed_gated_linear_w8a8)
+        if whole.columns is None:
+            self._normed = Normed(build, stored, normed_gated_linear, normed_gated_linear_w8a8)
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if self._whole is not None:
             product: Tensor = self._multiply(*self._whole(x).chunk(2, -1), self.kind)
             return product
-        run: Function = self._gated
         if isinstance(x, Unnormed):
             assert self._normed is not None
-            run = self._normed.of(len(x.x))
-        return run(x, self.stored.ready, self.bias, self.kind)
+            return self._normed.of(len(x.x))(x, self.stored.ready, self.bias, self.kind)
+        return self._gated(self._ordered(x), self.stored.ready, self.bias, self.kind)
 
     def norms(self, rows: int) -> bool:
         return self._normed is not None and self._normed.takes(rows)
@@ -174,28 +185,23 @@ class GatedLinear:
 
 def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
     """One layer instead of several with the same input, their outputs concatenated. None where that is not faster, or
-    where the weights have different schemes. It takes the parts' weights."""
+    where the weights have different schemes or orders of columns. It takes the parts' weights."""
     if not build.kit.stacks or len({part.stored.scheme for part in parts}) > 1:
         return None
     bias = None
     if any(part.bias is not None for part in parts):
         blank = next(part.bias for part in parts if part.bias is not None)
         bias = torch.cat([blank.new_zeros(part.outer) if part.bias is None else part.bias for part in parts])
-    if not _same_columns(parts):
+    kept = [None if part.outliers is None else part.outliers[0] for part in parts]
+    if not same_columns(kept) or not same_columns([part.columns for part in parts]):
         return None
     outliers = None
     if parts[0].outliers is not None:
         outliers = parts[0].outliers[0], torch.cat([part.outliers[1] for part in parts if part.outliers is not None])
-    weight = QTensor.stacked([part.stored.take() for part in parts])
+    weight = replace(QTensor.stacked([part.stored.take() for part in parts]), columns=parts[0].columns)
     whole = Linear(build, weight.shape[1], weight.shape[0], weight=weight, outliers=outliers)
     whole.bias = bias
     return whole
-
-
-def _same_columns(parts: Sequence[Linear]) -> bool:
-    """Whether the same columns of the inputs of all layers are outliers."""
-    columns = [None if part.outliers is None else part.outliers[0].tolist() for part in parts]
-    return all(each == columns[0] for each in columns)
 
 
 def _operations(build: Build, weight: QTensor, int8_when_batched: bool) -> tuple[Operation, Operation]:
@@ -233,7 +239,7 @@ def split_linear(
 ) -> list[Linear]:
     """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy. `order`: the rows
     of the file in the order in which the layers have them, for files that interleave rows; the rows are copied."""
-    whole = build.weight("weight", (sum(outers), inner))
+    whole = build.weight("weight", (sum(outers), inner), ordered=True)
     held = build.outliers("weight")
     biases = build.tensor("bias", (sum(outers),)) if bias else None
     if order is not None:

@@ -1,7 +1,14 @@
 """Every operation that a model may use. Importing this package registers the torch bodies and the providers."""
 
 from bankfull.ops.cost import Cost
-from bankfull.ops.reference.activation import ACTIVATIONS, activate, activate_mul, scale_columns, soft_cap
+from bankfull.ops.reference.activation import (
+    ACTIVATIONS,
+    activate,
+    activate_mul,
+    gather_columns,
+    scale_columns,
+    soft_cap,
+)
 from bankfull.ops.reference.attention import (
     HeadNorms,
     PagedMeta,
@@ -96,6 +103,7 @@ __all__ = [
     "gated_linear",
     "gated_linear_w8a8",
     "gated_rms_norm",
+    "gather_columns",
     "head_products",
     "kit_for",
     "latent_attention",

@@ -109,13 +109,13 @@ class LayerBuild(Build):
     def _reads(self) -> bool:
         return self.device != META
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
+    def weight(self, name: str, shape: tuple[int, ...], ordered: bool = False) -> QTensor:
         self.recorder.read.append(self._full(name))
         if not self._reads:
             return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
         if self.live is None:
             return self._find(name, shape)  # tables are read row by row
-        made: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape))
+        made: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape, ordered))
         return made
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:

@@ -175,10 +175,10 @@ def produced(
         wanted = {target.name: target for target in targets}
         for name, tensor in walk(files, method, options):
             if name in wanted:
-                yield name, as_meant(tensor, wanted[name])
+                yield name, as_meant(tensor.in_order, wanted[name])
         return
     for target in targets:
-        tensor = files.source.get(target.name)
+        tensor = files.source.get(target.name).in_order
         if not target.scheme.is_dense and target.scheme != tensor.scheme:
             number = LAYER.search(target.name)
             layer = LayerData(int(number[1]) if number else -1, {target.name: tensor.dequantize()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ class QTensor:
     scheme: Scheme
     parts: Mapping[str, Tensor]
     shape: tuple[int, ...]
+    columns: Tensor | None = None
+    """int32 (shape[-1],): the column of the tensor that each stored column is; None: they are in order. A file that
+    quantizes columns in another order (act-order) has groups of columns only in that order."""
 
     @staticmethod
     def dense(tensor: Tensor) -> QTensor:
@@ -48,7 +51,19 @@ class QTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values in `dtype`. May share memory with a dense part: treat the result as read-only."""
-        return self.scheme.dequantize(self.parts, self.shape, dtype)
+        stored = self.scheme.dequantize(self.parts, self.shape, dtype)
+        return stored if self.columns is None else stored.index_select(-1, self.columns.argsort())
+
+    @property
+    def as_stored(self) -> QTensor:
+        """The stored columns as a tensor of their own. Its product takes rows whose columns are gathered by
+        `columns`."""
+        return replace(self, columns=None)
+
+    @property
+    def in_order(self) -> QTensor:
+        """The tensor itself, or its values where the stored columns are in another order."""
+        return self if self.columns is None else QTensor.dense(self.dequantize())
 
     def rows(self, index: slice | Tensor) -> QTensor:
         """Select along the first dimension without dequantizing: a view for a slice, a copy for a tensor."""
@@ -62,21 +77,22 @@ class QTensor:
                 name: part.index_select(0, flat).reshape(*shape, *part.shape[1:]) for name, part in self.parts.items()
             }
         count = next(iter(parts.values())).shape[0]
-        return QTensor(self.scheme, parts, (count, *self.shape[1:]))
+        return QTensor(self.scheme, parts, (count, *self.shape[1:]), self.columns)
 
     @staticmethod
     def stacked(parts: Sequence[QTensor]) -> QTensor:
-        """Concatenated along rows; all parts have the same scheme and columns."""
+        """Concatenated along rows; all parts have the same scheme and columns, in the same order."""
         first = parts[0]
+        assert same_columns([part.columns for part in parts])
         assert all(part.scheme == first.scheme and part.shape[1:] == first.shape[1:] for part in parts)
         whole = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts}
-        return QTensor(first.scheme, whole, (sum(part.shape[0] for part in parts), *first.shape[1:]))
+        return QTensor(first.scheme, whole, (sum(part.shape[0] for part in parts), *first.shape[1:]), first.columns)
 
     def of_each(self, rows: slice) -> QTensor:
         """These rows of each matrix of a three-dimensional tensor, copied."""
         parts = {name: part[:, rows].contiguous() for name, part in self.parts.items()}
         count = next(iter(parts.values())).shape[1]
-        return QTensor(self.scheme, parts, (self.shape[0], count, *self.shape[2:]))
+        return QTensor(self.scheme, parts, (self.shape[0], count, *self.shape[2:]), self.columns)
 
     def flattened(self) -> QTensor:
         """A dense tensor as a vector."""
@@ -85,7 +101,14 @@ class QTensor:
     def reshape_leading(self, *leading: int) -> QTensor:
         """The same bytes with other leading dimensions; the last dimension, along which blocks run, stays."""
         parts = {name: part.reshape(*leading, part.shape[-1]) for name, part in self.parts.items()}
-        return QTensor(self.scheme, parts, (*leading, self.shape[-1]))
+        return QTensor(self.scheme, parts, (*leading, self.shape[-1]), self.columns)
 
     def to(self, device: torch.device | str) -> QTensor:
-        return QTensor(self.scheme, {name: part.to(device) for name, part in self.parts.items()}, self.shape)
+        columns = None if self.columns is None else self.columns.to(device)
+        return QTensor(self.scheme, {name: part.to(device) for name, part in self.parts.items()}, self.shape, columns)
+
+
+def same_columns(given: Sequence[Tensor | None]) -> bool:
+    """Whether all of these name the same columns in the same order."""
+    known = [None if columns is None else columns.tolist() for columns in given]
+    return all(columns == known[0] for columns in known)

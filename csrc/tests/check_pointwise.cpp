@@ -80,4 +80,18 @@ void check_pointwise(Random& random) {
     }
 }
 
+void check_gather(Random& random) {
+    const int64_t rows = random.between(1, 9), inner = random.between(1, 90), x_token = inner + random.between(0, 3);
+    const std::vector<int64_t> order = distinct(random, random.between(1, inner), inner);
+    const Array<float> x = normals(random, rows * x_token);
+    const int64_t count = int64_t(order.size());
+    Array<int32_t> columns(count);
+    for (int64_t i = 0; i < count; ++i) columns[i] = int32_t(order[size_t(i)]);
+    Array<float> y(rows * count);
+    run_gather_columns({x.data(), columns.data(), y.data(), count, x_token}, rows);
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < count; ++i)
+            expect_close(y[row * count + i], x[row * x_token + columns[i]], 0, "gather_columns", row * count + i);
+}
+
 }  // namespace checks

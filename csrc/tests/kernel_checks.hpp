@@ -34,6 +34,7 @@ void check_ssd(Random& random);
 void check_diagonal(Random& random);
 void check_gated_norm(Random& random);
 void check_scale(Random& random);
+void check_gather(Random& random);
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity(), NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 constexpr double FINE = 4e-6;  // relative to the summed magnitudes: a thousand terms in sixteen lanes

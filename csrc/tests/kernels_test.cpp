@@ -38,6 +38,7 @@ constexpr Operation OPERATIONS[] = {
     {"diagonal_scan", check_diagonal},
     {"gated_rms_norm", check_gated_norm},
     {"scale_columns", check_scale},
+    {"gather_columns", check_gather},
     {"groups", check_groups},
 };
 

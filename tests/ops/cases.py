@@ -547,6 +547,14 @@ def scale_columns(make: Maker) -> Case:
     return Case((make.normal(make.size(1, 40), columns), make.normal(columns)), make.dtype)
 
 
+def gather_columns(make: Maker) -> Case:
+    """Rows may be columns of wider ones."""
+    inner, wider = make.size(1, 130), make.size(0, 3)
+    x = make.normal(make.size(1, 40), inner + wider)[:, :inner]
+    order = torch.randperm(inner, generator=torch.Generator().manual_seed(inner)).to(torch.int32)
+    return Case((x, order), make.dtype)
+
+
 def ssd_scan(make: Maker) -> Case:
     """Operands are columns of wider rows, as a layer gets them."""
     meta, slots = recurrent(make)
@@ -621,6 +629,7 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         causal_conv,
         causal_conv_silu,
         selective_scan,
+        gather_columns,
         scale_columns,
         ssd_scan,
         gated_rms_norm,

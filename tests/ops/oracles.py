@@ -340,6 +340,10 @@ def causal_conv_silu(*args: Any) -> tuple[Array, Array]:
     return y / (1 + np.exp(-y)), after
 
 
+def gather_columns(x: Tensor, columns: Tensor) -> Array:
+    return np.stack([f64(x)[..., column] for column in columns.tolist()], -1)
+
+
 def scale_columns(x: Tensor, factors: Tensor) -> Array:
     return f64(x) * f64(factors)
 
@@ -467,6 +471,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
         causal_conv,
         causal_conv_silu,
         selective_scan,
+        gather_columns,
         scale_columns,
         ssd_scan,
         gated_rms_norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from bankfull.quantize.recipe import QuantizeRecipe
 from bankfull.quantize.rtn import RoundToNearest, rounded
 from bankfull.quantize.save import save_quantized
 from bankfull.text.load import load_tokenizer
-from bankfull.weights.source import open_model
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.source import TensorSource, open_model
 from bankfull.weights.writing import output, shards
 from bankfull.weights.writing.packing import pack, unpack, words
 from tests.quantize.models import random_folder, recipe_of
@@ -73,6 +75,32 @@ def test_a_saved_model_answers(tmp_path: Path) -> None:
         ["the river"], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     )
     assert len(result.outputs[0].token_ids) == 4
+
+
+def test_columns_in_another_order_are_written_in_order(tmp_path: Path, folder: Path) -> None:
+    files, recipe = open_model(folder), RECIPES["w4a16-zero"]
+    once = open_model(save_quantized(files, recipe, tmp_path / "once").path)
+    given = replace(once, source=Shuffled(once.source))
+    again = open_model(save_quantized(given, recipe, tmp_path / "again", requantize=True).path)
+    for name in once.source.names():
+        wanted = given.source.get(name).dequantize()
+        found = again.source.get(name)
+        scheme = found.scheme.name
+        assert torch.equal(found.dequantize(), wanted if found.is_dense else rounded(wanted, scheme).dequantize()), name
+
+
+class Shuffled:
+    """A source whose quantized matrices have their columns reversed."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self.names, self.has, self.shape, self.scheme = source.names, source.has, source.shape, source.scheme
+        self.unread, self.release = source.unread, source.release
+
+    def get(self, name: str) -> QTensor:
+        found = self.source.get(name)
+        reverse = torch.arange(found.shape[-1] - 1, -1, -1, dtype=torch.int32)
+        return found if found.is_dense else replace(found, columns=reverse)
 
 
 def test_a_quantized_model_is_quantized_again_only_on_demand(folder: Path, tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ class _RequestingBuild(Build):
 
     # Build is named explicitly: a dataclass with slots is a new class, so a bare super() fails.
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
+    def weight(self, name: str, shape: tuple[int, ...], ordered: bool = False) -> QTensor:
         self._request(name, shape)
-        return Build.weight(self, name, shape)
+        return Build.weight(self, name, shape, ordered)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         self._request(name, shape)

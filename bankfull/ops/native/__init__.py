@@ -18,6 +18,7 @@ from bankfull.ops.native.extension import (
 if kernels is not None:
     from bankfull.ops.native import activation as _activation  # noqa: F401
     from bankfull.ops.native import attention as _attention  # noqa: F401
+    from bankfull.ops.native import columns as _columns  # noqa: F401
     from bankfull.ops.native import experts as _experts  # noqa: F401
     from bankfull.ops.native import latent as _latent  # noqa: F401
     from bankfull.ops.native import linear as _linear  # noqa: F401

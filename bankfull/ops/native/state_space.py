@@ -11,7 +11,6 @@ from torch import Tensor
 from bankfull.ops.native.checks import dense_floats, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.recurrent import slots_of, token_rows
-from bankfull.ops.reference.activation import scale_columns
 from bankfull.ops.reference.s4 import diagonal_scan
 from bankfull.ops.reference.ssd import Limits, gated_rms_norm, ssd_scan
 from bankfull.ops.reference.ssm import RecurrentMeta
@@ -134,14 +133,4 @@ def run_diagonal_scan(x: Tensor, decay: Tensor, out: Tensor, d: Tensor, state: T
         pairs,
         rows.stride(0),
     )
-    return y
-
-
-@scale_columns.provider("native", on="cpu", accepts=_accepts)
-def run_scale_columns(x: Tensor, factors: Tensor) -> Tensor:
-    if x.dim() != 2 or factors.shape != x.shape[1:]:
-        raise ValueError(f"scale_columns: {tuple(x.shape)} and {tuple(factors.shape)} do not match")
-    rows, gain = token_rows(x), float_rows(factors)
-    y = torch.empty(x.shape)
-    _native.scale_columns(rows.data_ptr(), gain.data_ptr(), y.data_ptr(), len(x), x.shape[1], rows.stride(0))
     return y

@@ -50,3 +50,13 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 def scale_columns(x: Tensor, factors: Tensor) -> Tensor:
     """x (rows, columns) times a factor for each column."""
     return x * factors
+
+
+@op(
+    cost=lambda x, columns: Cost(0.0, nbytes(x, columns), nbytes(x)),
+    shape=lambda x, columns: x.new_empty(*x.shape[:-1], len(columns)),
+)
+def gather_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """The columns of x in the order of `columns` (int32, each once): as a weight has them that is stored in that
+    order."""
+    return x.index_select(-1, columns)

@@ -5,6 +5,7 @@ A value is scale * (code - zero). Codes are unsigned; zero points default to hal
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from bankfull.weights.published.matrix import EXPANDED, MatrixPlan, expanded, fi
 from bankfull.weights.qtensor import QTensor
 
 READ_BITS = (2, 3, 4, 8)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,33 @@ class IntegerMatrix:
     """Whether scales are stored as float16."""
     stored_zeros: Callable[[], Tensor] | None = None
     """Whole numbers (out, in / group)"""
-    order: Callable[[], Tensor] | None = None
-    """The group of each column, (in,), where they are not in order."""
+    groups_of_columns: Callable[[], Tensor] | None = None
+    """The group of each column, (in,), where the file says so."""
 
     def places(self) -> Tensor | None:
         """The group of each column; None if groups are in order."""
-        if self.order is None:
+        if self.groups_of_columns is None:
             return None
-        found, groups = self.order().to(torch.int64), -(-self.shape[1] // self.group)
+        found, groups = self.groups_of_columns().to(torch.int64), -(-self.shape[1] // self.group)
         if not bool(((found >= 0) & (found < groups)).all()):
             raise ModelError(f"Matrix {self.name} assigns columns to groups that do not exist (g_idx): it is damaged.")
         return None if torch.equal(found, torch.arange(self.shape[1]) // self.group) else found
+
+    def order(self) -> Tensor | None:
+        """The columns sorted by group; None if they are in order."""
+        places = self.places()
+        return None if places is None else places.argsort(stable=True)
+
+    def _irregular(self) -> str:
+        """Why the columns cannot be sorted by group, as the end of a sentence; empty if they can."""
+        places = self.places()
+        if places is None:
+            return ""
+        if _EXPERT.search(self.name):
+            return "the columns of each expert are in an order of their own (act-order)"
+        if not torch.equal(places.sort().values, torch.arange(self.shape[1]) // self.group):
+            return f"their groups (g_idx) have other sizes than {self.group} columns"
+        return ""
 
     def scales(self) -> Tensor:
         return finite(self.stored_scales(), f"{self.name}'s scales")
@@ -68,8 +86,8 @@ class IntegerMatrix:
 
     def plan(self) -> MatrixPlan:
         # Nothing that is read here is kept: a large model is planned as a whole before its first matrix is loaded.
-        if self.places() is not None:
-            return MatrixPlan(EXPANDED, "their columns are in the order of activations (act-order)")
+        if irregular := self._irregular():
+            return MatrixPlan(EXPANDED, irregular)
         has_zeros = self.zeros() is not None
         if self.bits == 8:
             if has_zeros:
@@ -90,10 +108,13 @@ class IntegerMatrix:
         if scheme.name == INT8_ROW:
             scales = scales.to(torch.float32).reshape(-1, 1)
             return QTensor(scheme, {"codes": _signed(codes), "scales": scales}, self.shape)
+        order = self.order()
+        if order is not None:
+            codes = codes.index_select(-1, order)
         parts = {"codes": self._packed(codes), "scales": self._repeated(scales.to(torch.float16))}
         if zeros is not None:
             parts["zeros"] = self._repeated(zeros.to(torch.uint8))
-        return QTensor(scheme, parts, self.shape)
+        return QTensor(scheme, parts, self.shape, None if order is None else order.to(torch.int32))
 
     def _repeated(self, of_groups: Tensor) -> Tensor:
         """One for each group of our scheme; the last group of a row may be cut short."""

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.published.bits import unpack_whole, unpack_words
 from bankfull.weights.qtensor import QTensor
 from tests.quick import examples
@@ -68,25 +69,67 @@ def test_groups_of_any_width(
     assert_read(folder, writers.gptq("a", made, bits), config, made, f"uint{bits}_g{narrow}")
 
 
-@examples(10, deadline=None)
-@given(bits=st.sampled_from([2, 3, 4, 8]), seed=st.integers(0, 1000))
-def test_act_order_permutes_the_groups_of_columns(
-    tmp_path_factory: pytest.TempPathFactory, bits: int, seed: int
+@examples(20, deadline=None)
+@given(
+    bits=st.sampled_from([2, 3, 4, 8]),
+    group=st.sampled_from([32, 64, 96, 128]),
+    groups=st.integers(2, 4),
+    seed=st.integers(0, 1000),
+)
+def test_act_order_sorts_the_columns_by_group(
+    tmp_path_factory: pytest.TempPathFactory, bits: int, group: int, groups: int, seed: int
 ) -> None:
-    made = drawn(bits, 32, 192, 64, seed=seed, shuffled=True)
-    config = gptq_config(bits, 64, desc_act=True)
-    assert_read(tmp_path_factory.mktemp("gptq"), writers.gptq("a", made, bits), config, made, "bf16")
+    made = drawn(bits, 32, group * groups, group, seed=seed, symmetric=bits == 8, shuffled=True)
+    config = gptq_config(bits, group, desc_act=True)
+    narrow = next(width for width in (128, 64, 32) if group % width == 0)
+    name = f"{'int' if bits == 8 else 'uint'}{bits}_g{narrow}"
+    weight = assert_read(tmp_path_factory.mktemp("gptq"), writers.gptq("a", made, bits), config, made, name)
+    assert weight.columns is not None and weight.columns.dtype is torch.int32
+    assert sorted(weight.columns.tolist()) == list(range(group * groups))
+    stored = weight.as_stored.dequantize()
+    x = torch.randn(3, group * groups, generator=torch.Generator().manual_seed(seed)).double()
+    torch.testing.assert_close(x[:, weight.columns] @ stored.double().T, x @ made.values.T)
 
 
-def test_act_order_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = drawn(4, 32, 192, 64, shuffled=True)
-    tensors = writers.gptq("a", made, 4) | writers.gptq("b", made, 4)
+def test_columns_in_order_are_not_sorted(tmp_path: Path) -> None:
+    made = drawn(4, 32, 192, 64)
+    weight = assert_read(tmp_path, writers.gptq("a", made, 4), gptq_config(4, 64, desc_act=True), made, "uint4_g64")
+    assert weight.columns is None
+
+
+def test_a_permuted_matrix_keeps_its_values_through_every_selection(tmp_path: Path) -> None:
+    made = drawn(4, 32, 96, 32, shuffled=True)
+    weight = source(tmp_path, writers.gptq("a", made, 4), gptq_config(4, 32, desc_act=True)).get("a.weight")
+    values = made.values.float()
+    assert torch.equal(weight.rows(slice(3, 9)).dequantize(), values[3:9])
+    assert torch.equal(weight.rows(torch.tensor([5, 0])).dequantize(), values[[5, 0]])
+    assert torch.equal(QTensor.stacked([weight, weight]).dequantize(), values.repeat(2, 1))
+    experts = weight.reshape_leading(4, 8)
+    assert torch.equal(experts.dequantize(), values.reshape(4, 8, 96))
+    assert torch.equal(experts.of_each(slice(2, 5)).dequantize(), values.reshape(4, 8, 96)[:, 2:5])
+    assert torch.equal(as_blocks(weight).to("cpu").dequantize(), values)
+
+
+@pytest.mark.parametrize("kind", ["groups of other sizes", "an expert"])
+def test_act_order_without_whole_groups_is_expanded_and_told_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, stem = drawn(4, 32, 192, 64, shuffled=True), "experts.0." if kind == "an expert" else ""
+    if not stem:
+        made.places[np.flatnonzero(made.places == 0)[0]] = 1
+    tensors = writers.gptq(f"m.{stem}a", made, 4) | writers.gptq(f"m.{stem}b", made, 4)
     found = source(tmp_path, tensors, gptq_config(4, 64, desc_act=True))
     with caplog.at_level(logging.WARNING, "bankfull"):
-        found.get("a.weight"), found.get("b.weight")
+        weights = [found.get(f"m.{stem}{name}.weight") for name in "ab"]
+    assert all(weight.scheme.name == "bf16" and weight.columns is None for weight in weights)
+    torch.testing.assert_close(weights[0].dequantize(), made.values.float(), rtol=2**-8, atol=0)
+    why = (
+        "the columns of each expert are in an order of their own (act-order)"
+        if stem
+        else "their groups (g_idx) have other sizes than 64 columns"
+    )
     assert [record.message for record in caplog.records] == [
-        "some weights are expanded to bfloat16 at load, because their columns are in the order of activations "
-        "(act-order)."
+        f"some weights are expanded to bfloat16 at load, because {why}."
     ]
 
 
@@ -151,7 +194,8 @@ def test_act_order_of_compressed_tensors(tmp_path: Path) -> None:
     made = drawn(4, 10, 96, 32, shuffled=True)
     tensors = writers.packed("a", made, 4, symmetric=False)
     tensors["a.weight_g_idx"] = torch.from_numpy(made.places.astype(np.int32))
-    assert_read(tmp_path, tensors, compressed("pack-quantized", 4), made, "bf16")
+    weight = assert_read(tmp_path, tensors, compressed("pack-quantized", 4), made, "uint4_g32")
+    assert weight.columns is not None
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])

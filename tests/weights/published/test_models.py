@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 SCHEMES = {
     "gptq": "q5_0",
     "gptq-3": "q4_0",
-    "gptq-order": "f32",
+    "gptq-order": "q5_0",
     "awq": "q5_0",
     "w4a16": "q4_0",
     "w8a8": "q8_0",
@@ -91,8 +91,6 @@ def published(kind: str, model: str, folder: Path, meant: Callable[[str], bool])
     for name, tensor in load_file(path / "model.safetensors").items():
         if tensor.dim() == 2 and name.endswith(".weight") and meant(name):
             parts, dense = quantized(kind, name.removesuffix(".weight"), tensor)
-            if kind == "gptq-order":
-                dense = dense.to(torch.bfloat16)  # it is expanded
             stored |= parts
             values[name] = dense.float()
         else:

@@ -102,18 +102,3 @@ def diagonal_scan(
         x_token=place.stride // 4,
     )
     return True
-
-
-@form
-def scale_columns(rec: Recorder, out: Outputs, x: Tensor, factors: Tensor) -> bool:
-    if not _is_float(x) or x.dim() != 2:
-        return False
-    place = rec.view(x)
-    rec.emit(
-        "scale",
-        {"x": place, "factors": _floats(factors)},
-        {"y": rec.view(out[0])},
-        columns=x.shape[1],
-        x_token=place.stride // 4,
-    )
-    return True
