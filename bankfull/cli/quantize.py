@@ -30,9 +30,10 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="rtn (round to nearest), awq, gptq, smoothquant (int8 weights and activations), fp8, mixed (bits by "
-            "layer within a budget), qat (tuned for 4, 3 or 2 bits), wanda or sparsegpt (zeros), neurons (removed in "
-            "blocks of 64). All but rtn, and fp8 with a scale per token, read a calibration text."
+            help="rtn (round to nearest), awq, gptq, smoothquant (int8 weights and activations), int8 (LLM.int8(), "
+            "which bankfull alone reads), fp8, mixed (bits by layer within a budget), qat (tuned for 4, 3 or 2 bits), "
+            "wanda or sparsegpt (zeros), neurons (removed in blocks of 64). All but rtn, and fp8 with a scale per "
+            "token, read a calibration text."
         ),
     ] = "rtn",
     bits: Annotated[
@@ -118,7 +119,8 @@ def quantize(
     the memory works. A run that was interrupted continues if it is started again.
     """
     from bankfull.errors import ConfigError
-    from bankfull.quantize.recipe import MADE_BEFORE, parse_recipe
+    from bankfull.quantize.calibration import BUNDLED
+    from bankfull.quantize.recipe import MADE_BEFORE, OUTLIERS, parse_recipe
     from bankfull.quantize.save import refuse_early, save_quantized
     from bankfull.quantize.table import METHODS, make_method
     from bankfull.weights.fetch import displayed
@@ -153,6 +155,8 @@ def quantize(
     files = open_model(locate(model))
     refuse_early(files, output, requantize)
     calibrated = recipe.budget is not None or recipe.method in MADE_BEFORE or make_method(recipe).calibrated
+    if recipe.method == OUTLIERS and calibration == BUNDLED:
+        calibrated = False  # as when a model is loaded
     sequences = _sequences(model, files, calibration) if calibrated else []
     if recipe.budget is not None:
         recipe = _mixed(files, recipe, recipe.budget, sequences)
@@ -170,9 +174,18 @@ def _changed(
     """The model as it is written: itself, or what a method that changes the whole of it makes of it. A tuning that is
     interrupted continues."""
     from bankfull.cli.terminal import progress
-    from bankfull.quantize.recipe import NEURONS, QAT
+    from bankfull.quantize.recipe import NEURONS, OUTLIERS, QAT
 
-    if recipe.method == NEURONS:
+    if recipe.method == OUTLIERS:
+        from dataclasses import replace
+
+        from bankfull.quantize.outliers import with_outliers
+        from bankfull.runtime.device import open_device
+
+        with progress("layers calibrated", None) as told:
+            source = with_outliers(files, open_device("auto").torch, sequences or None, told)
+        yield replace(files, source=source)
+    elif recipe.method == NEURONS:
         from bankfull.quantize.neurons import remove_neurons
         from bankfull.quantize.sparse import parse_pattern
 

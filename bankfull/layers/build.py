@@ -16,7 +16,6 @@ from bankfull.ops.registry import BF16, FLOAT, TOKEN, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
-from bankfull.weights.outliers import OutlierSource
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
 
@@ -83,14 +82,15 @@ class Build:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self._full(name))
 
-    def weight(self, name: str, shape: tuple[int, ...], ordered: bool = False) -> QTensor:
-        """A matrix as stored in the file; a dense one in the dtype that it is multiplied in. `ordered`: whether the
-        caller gathers its input by the matrix's `columns`, where it has them; else such a matrix is expanded."""
+    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
+        """A matrix as stored in the file; a dense one in the dtype that it is multiplied in. `for_linear`: it is
+        multiplied by a `Linear`, which regards the order of its columns and its outliers; elsewhere a matrix that has
+        these is expanded."""
         found = self._find(name, shape)
         if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
             found = as_known(found) or self._expanded(found, f"no kernel reads {found.scheme.name.upper()}")
-        if found.columns is not None and not ordered:
-            found = self._expanded(found, "this layer does not read columns in the order of the file (act-order)")
+        if not found.is_plain and not for_linear:
+            found = self._expanded(found, "not every layer reads columns in another order (act-order) or kept apart")
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
         return (found if self._packed(found) else self._in_blocks(found)).to(self.device)
@@ -110,11 +110,6 @@ class Build:
             return self.kit.activations == TOKEN and found.scheme.name in BY_ROW
         operation = linear_bf16 if len(found.shape) == 2 else expert_mlp_bf16
         return self.kit.offers(operation, dtype=self.dtype, weight=found, weights=(found,))
-
-    def outliers(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Columns of the inputs of a matrix that are not rounded, and the matrix's columns there."""
-        found = self.source.outliers(self._full(name)) if isinstance(self.source, OutlierSource) else None
-        return None if found is None else (found[0].to(self.device), found[1].to(self.device))
 
     def _expanded(self, found: QTensor, reason: str) -> QTensor:
         if reason not in self._told:

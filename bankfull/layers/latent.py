@@ -216,7 +216,7 @@ def _reordered(build: Build, inner: int, outer: int, order: Tensor | None, bias:
     """A linear layer whose outputs come in another order than the file's rows."""
     if order is None:
         return Linear(build, inner, outer, bias, int8_when_batched=True)
-    weight = build.weight("weight", (outer, inner), ordered=True)
+    weight = build.weight("weight", (outer, inner), for_linear=True)
     made = Linear(build, inner, outer, weight=weight.rows(order.to(weight.device)), int8_when_batched=True)
     if bias:
         found = build.tensor("bias", (outer,))

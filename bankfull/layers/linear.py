@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -41,9 +40,6 @@ from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
 from bankfull.ops.registry import BF16, INT8, INT8_FEW, TOKEN, Function
 from bankfull.weights.qtensor import QTensor, same_columns
 
-Outliers = tuple[Tensor, Tensor]
-"""Columns of a layer's inputs, and the weight's columns there (out, n)."""
-
 
 class Weight:
     """A matrix that a provider lays out. Where layers are stacked, that happens at its first use: until then it may
@@ -57,14 +53,16 @@ class Weight:
 
     @cached_property
     def ready(self) -> Any:
-        stored = self.take()
-        return self._build.prepare(self._operation, stored)
+        return self._build.prepare(self._operation, self.take().as_stored)
 
     def take(self) -> QTensor:
         """The matrix as stored in the file. It can be taken once."""
-        stored, self._stored = self._stored, None
-        assert stored is not None, "the weight was already taken"
+        stored, self._stored = self.peek(), None
         return stored
+
+    def peek(self) -> QTensor:
+        assert self._stored is not None, "the weight was already taken"
+        return self._stored
 
 
 class Normed:
@@ -95,20 +93,17 @@ class Linear:
         bias: bool = False,
         weight: QTensor | None = None,
         int8_when_batched: bool = False,
-        outliers: Outliers | None = None,
     ) -> None:
-        """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched. `outliers`:
-        the columns of the inputs that are never rounded, and the weight's columns there; of a weight that is read, its
-        source knows them."""
-        given = build.weight("weight", (outer, inner), ordered=True) if weight is None else weight
-        self.columns, stored = given.columns, given.as_stored
-        """The order of the weight's columns: inputs are gathered by it."""
-        self.outliers = build.outliers("weight") if weight is None else outliers
+        """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched."""
+        given = build.weight("weight", (outer, inner), for_linear=True) if weight is None else weight
+        stored = given.as_stored
+        self.columns, self.outliers = given.columns, given.outliers
+        """The order of the weight's columns, by which inputs are gathered; and columns that are never rounded."""
         product, best = _operations(build, stored, int8_when_batched)
         if self.outliers is not None:
             product = linear_outliers
         self.outer = outer
-        self.stored = Weight(build, product, stored)
+        self.stored = Weight(build, product, given)
         self.bias = build.tensor("bias", (outer,)) if bias else None
         self._linear = build.bind(product, weight=stored)
         self._best = build.bind(best, weight=stored)
@@ -163,9 +158,10 @@ class GatedLinear:
             self._whole, self._multiply = whole, build.bind(activate_mul)
             return
         self._ordered = whole.ordered
-        stored = whole.stored.take()
+        given = whole.stored.take()
+        stored = given.as_stored
         product = gated_linear_w8a8 if _rounds_per_token(build, stored) else gated_linear
-        self.stored = Weight(build, product, stored)
+        self.stored = Weight(build, product, given)
         self._gated = build.bind(product, weight=stored)
         if whole.columns is None:
             self._normed = Normed(build, stored, normed_gated_linear, normed_gated_linear_w8a8)
@@ -185,21 +181,17 @@ class GatedLinear:
 
 def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
     """One layer instead of several with the same input, their outputs concatenated. None where that is not faster, or
-    where the weights have different schemes or orders of columns. It takes the parts' weights."""
+    where the weights differ in scheme, order of columns or outliers. It takes the parts' weights."""
     if not build.kit.stacks or len({part.stored.scheme for part in parts}) > 1:
+        return None
+    if not same_columns([part.stored.peek() for part in parts]):
         return None
     bias = None
     if any(part.bias is not None for part in parts):
         blank = next(part.bias for part in parts if part.bias is not None)
         bias = torch.cat([blank.new_zeros(part.outer) if part.bias is None else part.bias for part in parts])
-    kept = [None if part.outliers is None else part.outliers[0] for part in parts]
-    if not same_columns(kept) or not same_columns([part.columns for part in parts]):
-        return None
-    outliers = None
-    if parts[0].outliers is not None:
-        outliers = parts[0].outliers[0], torch.cat([part.outliers[1] for part in parts if part.outliers is not None])
-    weight = replace(QTensor.stacked([part.stored.take() for part in parts]), columns=parts[0].columns)
-    whole = Linear(build, weight.shape[1], weight.shape[0], weight=weight, outliers=outliers)
+    weight = QTensor.stacked([part.stored.take() for part in parts])
+    whole = Linear(build, weight.shape[1], weight.shape[0], weight=weight)
     whole.bias = bias
     return whole
 
@@ -239,18 +231,15 @@ def split_linear(
 ) -> list[Linear]:
     """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy. `order`: the rows
     of the file in the order in which the layers have them, for files that interleave rows; the rows are copied."""
-    whole = build.weight("weight", (sum(outers), inner), ordered=True)
-    held = build.outliers("weight")
+    whole = build.weight("weight", (sum(outers), inner), for_linear=True)
     biases = build.tensor("bias", (sum(outers),)) if bias else None
     if order is not None:
         order = order.to(build.device)
         whole, biases = whole.rows(order), None if biases is None else biases[order]
-        held = None if held is None else (held[0], held[1][order])
     parts, first = [], 0
     for outer, batched in zip(outers, int8_when_batched or [False] * len(outers), strict=True):
         own = slice(first, first + outer)
-        outliers = None if held is None else (held[0], held[1][own])
-        part = Linear(build, inner, outer, weight=whole.rows(own), int8_when_batched=batched, outliers=outliers)
+        part = Linear(build, inner, outer, weight=whole.rows(own), int8_when_batched=batched)
         part.bias = None if biases is None else biases[own]
         parts.append(part)
         first += outer

@@ -270,9 +270,15 @@ class LayerActivations:
         return calls
 
 
-def advance(model: LayeredModel, streams: CalibrationStreams, number: int, replaced: Mapping[str, Tensor]) -> None:
-    """Run every sequence through a layer, in place."""
-    built = model.layer(number, replaced)
+def advance(
+    model: LayeredModel,
+    streams: CalibrationStreams,
+    number: int,
+    replaced: Mapping[str, Tensor],
+    built: BuiltLayer | None = None,
+) -> None:
+    """Run every sequence through a layer, in place. `built`: the layer, if it exists already."""
+    built = built or model.layer(number, replaced)
     storages = []
     for index, tokens in enumerate(streams.sequences):
         step = model.step(number, tokens, streams.kept_of(index))

@@ -41,14 +41,14 @@ def suited_sparsity(files: ModelFiles, run: RunConfig, device: str, dtype: torch
 
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
     """The same model, with its matrices quantized when they are read, on the device that uses them."""
-    wish = parse_quantization("int8" if wanted == outliers.NAME else wanted, device.kind)
+    wish = None if wanted == outliers.NAME else parse_quantization(wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
             "accuracy twice; leave the option out, or give an unquantized checkpoint."
         )
-    if wanted == outliers.NAME:
-        return replace(files, source=outliers.with_outliers(files, wish, device.torch))
+    if wish is None:
+        return replace(files, source=outliers.with_outliers(files, device.torch))
     source = Requantized(files.source, wish.types, wish.tables, device.torch)
     if kept := len(source.kept()):
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")

@@ -80,6 +80,10 @@ class LayeredModel:
         """Whether it is a diffusion model."""
         return self._outside.diffusion is not None
 
+    @property
+    def max_positions(self) -> int:
+        return self._outside.max_positions
+
     def __len__(self) -> int:
         return len(self.states)
 

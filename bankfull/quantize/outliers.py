@@ -2,16 +2,17 @@
 
 The original looks for them in every batch, so that a token's result depends on its neighbours. Here they are fixed once
 by calibration: a column is an outlier if any number in it reaches the threshold on the bundled text. The result is
-cached, bound to the model's files and to this version.
+cached, bound to the model's files and to this version; or saved with the model (`bankfull quantize --method int8`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ from bankfull.models.registry import build_model
 from bankfull.ops import Operation, kit_for, linear
 from bankfull.ops.registry import Function
 from bankfull.paths import cache_dir
+from bankfull.quantize.activations import CalibrationStreams, advance
 from bankfull.quantize.calibration import bundled_text, sequences_of
-from bankfull.runtime.device import available_memory
+from bankfull.quantize.layered import LayeredModel
 from bankfull.runtime.naive import hidden_states
 from bankfull.text.load import load_tokenizer
+from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.outliers import OutlierSource
-from bankfull.weights.requantized import KEEP, QuantizationSpec, Requantized, is_inner_matrix
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.requantized import KEEP, Requantized, is_inner_matrix
 from bankfull.weights.source import ModelFiles, TensorSource
 
 NAME = "llm.int8"
@@ -40,18 +44,24 @@ MOST = 16
 """At most one of so many columns is an outlier, the largest first: beyond that, int8 would save nothing."""
 LENGTH, TOKENS = 256, 1024
 """Tokens of a calibration sequence, and of all of them."""
+ROOM = 0.8
+"""Share of a GPU's free memory that the unquantized model may take there for calibration."""
 LARGEST_FILE = 16 << 20
 Columns = dict[str, list[int]]
+LayerDone = Callable[[int, str], None]
+"""Called with the number of finished layers and a note."""
 
 
 @dataclass(slots=True)
 class LargestInputs:
-    """Per matrix of a layer that may have outliers: the largest magnitude of each of its input columns."""
+    """Per matrix of a linear layer: the largest magnitude of each of its input columns."""
 
-    asked: set[str] = field(default_factory=set)
+    linears: set[str] = field(default_factory=set)
     largest: dict[str, Tensor] = field(default_factory=dict)
 
     def enters(self, name: str, x: Tensor) -> None:
+        if name not in self.linears:
+            return
         found = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
         known = self.largest.get(name)
         self.largest[name] = found if known is None else torch.maximum(known, found)
@@ -63,8 +73,10 @@ class InputBuild(Build):
 
     inputs: LargestInputs = field(default_factory=LargestInputs)
 
-    def outliers(self, name: str) -> None:
-        self.inputs.asked.add(self._full(name))
+    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
+        if for_linear:
+            self.inputs.linears.add(self._full(name))
+        return Build.weight(self, name, shape, for_linear)
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         run = Build.bind(self, operation, **facts)
@@ -73,45 +85,80 @@ class InputBuild(Build):
         name, inputs = self._full("weight"), self.inputs
 
         def product(x: Tensor, *others: Any) -> Any:
-            if name in inputs.asked:
-                inputs.enters(name, x)
+            inputs.enters(name, x)
             return run(x, *others)
 
         return product
 
 
-def with_outliers(files: ModelFiles, wish: QuantizationSpec, device: torch.device) -> OutlierSource:
+def with_outliers(
+    files: ModelFiles,
+    device: torch.device,
+    sequences: Sequence[Sequence[int]] | None = None,
+    done: LayerDone | None = None,
+) -> OutlierSource:
     """The model's matrices in int8, beside their outlier columns. Matrices without a linear layer of their own, such as
-    those of experts, are quantized as `wish` says."""
-    path = _cache_path(files)
-    columns = _cached(path, files.source)
-    if columns is None:
-        columns = outlier_columns(files, device)
-        _keep(path, columns)
-    others = Requantized(files.source, wish.types, wish.tables, device, dict.fromkeys(columns, KEEP))
+    those of experts, are in int8 without. `sequences`: token ids of another calibration text than the bundled one,
+    whose result is not cached."""
+    if sequences is not None:
+        columns = outlier_columns(files, device, sequences, done)
+    else:
+        path = _cache_path(files)
+        known = _cached(path, files.source)
+        columns = outlier_columns(files, device, done=done) if known is None else known
+        if known is None:
+            _keep(path, columns)
+    others = Requantized(files.source, (INT8_ROW,), False, device, dict.fromkeys(columns, KEEP))
     return OutlierSource(others, columns, device)
 
 
-def outlier_columns(files: ModelFiles, device: torch.device) -> Columns:
+def outlier_columns(
+    files: ModelFiles,
+    device: torch.device,
+    sequences: Sequence[Sequence[int]] | None = None,
+    done: LayerDone | None = None,
+) -> Columns:
     """The outlier columns of each matrix of a linear layer inside the model, on the bundled calibration text."""
-    tokenizer, _ = load_tokenizer(files)
-    texts = sequences_of(tokenizer.encode(bundled_text()), (), LENGTH, TOKENS)
-    numbers = sum(torch.Size(files.source.shape(name)).numel() for name in files.source.names())
-    wide = device.type == "cpu" and 8 * numbers < available_memory()
-    build = InputBuild(
-        files.source, kit_for(device.type, "torch"), torch.float32 if wide else torch.bfloat16, device, expand=True
-    )
-    model = build_model(files.config, build)
-    for tokens in texts:
-        hidden_states(model, tokens[: model.max_positions], device)
+    if sequences is None:
+        tokenizer, _ = load_tokenizer(files)
+        sequences = sequences_of(tokenizer.encode(bundled_text()), (), LENGTH, TOKENS)
+    numbers = sum(math.prod(files.source.shape(name)) for name in files.source.names())
+    whole = device.type == "cuda" and 2 * numbers < ROOM * torch.cuda.mem_get_info(device)[0]
+    found = _inputs_at_once(files, device, sequences) if whole else _inputs_by_layer(files, sequences, done)
     return {
         name: chosen(largest)
-        for name, largest in sorted(build.inputs.largest.items())
-        if is_inner_matrix(files.source, name, False) and files.source.scheme(name).name in DENSE
+        for name, largest in sorted(found.largest.items())
+        if is_inner_matrix(files.source, name, False)
     }
 
 
-DENSE = ("f32", "f16", "bf16", "f64")
+def _inputs_at_once(files: ModelFiles, device: torch.device, sequences: Sequence[Sequence[int]]) -> LargestInputs:
+    """With the whole model on the device."""
+    build = InputBuild(files.source, kit_for(device.type, "torch"), torch.bfloat16, device, expand=True)
+    model = build_model(files.config, build)
+    for tokens in sequences:
+        hidden_states(model, tokens[: model.max_positions], device)
+    return build.inputs
+
+
+@torch.no_grad()
+def _inputs_by_layer(
+    files: ModelFiles, sequences: Sequence[Sequence[int]], done: LayerDone | None = None
+) -> LargestInputs:
+    """With the memory of one layer, on a CPU."""
+    model = LayeredModel(files, max(map(len, sequences)))
+    cut = [tokens[: model.max_positions] for tokens in sequences]
+    streams = CalibrationStreams(cut, [model.embedded(tokens).clone() for tokens in cut])
+    found = LargestInputs()
+    for number in range(len(model)):
+        built = model.layer(number, {})
+        found.linears |= built.recorder.linears
+        built.recorder.listen = found.enters
+        advance(model, streams, number, {}, built)
+        files.source.release()
+        if done is not None:
+            done(number + 1, "calibrated")
+    return found
 
 
 def chosen(largest: Tensor, threshold: float = THRESHOLD) -> list[int]:

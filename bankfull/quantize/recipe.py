@@ -25,10 +25,10 @@ FORMATS = ("compressed-tensors", "gguf", PLAIN)
 CLIPS = ("none", "mse")
 GROUPED_ONLY = ("gptq", "awq")
 """Methods that have no form with one scale per row."""
-MIXED, QAT, NEURONS = "mixed", "qat", "neurons"
+MIXED, QAT, NEURONS, OUTLIERS = "mixed", "qat", "neurons", "int8"
 PRUNING = ("wanda", "sparsegpt", NEURONS)
 """Methods that set weights to zero, or remove neurons, and store the matrices that are left as they were."""
-MADE_BEFORE = (QAT, NEURONS)
+MADE_BEFORE = (QAT, NEURONS, OUTLIERS)
 """Methods that change the whole model with a text, before it is written."""
 STEPS = 200
 BLOCKS = tuple(scheme.name for scheme in (*legacy.SCHEMES, *kquants.SCHEMES))
@@ -156,6 +156,17 @@ def parse_recipe(
             f"--method {method} writes a model directory with symmetric weights and float activations; leave --format, "
             "--asymmetric, --clip, --activations and --tables out."
         )
+    if method == OUTLIERS:
+        if bits not in (None, "8") or group not in (None, ROW) or form != FORMATS[0]:
+            raise ConfigError(
+                "--method int8 writes a model directory of 8-bit rows; leave --bits, --group and --format out."
+            )
+        if symmetric is False or clip or activations or tables:
+            raise ConfigError(
+                "--method int8 rounds as --quantize llm.int8 does; leave --asymmetric, --clip, --activations and "
+                "--tables out."
+            )
+        return QuantizeRecipe(OUTLIERS, 8, None, activations="int8", calibration=calibration)
     if sparsity is not None:
         if parse_pattern(sparsity).group is not None and method == NEURONS:
             raise ConfigError(f"--sparsity {sparsity} is no share of neurons; give for example 25%.")

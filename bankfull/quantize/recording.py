@@ -70,6 +70,8 @@ class InputRecorder:
     origins: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """By the id of a tensor that a layer holds: its name. The tensor is kept, so that its id stays its own."""
 
+    linears: set[str] = field(default_factory=set)
+    """Matrices that linear layers multiply."""
     read: list[str] = field(default_factory=list)
     """Names that the model asked for, also those that were not read."""
 
@@ -109,13 +111,15 @@ class LayerBuild(Build):
     def _reads(self) -> bool:
         return self.device != META
 
-    def weight(self, name: str, shape: tuple[int, ...], ordered: bool = False) -> QTensor:
+    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
         self.recorder.read.append(self._full(name))
         if not self._reads:
             return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
+        if for_linear:
+            self.recorder.linears.add(self._full(name))
         if self.live is None:
             return self._find(name, shape)  # tables are read row by row
-        made: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape, ordered))
+        made: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape, for_linear))
         return made
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:

@@ -23,7 +23,7 @@ from bankfull.errors import ConfigError
 from bankfull.quantize.fp8 import scale_name
 from bankfull.quantize.method import LayerData, Method
 from bankfull.quantize.neurons import SIZE
-from bankfull.quantize.recipe import NEURONS, QuantizeRecipe, refuse_without_use
+from bankfull.quantize.recipe import NEURONS, OUTLIERS, QuantizeRecipe, refuse_without_use
 from bankfull.quantize.rtn import rounded
 from bankfull.quantize.table import make_method
 from bankfull.quantize.walk import WalkOptions, walk
@@ -31,11 +31,12 @@ from bankfull.weights.fetch import Report
 from bankfull.weights.fingerprint import weights_fingerprint
 from bankfull.weights.formats import SCHEMES, two_of_four
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
+from bankfull.weights.outliers import OutlierSource, outlier_count
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.requantized import block_types, is_inner_matrix, is_matrix, is_table
 from bankfull.weights.source import ModelFiles
 from bankfull.weights.sparse_source import compressed
-from bankfull.weights.writing.compressed_tensors import CompressedTensors
+from bankfull.weights.writing.compressed_tensors import CompressedTensors, outlier_bytes
 from bankfull.weights.writing.gguf import GgufFile
 from bankfull.weights.writing.output import OutputFolder, PlannedFile, output_folder, refuse_existing
 from bankfull.weights.writing.target import TargetTensor
@@ -112,7 +113,8 @@ def save_quantized(
     form.refuse()
     planned = form.planned()
     text = hashlib.sha256(json.dumps(sequences).encode()).hexdigest()
-    about = [__version__, recipe.about(), dict(recipe.types), weights_fingerprint(files.path), text]
+    columns = files.source.columns if isinstance(files.source, OutlierSource) else {}
+    about = [__version__, recipe.about(), dict(recipe.types), weights_fingerprint(files.path), text, columns]
     identity = json.dumps(about, sort_keys=True)
     method = make_method(recipe, scale_dtype_of(files, recipe))
     total = sum(place.nbytes for file in planned for place in file.places)
@@ -175,10 +177,11 @@ def produced(
         wanted = {target.name: target for target in targets}
         for name, tensor in walk(files, method, options):
             if name in wanted:
-                yield name, as_meant(tensor.in_order, wanted[name])
+                yield name, as_meant(tensor.plain, wanted[name])
         return
     for target in targets:
-        tensor = files.source.get(target.name).in_order
+        tensor = files.source.get(target.name)
+        tensor = tensor if target.outliers is not None else tensor.plain
         if not target.scheme.is_dense and target.scheme != tensor.scheme:
             number = LAYER.search(target.name)
             layer = LayerData(int(number[1]) if number else -1, {target.name: tensor.dequantize()})
@@ -212,7 +215,8 @@ def _target(files: ModelFiles, recipe: QuantizeRecipe, name: str) -> TargetTenso
     if scheme is None and recipe.tables and is_matrix(files.source, name) and is_table(name):
         scheme = recipe.table_scheme_of(own.shape[-1])
     if scheme is not None:
-        return TargetTensor(name, own.shape, SCHEMES[scheme])
+        kept = outlier_count(files.source, name) if recipe.method == OUTLIERS else None
+        return TargetTensor(name, own.shape, SCHEMES[scheme], kept)
     if not own.scheme.is_dense and recipe.form != "gguf":
         dense = EXPANDED if own.scheme.is_rounded else own.scheme.parts[0].dtype
         own = TargetTensor(name, own.shape, BY_DTYPE[dense])
@@ -239,7 +243,7 @@ def scale_dtype_of(files: ModelFiles, recipe: QuantizeRecipe) -> torch.dtype:
 
 
 def _bits(form: FileForm, targets: Sequence[TargetTensor]) -> float:
-    stored = sum(_bytes(t.shape, form.scheme(t)) for t in targets)
+    stored = sum(_bytes(t.shape, form.scheme(t)) + outlier_bytes(t) for t in targets)
     return 8 * stored / max(1, sum(prod(t.shape) for t in targets))
 
 

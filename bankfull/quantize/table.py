@@ -66,6 +66,7 @@ METHODS: dict[str, Offered] = {
     "awq": Offered("scale up the channels with large activations before rounding", _awq),
     "gptq": Offered("round column by column, and correct each error in the columns that follow", _gptq),
     "fp8": Offered("8-bit floats, one scale per row", _fp8),
+    "int8": Offered("int8 rows, with the columns that meet large activations in bfloat16 beside them", _rtn),
     "smoothquant": Offered("int8 weights and activations, outliers moved into the weights", _smoothquant),
     "mixed": Offered("round to nearest, with bits by layer that fit a budget", _rtn),
     "wanda": Offered("zeros where weight and activation are small", _pruned),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.rows import INT8_ROW
@@ -14,11 +14,25 @@ from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.quantize import quantize
 from bankfull.weights.source import TensorSource
 
+KEPT = torch.bfloat16
+"""The dtype of outlier columns."""
+
+
+@runtime_checkable
+class CountsOutliers(Protocol):
+    def outlier_count(self, name: str) -> int | None:
+        """The number of a matrix's outlier columns, without reading it; None for tensors without such."""
+        ...
+
+
+def outlier_count(source: TensorSource, name: str) -> int | None:
+    return source.outlier_count(name) if isinstance(source, CountsOutliers) else None
+
 
 @dataclass(frozen=True, slots=True)
 class OutlierSource:
     """`source` with the matrices in `columns` rounded to int8, a scale for each row. A matrix's outlier columns are 0
-    there; `outliers` has them as they were."""
+    in the int8 part, and kept beside it."""
 
     source: TensorSource
     columns: Mapping[str, Sequence[int]]
@@ -37,23 +51,16 @@ class OutlierSource:
     def scheme(self, name: str) -> Scheme:
         return SCHEMES[INT8_ROW] if name in self.columns else self.source.scheme(name)
 
+    def outlier_count(self, name: str) -> int | None:
+        return len(self.columns[name]) if name in self.columns else None
+
     def get(self, name: str) -> QTensor:
         if name not in self.columns:
             return self.source.get(name)
-        return quantize(self._matrix(name).index_fill(-1, self._index(name), 0), INT8_ROW)
-
-    def outliers(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """The indices of a matrix's outlier columns, and the columns (out, n) in bfloat16; None for other tensors."""
-        if name not in self.columns:
-            return None
-        index = self._index(name)
-        return index, self._matrix(name).index_select(-1, index).to(torch.bfloat16)
-
-    def _matrix(self, name: str) -> Tensor:
-        return self.source.get(name).to(self.device).dequantize()
-
-    def _index(self, name: str) -> Tensor:
-        return torch.tensor(list(self.columns[name]), dtype=torch.int64, device=self.device)
+        matrix = self.source.get(name).to(self.device).dequantize()
+        index = torch.tensor(list(self.columns[name]), dtype=torch.int64, device=self.device)
+        kept = matrix.index_select(-1, index).to(KEPT)
+        return replace(quantize(matrix.index_fill(-1, index, 0), INT8_ROW), outliers=(index, kept))
 
     def unread(self) -> list[str]:
         return self.source.unread()

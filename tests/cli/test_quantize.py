@@ -39,6 +39,7 @@ def test_json_has_every_number(cli: Cli, tmp_path: Path) -> None:
         ("gptq", "--group", 32),
         ("awq", "--group", 64, "--asymmetric"),
         ("smoothquant", "--alpha", 0.6),
+        ("int8",),
         ("fp8", "--activations", "static"),
         ("awq", "--group", 32, "--ablate", "0.02:weights"),
         ("mixed", "--bits", 5.5),
@@ -47,7 +48,7 @@ def test_json_has_every_number(cli: Cli, tmp_path: Path) -> None:
         ("wanda", "--sparsity", "50%"),
         ("qat", "--bits", 2, "--group", 32, "--steps", 1),
     ],
-    ids=["gptq", "awq", "smoothquant", "fp8", "ablate", "mixed", "sparsegpt", "wanda-zeros", "wanda", "qat"],
+    ids=["gptq", "awq", "smoothquant", "int8", "fp8", "ablate", "mixed", "sparsegpt", "wanda-zeros", "wanda", "qat"],
 )
 def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(CORPUS)
@@ -59,6 +60,20 @@ def test_calibrated_methods_take_a_text(arguments: tuple[object, ...], cli: Cli,
     assert config["made_with"]["method"] == arguments[0]
     assert cli("run", "the river", "--model", tmp_path / "q", "--max-tokens", 2).code == 0
     assert sorted(item.name for item in tmp_path.iterdir()) == ["m", "q", "text.txt"]
+
+
+def test_saved_outliers_answer_as_load_in_8bit_does(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path / "cache"))
+    folder = random_folder(tmp_path / "m", num_hidden_layers=1, **SMALL)
+    told = cli("quantize", folder, "--method", "int8", "-o", tmp_path / "q", "--json").json
+    assert 8.0 < told["bits_per_weight"] < 9.5 and told["quantized"] == 7 and told["kept"] == 0
+    assert len(list((tmp_path / "cache").glob("outliers-*.json"))) == 1, "the next load is not calibrated again"
+    assert cli("info", tmp_path / "q", "--json").json["quantization"].startswith("bankfull-int8")
+    answers = [
+        cli("run", "the river", "--max-tokens", 8, "--temperature", 0, *options).out
+        for options in (("--model", tmp_path / "q"), ("--model", folder, "--quantize", "llm.int8"))
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_removed_neurons_save_their_bytes_and_zeros_save_none(cli: Cli, tmp_path: Path) -> None:
@@ -128,7 +143,7 @@ def test_an_interrupted_calibration_keeps_its_layers(cli: Cli, tmp_path: Path, m
         (("-o", "x", "--bits", 5), "--bits '5' is not offered; use 8, 4, 3 or 2"),
         (("-o", "x", "--group", 48), "--group '48' is not offered; use 32, 64, 128 or row"),
         (("-o", "x", "--group", "row"), "--group row is for 8 bits; with --bits 4 use 32, 64 or 128"),
-        (("-o", "x", "--method", "magic"), "--method 'magic' is unknown; use one of rtn, awq, gptq, fp8, smoothquant"),
+        (("-o", "x", "--method", "magic"), "--method 'magic' is unknown; use one of rtn, awq, gptq, fp8, int8"),
         (("-o", "x", "--format", "onnx"), "--format 'onnx' is unknown; use compressed-tensors, gguf or safetensors"),
         (
             ("-o", "x", "--format", "safetensors"),

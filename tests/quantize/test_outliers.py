@@ -16,8 +16,8 @@ from bankfull.quantize import outliers
 from bankfull.runtime.naive import logits
 from bankfull.weights.formats.dense import BY_DTYPE
 from bankfull.weights.qtensor import QTensor, Scheme
-from bankfull.weights.requantized import Requantized, parse_quantization
 from bankfull.weights.source import ModelFiles, TensorSource, open_model
+from tests.models.oracle import saved
 from tests.tiny import speaking_folder
 
 CPU = torch.device("cpu")
@@ -61,8 +61,7 @@ def loss(files: ModelFiles, source: TensorSource) -> float:
 
 def test_large_channels_are_found_and_the_loss_is_small(files, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path))
-    wish = parse_quantization("int8:row")
-    made = outliers.with_outliers(files, wish, CPU)
+    made = outliers.with_outliers(files, CPU)
     entered = {name: columns for name, columns in made.columns.items() if "q_proj" in name or "up_proj" in name}
     assert entered and all(3 in columns for columns in entered.values())
     assert not any("lm_head" in name or "embed" in name for name in made.columns)
@@ -71,7 +70,7 @@ def test_large_channels_are_found_and_the_loss_is_small(files, tmp_path, monkeyp
     [kept] = tmp_path.glob("outliers-*.json")
     assert json.loads(kept.read_text()) == made.columns and kept.stat().st_mode & 0o077 == 0
     monkeypatch.setattr(outliers, "outlier_columns", lambda *args: pytest.fail("calibrated again"))
-    assert outliers.with_outliers(files, wish, CPU).columns == made.columns
+    assert outliers.with_outliers(files, CPU).columns == made.columns
 
 
 def test_rounding_the_large_channel_loses_more(files) -> None:
@@ -103,7 +102,33 @@ def test_only_a_share_of_the_columns_may_be_outliers() -> None:
     assert 5 in outliers.chosen(largest)
 
 
-def test_a_plain_source_has_no_outliers(files) -> None:
-    plain = Requantized(files.source, ("int8_row",))
-    build = Build(plain, kit_for("cpu", "torch"), torch.float32, CPU)
-    assert build.outliers(next(iter(files.source.names()))) is None
+def test_a_matrix_has_its_outliers_beside_it(files) -> None:
+    name = next(name for name in files.source.names() if "q_proj" in name)
+    values = files.source.get(name).dequantize()
+    made = outliers.OutlierSource(files.source, {name: [1, 3]}, CPU).get(name)
+    assert made.scheme.name == "int8_row" and made.outliers is not None
+    assert torch.equal(made.dequantize()[:, [1, 3]], values[:, [1, 3]].bfloat16().float())
+    assert not made.as_stored.dequantize()[:, [1, 3]].any()
+    assert torch.equal(made.rows(slice(2, 5)).dequantize(), made.dequantize()[2:5])
+    assert torch.equal(made.rows(torch.tensor([4, 0])).dequantize(), made.dequantize()[[4, 0]])
+    assert torch.equal(QTensor.stacked([made, made]).dequantize(), made.dequantize().repeat(2, 1))
+    assert made.nbytes == made.as_stored.nbytes + 2 * 8 + len(values) * 2 * 2
+
+
+def test_layer_by_layer_finds_what_the_whole_model_finds(files) -> None:
+    tokens = [TOKENS * 3, TOKENS[::-1]]
+    whole = outliers._inputs_at_once(files, CPU, tokens)
+    layered = outliers._inputs_by_layer(files, tokens)
+    assert layered.largest.keys() == {name for name in whole.largest if "lm_head" not in name}
+    for name, largest in layered.largest.items():
+        torch.testing.assert_close(largest, whole.largest[name], rtol=0.05, atol=0.05)  # bfloat16
+
+
+def test_experts_and_routers_have_no_outliers_of_their_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path / "cache"))
+    model = open_model(saved("qwen3-moe-blocks").path)
+    made = outliers.with_outliers(model, CPU, [TOKENS])
+    found = {name.rpartition(".layers.")[2] for name in made.columns}
+    assert any("q_proj" in name for name in found) and not any("experts" in name or "gate." in name for name in found)
+    assert made.scheme("model.layers.0.mlp.experts.0.up_proj.weight").name == "int8_row"
+    assert not (tmp_path / "cache").exists(), "the columns of another text are not cached"

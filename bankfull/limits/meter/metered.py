@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -24,6 +24,7 @@ from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import DTYPES
+from bankfull.weights.outliers import KEPT, outlier_count
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
 from bankfull.weights.source import ModelFiles, TensorSource
@@ -33,9 +34,13 @@ HEAD = "head"
 """Prefix of the operations that compute logits in the ledger: "head/linear", ..."""
 
 
-def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
-    """A tensor of a storage scheme, without data."""
-    return QTensor(scheme, scheme.empty(shape, META), shape)
+def blank(scheme: Scheme, shape: tuple[int, ...], outliers: int | None = None) -> QTensor:
+    """A tensor of a storage scheme, without data. `outliers`: columns that are kept beside it."""
+    made = QTensor(scheme, scheme.empty(shape, META), shape)
+    if outliers is None:
+        return made
+    values = torch.empty((*shape[:-1], outliers), dtype=KEPT, device=META)
+    return replace(made, outliers=(torch.empty(outliers, dtype=torch.int64, device=META), values))
 
 
 class FileShapes:
@@ -59,7 +64,8 @@ class FileShapes:
 
     def get(self, name: str) -> QTensor:
         if name not in self.read:
-            self.read[name] = blank(self._source.scheme(name), self._source.shape(name))
+            count = outlier_count(self._source, name)
+            self.read[name] = blank(self._source.scheme(name), self._source.shape(name), count)
         return self.read[name]
 
     def unread(self) -> list[str]:
@@ -119,9 +125,9 @@ class _RequestingBuild(Build):
 
     # Build is named explicitly: a dataclass with slots is a new class, so a bare super() fails.
 
-    def weight(self, name: str, shape: tuple[int, ...], ordered: bool = False) -> QTensor:
+    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
         self._request(name, shape)
-        return Build.weight(self, name, shape, ordered)
+        return Build.weight(self, name, shape, for_linear)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         self._request(name, shape)

@@ -85,7 +85,7 @@ def read_compressed(files: StoredTensors, config: Mapping[str, Any]) -> Publishe
         elif last == "weight_packed":
             made.matrices[f"{module}.weight"] = _small(files, module)
         elif last == "weight" and files.dtype_of(name) == "I8":
-            made.matrices[name] = _integers(files, module)
+            made.matrices[name] = integer_matrix(files, module)
         elif last == "weight" and files.dtype_of(name) == CODES:
             made.matrices[name] = float_matrix(files, name, _scale(files, module), block)
     made.matrices = dict(unmasked.owned(made.matrices))
@@ -227,7 +227,8 @@ def _order(files: StoredTensors, name: str | None, columns: int) -> Callable[[],
     return lambda: files.stored(name)
 
 
-def _integers(files: StoredTensors, module: str) -> IntegerMatrix:
+def integer_matrix(files: StoredTensors, module: str) -> IntegerMatrix:
+    """A matrix of int8 codes, one per byte."""
     weight, scale = f"{module}.weight", _scale(files, module)
     shape = matrix_shape(files, weight)
     group = _columns_per_scale(files, scale, shape)

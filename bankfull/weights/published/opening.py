@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bankfull.errors import ModelError
-from bankfull.weights.published import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq
+from bankfull.weights.published import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq, outliers
 from bankfull.weights.published.matrix import Published, StoredTensors
 
 Reader = Callable[[StoredTensors, Mapping[str, Any]], Published]
@@ -17,6 +17,7 @@ READERS: dict[str, Reader] = {
     compressed_tensors.METHOD: compressed_tensors.read_compressed,
     gptq.METHOD: gptq.read_gptq,
     hqq.METHOD: hqq.read_hqq,
+    outliers.METHOD: outliers.read_outliers,
     **dict.fromkeys(fp8.METHODS, fp8.read_fp8),
 }
 # Keys of config.json that mark quantized weights, and the method they imply if it is not named.
@@ -45,7 +46,9 @@ def quantization_of(path: Path, config: Mapping[str, Any], *known: str) -> tuple
 
 
 def _method(found: Mapping[str, Any], default: str) -> str:
-    """Old files of bitsandbytes and AWQ do not name their method."""
+    """Old files of bitsandbytes and AWQ do not name their method, and ours under a name of its own."""
+    if outliers.KEY in found:
+        return f"bankfull-{found[outliers.KEY]}"
     if any(name.startswith("load_in_") for name in found):
         default = bitsandbytes.METHOD
     elif "w_bit" in found:

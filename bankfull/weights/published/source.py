@@ -53,6 +53,11 @@ class PublishedSource:
     def scheme(self, name: str) -> Scheme:
         return self._plan(name).scheme if name in self._matrices else self._files.scheme(name)
 
+    def outlier_count(self, name: str) -> int | None:
+        """The number of columns that are kept beside a matrix; None for tensors without such."""
+        count: int | None = getattr(self._matrices.get(name), "outlier_count", None)
+        return count
+
     def get(self, name: str) -> QTensor:
         matrix = self._matrices.get(name)
         if matrix is None:

@@ -8,6 +8,7 @@
 | int8 by row, float activations | pack-quantized | as int8 in groups |
 | fp8 by row | float-quantized | weight, weight_scale; likewise, or with a static scale |
 | 2:4 sparse floats | sparse-24-bitmask | compressed, bitmask, shape |
+| int8 by row beside outlier columns | none: a method of our own | as `weights/published/outliers.py` says |
 
 Static activations have one scale per matrix, a tensor `input_scale` beside it. All other tensors keep their dtype.
 Scales of groups are float16, those of rows float32: as they are in memory. Stacked experts are written one by one
@@ -35,7 +36,10 @@ from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.hf_config import read_json
 from bankfull.weights.published.compressed_tensors import METHOD
+from bankfull.weights.outliers import KEPT
+from bankfull.weights.published import outliers
 from bankfull.weights.published.opening import KEYS
+from bankfull.weights.published.outliers import outlier_names
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.source import ModelFiles
 from bankfull.weights.writing.masked import masked, masked_parts, sparsity_config
@@ -117,6 +121,7 @@ class CompressedTensors:
             return [
                 StoredPart(stem, target.scheme.parts[0].dtype, target.shape),
                 StoredPart(f"{stem}_scale", torch.float32, (rows, 1)),
+                *_outlier_parts(target),
             ]
         scheme = target.scheme
         bits, groups = _bits(scheme), 1 if scheme.is_by_row else columns // scheme.block
@@ -152,7 +157,12 @@ class CompressedTensors:
             return masked(target, tensor)
         scales = tensor.parts["scales"]
         if self._is_plain(target):
-            return {stem: tensor.parts["codes"], f"{stem}_scale": scales}
+            beside: dict[str, Tensor] = {}
+            if target.outliers is not None:
+                assert tensor.outliers is not None and len(tensor.outliers[0]) == target.outliers, stem
+                columns, values = outlier_names(stem)
+                beside = {columns: tensor.outliers[0].to(torch.int32), values: tensor.outliers[1]}
+            return {stem: tensor.parts["codes"], f"{stem}_scale": scales, **beside}
         bits = _bits(target.scheme)
         packed = {
             f"{stem}_packed": packed_codes(tensor, bits),
@@ -205,6 +215,8 @@ class CompressedTensors:
         return list(dict.fromkeys([*ignored, "lm_head"]))
 
     def quantization_config(self) -> dict[str, Any]:
+        if any(target.outliers is not None for target in self.targets):
+            return dict(outliers.CONFIG)
         by_scheme: dict[str, list[str]] = {}
         for target in self.targets:
             if not target.scheme.is_dense:
@@ -244,6 +256,21 @@ class CompressedTensors:
             "output_activations": None,
             "format": form,
         }
+
+
+def outlier_bytes(target: TargetTensor) -> int:
+    """Bytes of the columns that are stored beside a tensor."""
+    return sum(part.nbytes for part in _outlier_parts(target))
+
+
+def _outlier_parts(target: TargetTensor) -> list[StoredPart]:
+    if target.outliers is None:
+        return []
+    columns, values = outlier_names(target.name)
+    return [
+        StoredPart(columns, torch.int32, (target.outliers,)),
+        StoredPart(values, KEPT, (target.shape[0], target.outliers)),
+    ]
 
 
 def _bits(scheme: Scheme) -> int:

@@ -12,6 +12,8 @@ class TargetTensor:
     name: str
     shape: tuple[int, ...]
     scheme: Scheme
+    outliers: int | None = None
+    """Columns that are stored beside it, as `published.outliers` describes; None: not in that form."""
 
 
 def module_of(name: str) -> str:
