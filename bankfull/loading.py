@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -34,13 +33,12 @@ from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
-from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
-from bankfull.ops.reference.rounded_pages import ROUNDED
-from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW, TOKEN
+from bankfull.ops.activations import INT8
+from bankfull.precision import choose_dtype, choose_precision
 from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
-from bankfull.runtime.device import Device, available_memory, open_device
+from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.memory import Sizes, plan_memory, shown
@@ -56,8 +54,7 @@ from bankfull.weights.bundled import bundled
 from bankfull.weights.eagle import read_eagle
 from bankfull.weights.locate import locate
 from bankfull.weights.medusa import read_heads
-from bankfull.weights.published.activations import rounds_per_token
-from bankfull.weights.requantized import block_types, inner_weights
+from bankfull.weights.requantized import inner_weights
 from bankfull.weights.source import ModelFiles, open_model
 from bankfull.weights.streams import read_streams
 
@@ -67,8 +64,6 @@ OFFERED: frozenset[str] = frozenset()
 """Features that a strategy may need beyond hidden states and logits: none so far."""
 AUTO_GAIN = 1.05
 """Expected gain from which on `speculative=auto` verifies draft tokens."""
-COPY_SHARE = 0.25
-"""Largest fraction of the free memory for a second copy of the weights, at a byte each, for steps of many rows."""
 
 
 @dataclass(slots=True)
@@ -170,7 +165,7 @@ def assemble(
     asked, sched = sched.step_tokens, sched.suited(**device.suits)
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
-    if run.activations == "auto" and build.kit.activations == INT8_FEW:
+    if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
             "rows are slower without it (activations='int8' makes it anyway).",
@@ -353,7 +348,7 @@ def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:
             f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the "
             "model, or use a smaller one."
         ) from error
-    if build.kit.activations != FLOAT:
+    if build.activations.rounds:
         files.source.release()  # the weights are repacked
     return model
 
@@ -411,72 +406,10 @@ def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
 
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
     """The dtypes and providers of a model's build; options that are `auto` are decided here."""
-    dtype, activations = choose_arithmetic(files, run, device.kind)
-    kit = kit_for(device.kind, run.providers, activations)
-    pages = choose_kv_dtype(run.kv_dtype, dtype, activations)
-    return Build(files.source, kit, dtype, device.torch, run.expand, max_len, pages)
-
-
-def choose_arithmetic(files: ModelFiles, run: RunConfig, device: str) -> tuple[torch.dtype, str]:
-    """The dtype of the computation on a kind of device, and the format of activations in products."""
-    activations, dtype = choose_activations(run, files, device), choose_dtype(run.dtype, files, device)
-    if activations != FLOAT and device == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
-        dtype = torch.float32  # only operands of products are rounded
-    return dtype, activations
+    chosen, kit = choose_precision(files, run, device.kind), kit_for(device.kind, run.providers)
+    return Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
 
 
 def refuse_pages_without_use(layout: Layout, kv_dtype: str) -> None:
     if kv_dtype != "auto" and not layout.paged:
         raise ConfigError(f"kv_dtype={kv_dtype!r} has no use here: this model keeps no keys and values; leave it out.")
-
-
-def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
-    """auto: the checkpoint's dtype; for quantized files float32 on a CPU and bfloat16 on a GPU."""
-    if wanted != "auto":
-        return _dtype(wanted)
-    saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
-    if files.kind == "gguf" or saved is None:
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    return _dtype(str(saved).removeprefix("torch."))
-
-
-def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
-    """auto, on a CPU with native kernels: int8 for a model with quantized weights, unless a dtype is given or weights
-    are dequantized at load (int8-few where the copy for many rows would take too much memory); bf16 where the dtype is
-    bfloat16. On a GPU: token for a checkpoint that was made for it. Else float, the exact mode of a wider dtype."""
-    blocks = [] if run.expand else block_types(files.source)
-    if run.activations in (INT8, INT8_FEW) and not blocks:
-        raise ConfigError(
-            f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is "
-            f"multiplied; use {BF16!r} or {FLOAT!r}, or quantize the model."
-        )
-    by_row = not set(W8A8_SCHEMES).isdisjoint(blocks)
-    if run.activations == TOKEN and not by_row:
-        raise ConfigError(
-            f"activations={TOKEN!r} has no use here: no matrix of {files.path.name} is in 8 bits with one scale per "
-            "row; quantize the model to 'int8:row' or 'fp8', or leave activations out."
-        )
-    if run.activations != "auto":
-        return run.activations
-    if device != "cpu" and by_row and rounds_per_token(files.config):
-        return TOKEN
-    if device != "cpu" or run.providers != "auto" or native.status() is not None:
-        return FLOAT
-    if run.dtype == "auto" and blocks:
-        too_large = native.copies_weights() and inner_weights(files.source) > COPY_SHARE * available_memory()
-        return INT8_FEW if too_large else INT8
-    return BF16 if choose_dtype(run.dtype, files, device) == torch.bfloat16 else FLOAT
-
-
-def choose_kv_dtype(wanted: str, dtype: torch.dtype, activations: str) -> torch.dtype:
-    """auto: the dtype of the computation, or bfloat16 where activations are rounded."""
-    if wanted == "auto":
-        return dtype if activations in (FLOAT, TOKEN) else torch.bfloat16
-    return ROUNDED.get(wanted) or _dtype(wanted)
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    if name not in known:
-        raise ConfigError(f"dtype {name!r} is unknown; use {', '.join(known)}.")
-    return known[name]

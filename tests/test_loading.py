@@ -8,19 +8,21 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from bankfull import LLM, SamplingParams, loading
+from bankfull import LLM, SamplingParams, precision
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.loading import choose_activations, plan_build
+from bankfull.loading import plan_build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
+from bankfull.precision import choose_activations
 from bankfull.quantize.at_load import rounded
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
@@ -137,7 +139,7 @@ def test_a_checkpoint_in_bfloat16_runs_in_it_on_one_tape_without_breaks(saved: s
     asked = {} if saved == "bfloat16" else {"dtype": "bfloat16"}
     llm = LLM(str(folder), memory="8MiB", **asked)  # type: ignore[arg-type]
     build = llm.loaded.build
-    assert (build.kit.activations, build.dtype, build.pages) == ("bf16", torch.float32, torch.bfloat16)
+    assert (build.activations.name, build.dtype, build.pages) == ("bf16", torch.float32, torch.bfloat16)
     assert {provider for found in build.kit.chosen.values() for provider in found} == {"native"}
     captured = llm.loaded.frontend.engine.runner.run_model
     assert isinstance(captured, Taped) and not captured.tape.breaks
@@ -158,7 +160,7 @@ def test_a_quantized_file_is_not_quantized_again() -> None:
 
 
 def build_of(llm: LLM) -> tuple[str, torch.dtype]:
-    return llm.loaded.build.kit.activations, llm.loaded.build.pages
+    return llm.loaded.build.activations.name, llm.loaded.build.pages
 
 
 @pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
@@ -198,6 +200,18 @@ def test_activations_per_token_need_weights_with_one_scale_per_row() -> None:
     assert len(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids) == 12
 
 
+MIXED_GROUPS: dict[str, Any] = {
+    "config_groups": {
+        "0": {
+            "weights": {"num_bits": 8, "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "dynamic": True},
+        },
+        "1": {"weights": {"num_bits": 4, "strategy": "group"}, "input_activations": None},
+    }
+}
+"""w8a8 next to w4a16: each product rounds what its own weights allow."""
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -205,6 +219,8 @@ def test_activations_per_token_need_weights_with_one_scale_per_row() -> None:
         ({"quant_method": "fp8", "activation_scheme": "static"}, "float"),
         ({"config_groups": {"0": {"input_activations": {"num_bits": 8, "dynamic": True}}}}, "token"),
         ({"config_groups": {"0": {"input_activations": None}}}, "float"),
+        (MIXED_GROUPS, "token"),
+        ({"config_groups": {**MIXED_GROUPS["config_groups"], "2": {"weights": {"num_bits": 8}}}}, "float"),
         ({"config_groups": []}, "float"),
         ("nonsense", "float"),
     ],
@@ -212,17 +228,17 @@ def test_activations_per_token_need_weights_with_one_scale_per_row() -> None:
 def test_a_checkpoint_made_for_rounded_activations_gets_them_on_a_gpu(said: object, expected: str) -> None:
     files = rounded(open_model(speaking_folder()), "int8:row", Cpu())
     files = replace(files, config={**files.config, "quantization_config": said})
-    assert choose_activations(RunConfig(), files, "cuda") == expected
-    assert choose_activations(RunConfig(activations="float"), files, "cuda") == "float"
+    assert choose_activations(RunConfig(), files, "cuda").name == expected
+    assert choose_activations(RunConfig(activations="float"), files, "cuda").name == "float"
 
 
 def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     files = rounded(open_model(speaking_folder()), "int8", Cpu())
-    assert choose_activations(RunConfig(), files, "cuda") == "float"
+    assert choose_activations(RunConfig(), files, "cuda").name == "float"
     monkeypatch.setattr(native, "status", lambda: "they are missing")
-    assert choose_activations(RunConfig(), files, "cpu") == "float"
+    assert choose_activations(RunConfig(), files, "cpu").name == "float"
     monkeypatch.setattr(native, "status", lambda: None)
-    assert choose_activations(RunConfig(), files, "cpu") == "int8"
+    assert choose_activations(RunConfig(), files, "cpu").name == "int8"
 
 
 @pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
@@ -243,11 +259,11 @@ def test_weights_are_copied_for_many_rows_only_where_memory_is_plenty(
         (True, 4 * copied - 1, "int8-few"),
     ):
         monkeypatch.setattr(native, "copies_weights", lambda makes=makes: makes)
-        monkeypatch.setattr(loading, "available_memory", lambda free=free: free)
-        assert choose_activations(RunConfig(), files, "cpu") == wanted
-    assert choose_activations(RunConfig(activations="int8"), files, "cpu") == "int8"
+        monkeypatch.setattr(precision, "available_memory", lambda free=free: free)
+        assert choose_activations(RunConfig(), files, "cpu").name == wanted
+    assert choose_activations(RunConfig(activations="int8"), files, "cpu").name == "int8"
     with caplog.at_level("WARNING"):
-        assert fresh(quantize="int8", dtype="auto").loaded.kit.activations == "int8-few"
+        assert fresh(quantize="int8", dtype="auto").loaded.build.activations.name == "int8-few"
     assert "activations='int8'" in caplog.text
 
 
@@ -304,8 +320,8 @@ def test_a_model_without_keys_and_values_refuses_a_dtype_for_them(tmp_path: Path
 def test_the_default_model_is_exact_where_a_dtype_is_named() -> None:
     files = open_model(locate("smollm2"))
     plain, exact = (plan_build(files, RunConfig(dtype=dtype), Cpu()) for dtype in ("auto", "float32"))
-    assert (plain.kit.activations, plain.dtype, plain.pages) == ("int8", torch.float32, torch.bfloat16)
-    assert (exact.kit.activations, exact.dtype, exact.pages) == ("float", torch.float32, torch.float32)
+    assert (plain.activations.name, plain.dtype, plain.pages) == ("int8", torch.float32, torch.bfloat16)
+    assert (exact.activations.name, exact.dtype, exact.pages) == ("float", torch.float32, torch.float32)
 
 
 def test_the_start_is_told_by_its_parts_where_it_takes_long() -> None:

@@ -14,6 +14,7 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 
 from bankfull.layers.build import Build  # noqa: E402
 from bankfull.ops import Kit, embedding, linear_bf16, linear_int8, linear_w8a8  # noqa: E402
+from bankfull.ops.activations import RULES  # noqa: E402
 from bankfull.ops.native.experts import pack_experts, run_expert_mlp_int8  # noqa: E402
 from bankfull.ops.native.packed import (  # noqa: E402
     PackedWeight,
@@ -26,7 +27,6 @@ from bankfull.ops.native.packed import (  # noqa: E402
 )
 from bankfull.ops.native.packing import pack_of  # noqa: E402
 from bankfull.ops.reference.experts import expert_mlp_int8  # noqa: E402
-from bankfull.ops.registry import BF16, FLOAT, INT8  # noqa: E402
 from bankfull.weights.formats import SCHEMES, groups, mxfp4, rows  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from bankfull.weights.quantize import quantize  # noqa: E402
@@ -147,11 +147,13 @@ def test_a_model_keeps_groups_where_a_kernel_packs_them(name: str) -> None:
     weight = weight_of(name, 40, 128)
 
     def built(activations: str, table: bool = False) -> str:
-        build = Build(OneWeight(weight), Kit("cpu", activations=activations), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+        build = Build(  # type: ignore[arg-type]
+            OneWeight(weight), Kit("cpu"), torch.float32, torch.device("cpu"), activations=RULES[activations]
+        )
         return (build.table if table else build.weight)("weight", (40, 128)).scheme.name
 
-    assert built(INT8) == built(BF16) == name
-    assert built(FLOAT) in ("q4_0", "q5_0") and built(INT8, table=True) in ("q4_0", "q5_0")
-    kit = Kit("cpu", activations=INT8)
+    assert built("int8") == built("bf16") == name
+    assert built("float") in ("q4_0", "q5_0") and built("int8", table=True) in ("q4_0", "q5_0")
+    kit = Kit("cpu")
     assert isinstance(kit.prepare(linear_int8, weight, dtype=torch.float32, weight=weight), PackedWeight)
     assert not kit.offers(embedding, dtype=torch.float32, weight=weight)

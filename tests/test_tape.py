@@ -22,6 +22,7 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.shared import SharedAttention
 from bankfull.models.registry import build_model
 from bankfull.ops import Kit, activate, activate_mul, kit_for, native
+from bankfull.ops.activations import RULES
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager
@@ -148,8 +149,8 @@ def built(family: str, arithmetic: str = "exact") -> tuple[Decoder, Kit]:
     stored, activations, pages = ARITHMETIC[arithmetic]
     files = open_model(folder_of(family))
     source = files.source if stored is None else Requantized(files.source, (stored, "keep"), tables=True)
-    kit = kit_for("cpu", "auto", activations)
-    return build_model(files.config, Build(source, kit, torch.float32, CPU, kv_dtype=pages)), kit
+    kit, rule = kit_for("cpu"), RULES[activations]
+    return build_model(files.config, Build(source, kit, torch.float32, CPU, kv_dtype=pages, activations=rule)), kit
 
 
 class Sides:
@@ -231,9 +232,9 @@ class ActOrder:
 @pytest.mark.parametrize("arithmetic", ["exact", "bf16", "int8"])
 def test_columns_in_another_order_are_gathered_on_the_tape_once_for_all_that_read_them(arithmetic: str) -> None:
     files = open_model(folder_of("llama"))
-    kit = kit_for("cpu", "auto", ARITHMETIC[arithmetic][1])
+    kit, rule = kit_for("cpu"), RULES[ARITHMETIC[arithmetic][1]]
     source = ActOrder(Requantized(files.source, ("q8_0",)))
-    model = build_model(files.config, Build(source, kit, torch.float32, CPU))
+    model = build_model(files.config, Build(source, kit, torch.float32, CPU, activations=rule))
     sides = Sides(model, kit, 2)
     assert not sides.taped.tape.breaks
     found, layers = kinds(sides.taped), len(model.blocks)

@@ -6,7 +6,6 @@ ignored. The first repetition is a warm-up and is not counted.
 
 from __future__ import annotations
 
-import math
 import random
 import secrets
 from collections.abc import Callable, Hashable, Sequence
@@ -26,8 +25,8 @@ from bankfull.limits.meter.roofline import least_seconds
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.statistics import Spread, per_second, share_outside, spread
 from bankfull.llm import LLM
+from bankfull.ops.activations import EXACT
 from bankfull.ops.cost import Cost
-from bankfull.ops.registry import FLOAT
 from bankfull.sample.params import SamplingParams
 
 MOST_TOKENS = 1 << 24
@@ -112,10 +111,10 @@ class OfflinePhase:
     def mean_batch(self) -> float | None:
         return self.sequences / self.steps if self.steps else None
 
-    def figures(self, ceilings: Ceilings | None, dtype: str, activations: str = FLOAT) -> dict[str, float | None]:
+    def figures(self, ceilings: Ceilings | None, dtype: str) -> dict[str, float | None]:
         least = None
         if ceilings is not None and self.seconds:
-            least = least_seconds(self.costs, ceilings, dtype, activations)
+            least = least_seconds(self.costs, ceilings, dtype)
         return {
             "tokens_per_s": per_second(self.tokens, self.seconds),
             "seconds": self.seconds,
@@ -146,7 +145,8 @@ class OfflineReport:
     before: Ceilings | None
     after: Ceilings | None
     bound: Bindings
-    activations: str = FLOAT
+    activations: str = EXACT.name
+    """The rule for activations, by name."""
     tape: TapeSummary | None = None
     profile: tuple[PhaseProfile, ...] | None = None
     """Profile of one more repetition, if requested."""
@@ -173,9 +173,12 @@ class OfflineReport:
 
     def profile_rows(self) -> dict[str, list[Row]]:
         """Rows by phase, for phases with steps."""
-        used = self.ceilings
-        peak = math.inf if used is None else used.peak_of(self.dtype, self.activations)
-        return {part.name: part.rows(used, peak) for part in self.profile or () if part.steps}
+        return {part.name: part.rows(self.ceilings, self.dtype) for part in self.profile or () if part.steps}
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of a repetition, whose operands the limits count with."""
+        return self.turns[0].whole.cost
 
     def as_json(self) -> dict[str, Any]:
         used = self.ceilings
@@ -200,7 +203,7 @@ class OfflineReport:
         used = self.ceilings
 
         def named(part: str, phase: OfflinePhase) -> dict[str, float | None]:
-            found = phase.figures(used, self.dtype, self.activations)
+            found = phase.figures(used, self.dtype)
             return {f"{part}_{name}": value for name, value in found.items()}
 
         if self.kind == "latency":
@@ -221,14 +224,14 @@ class OfflineReport:
 class Bench:
     """Repetitions of one load on one model."""
 
-    def __init__(self, llm: LLM, load: OfflineLoad, *, dtype: str, expand: bool = False, profile: bool = False) -> None:
+    def __init__(self, llm: LLM, load: OfflineLoad, *, dtype: str, profile: bool = False) -> None:
         load.fits(llm.max_model_len)
         if profile and taped_of(llm.loaded.frontend.engine) is None:
             raise ConfigError(
                 "A profile needs steps captured on a tape, as with the native CPU kernels; leave out --profile."
             )
         self._profiled = profile
-        self._llm, self._load, self._dtype, self._expand = llm, load, dtype, expand
+        self._llm, self._load, self._dtype = llm, load, dtype
         self._front = llm.loaded.frontend
         self._salt = secrets.token_hex(8)  # keeps prompts of earlier benchmarks on this engine out of the cache
         self._params = load.params
@@ -256,7 +259,7 @@ class Bench:
             before,
             self._ceilings(),
             bound,
-            self._llm.loaded.kit.activations,
+            self._llm.loaded.build.activations.name,
             watched.tape,
             profile,
             self._llm.loaded.uncaptured,
@@ -264,14 +267,7 @@ class Bench:
 
     @cached_property
     def _metered(self) -> MeteredModel:
-        loaded = self._llm.loaded
-        return MeteredModel(
-            loaded.files,
-            dtype=self._dtype,
-            expand=self._expand,
-            kv_dtype=loaded.build.kv_dtype,
-            activations=loaded.kit.activations,
-        )
+        return MeteredModel.of_build(self._llm.loaded.files, self._llm.loaded.build)
 
     @cached_property
     def _form(self) -> ClosedForm:

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.explain.instruments import breaks
-from bankfull.limits.units import arithmetic_rate, duration, scaled
-from bankfull.ops.registry import FLOAT
+from bankfull.limits.units import duration, scaled
+from bankfull.ops.activations import EXACT
 
 if TYPE_CHECKING:
     from bankfull.bench.offline import OfflineReport
@@ -71,14 +71,14 @@ def notes(report: OfflineReport) -> list[str]:
     if used is None:
         lines.append("limit: unknown, the device has too little free memory to be measured; lower --memory")
     else:
-        rounded = "" if report.activations == FLOAT else f" with {report.activations} activations"
+        rounded = "" if report.activations == EXACT.name else f" with {report.activations} activations"
         lines.append(
             f"ceilings: read {scaled(used.read_bytes_per_s, 'B/s')}, from cache "
-            f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, arithmetic in {report.dtype}{rounded} "
-            f"{arithmetic_rate(used.peak_of(report.dtype, report.activations))}; the better of a measurement before "
-            f"and one after, {used.threads} {used.units}, {used.cpu}"
+            f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, arithmetic{rounded} in "
+            f"{used.shown_rates(report.dtype, report.cost)}; the better of a measurement before and one after, "
+            f"{used.threads} {used.units}, {used.cpu}"
         )
-        caveat = used.caveat(report.dtype, report.activations)
+        caveat = used.caveat(report.dtype, report.cost)
         lines += [] if caveat is None else [f"limit: {caveat}"]
     if report.tape is not None:
         stops = report.tape.breaks

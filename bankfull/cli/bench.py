@@ -123,7 +123,7 @@ def _offline(kind: str, engine: EngineOptions, load: OfflineLoad, profile: bool,
 
     dtype = str(llm.loaded.build.dtype).removeprefix("torch.")
     with progress("repetitions", load.reps) as advance:
-        made = Bench(llm, load, dtype=dtype, expand=engine.expand, profile=profile)
+        made = Bench(llm, load, dtype=dtype, profile=profile)
         report = made.run(kind, lambda done: advance(done, kind))
     if json:
         print(json_text.dumps({"model": engine.model, **report.as_json()}))

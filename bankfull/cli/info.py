@@ -67,7 +67,7 @@ def _rooflines(files: ModelFiles, dtype: str, longest: int) -> dict[Title, Roofl
     from bankfull.limits.model.info import DECODE_CONTEXTS, PREFILL_TOKENS
 
     metered, ceilings = MeteredModel(files, dtype=dtype), measure()
-    caveat = ceilings.caveat(dtype)
+    caveat = ceilings.caveat(dtype, metered.cost(StepShape.decode()).sum())
     if caveat is not None:
         say(f"bankfull: {caveat}")
     tokens, context = min(PREFILL_TOKENS, longest), min(max(DECODE_CONTEXTS), longest)

@@ -232,7 +232,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         "bits_per_weight": bits_per_weight(files.source),
         "dtype": str(build.dtype).removeprefix("torch."),
         "kv_dtype": pages_name(build.pages),
-        "activations": build.kit.activations,
+        "activations": build.activations.name,
         "providers": options.providers,
         "expand": options.expand,
         "window": window,

@@ -14,8 +14,7 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.llm import LLM
 
 if TYPE_CHECKING:
-    from bankfull.limits.machine.ceilings import Ceilings
-    from bankfull.limits.meter.closed_form import ClosedForm
+    from bankfull.limits.meter.step_limit import StepLimit
 
 
 class Limit:
@@ -31,30 +30,20 @@ class Limit:
         """None if the device has too little free memory for a measurement."""
         if self._known is None:
             return None
-        form, ceilings, peak = self._known
-        costs = (form.cost(shape) for shape in steps)
-        return sum(cost.seconds(peak, ceilings.read_at(cost.read)) for cost in costs)
+        costs = (self._known.form.cost(shape) for shape in steps)
+        return sum(map(self._known.least, costs))
 
     @cached_property
-    def _known(self) -> tuple[ClosedForm, Ceilings, float] | None:
+    def _known(self) -> StepLimit | None:
         from bankfull.limits.machine.ceilings import of_device
-        from bankfull.limits.meter.closed_form import closed_form
-        from bankfull.limits.meter.metered import MeteredModel
+        from bankfull.limits.meter.step_limit import step_limit_on
 
-        loaded = self._llm.loaded
-        dtype = str(loaded.build.dtype).removeprefix("torch.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            ceilings = of_device(loaded.device)
+            ceilings = of_device(self._llm.loaded.device)
         for warning in caught:
             say(f"bankfull: {warning.message}")
-        if ceilings is None:
-            return None
-        build, activations = loaded.build, loaded.kit.activations
-        metered = MeteredModel(
-            loaded.files, dtype=dtype, expand=build.expand, kv_dtype=build.kv_dtype, activations=activations
-        )
-        return closed_form(metered), ceilings, ceilings.peak_of(dtype, activations)
+        return None if ceilings is None else step_limit_on(self._llm, ceilings)
 
 
 def limit_of(llm: LLM, wanted: bool) -> Limit | None:

@@ -321,7 +321,7 @@ def _recipe(kind: str, llm: LLM, options: TrainOptions, prompts: list[str], shap
     return TrainingRecipe(
         kind,
         weights_fingerprint(loaded.files.path),
-        f"{str(loaded.build.dtype).removeprefix('torch.')} {loaded.kit.activations}",
+        f"{str(loaded.build.dtype).removeprefix('torch.')} {loaded.build.activations.name}",
         options.seed,
         len(prompts),
         digest_of(prompts),

@@ -44,8 +44,8 @@ def tune(
 
     from bankfull.cli.terminal import print_table, progress, say
     from bankfull.limits.tune import shapes_of, timed_in_a_graph, timings_of
-    from bankfull.loading import choose_dtype
     from bankfull.ops.triton import table
+    from bankfull.precision import choose_dtype
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model
 

@@ -11,9 +11,10 @@ from torch.nn.functional import silu
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
-from bankfull.ops.reference.linear import GROUP
-from bankfull.ops.registry import INT8, INT8_FEW
+from bankfull.ops.activations import BF16, INT8, ActivationRule
+from bankfull.ops.cost import Operands
 from bankfull.state.spec import StateSpec
+from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
 
@@ -51,10 +52,24 @@ def adapted_attention(attention: Attention, qkv: Adapter, out: Adapter, state: S
     return made
 
 
+OWN = SCHEMES["q8_0"]
+
+
+def narrows_own(rule: ActivationRule, columns: int = 0) -> bool:
+    """Whether a drafter's matrices are 8-bit blocks: where these meet activations in 8 bits. Then they are as precise
+    as the model's."""
+    return rule.of(OWN, columns) is INT8
+
+
+def own_operands(rule: ActivationRule) -> Operands:
+    """Operands of a drafter's products."""
+    return "int8" if narrows_own(rule) else "bf16" if rule.dense is BF16 else "own"
+
+
 def own_matrix(build: Build, weight: Tensor) -> QTensor:
-    """A matrix of a drafter, as precise as the model's: 8 bits where the model's activations are rounded."""
-    if build.kit.activations in (INT8, INT8_FEW) and weight.shape[1] % GROUP == 0:
-        return quantize(weight, "q8_0").to(build.device)
+    """A matrix of a drafter."""
+    if narrows_own(build.activations, weight.shape[1]):
+        return quantize(weight, OWN.name).to(build.device)
     return QTensor.dense(weight.to(build.device, build.matrices))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.ops import Operation, expert_mlp_bf16, linear_bf16
-from bankfull.ops.reference.linear_w8a8 import SCHEMES as BY_ROW
-from bankfull.ops.registry import BF16, FLOAT, TOKEN, Function, Kit
+from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
+from bankfull.ops.registry import Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
@@ -40,6 +40,8 @@ class Build:
     kv_dtype: torch.dtype | None = None
     """Dtype of the KV cache: None = that of the computation. int8, fp8 and int4 (in pairs, as uint8) are rounded
     (lossy)."""
+    activations: ActivationRule = EXACT
+    """Which activations a weight wants."""
     prefix: str = ""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Reasons for expanding weights that were told."""
@@ -51,7 +53,7 @@ class Build:
     @property
     def matrices(self) -> torch.dtype:
         """Dtype of matrices that are not in blocks."""
-        return torch.bfloat16 if self.kit.activations == BF16 else self.dtype
+        return self.activations.matrices(self.dtype)
 
     @property
     def at_least_float32(self) -> torch.dtype:
@@ -70,8 +72,7 @@ class Build:
     def bind_if_offered(self, operation: Operation, **facts: Any) -> Function | None:
         """Bind a fused operation if a kernel offers it; else None, and the layer calls its parts."""
         facts = {"dtype": self.dtype, **facts}
-        fits = self.kit.activations in (FLOAT, TOKEN) and self.kit.offers(operation, **facts)
-        return self.kit.bind(operation, **facts) if fits else None
+        return self.kit.bind(operation, **facts) if self.kit.offers(operation, **facts) else None
 
     def prepare(self, operation: Operation, weight: QTensor) -> Any:
         return self.kit.prepare(operation, weight, dtype=self.dtype, weight=weight)
@@ -106,8 +107,9 @@ class Build:
 
     def _packed(self, found: QTensor) -> bool:
         """Whether a kernel packs a matrix, or the matrices of experts, as it is."""
-        if self.kit.activations in (FLOAT, TOKEN):
-            return self.kit.activations == TOKEN and found.scheme.name in BY_ROW
+        wanted = self.activations.of(found.scheme, found.shape[-1])
+        if wanted in (FLOAT, TOKEN):
+            return wanted is TOKEN
         operation = linear_bf16 if len(found.shape) == 2 else expert_mlp_bf16
         return self.kit.offers(operation, dtype=self.dtype, weight=found, weights=(found,))
 

@@ -21,10 +21,11 @@ from bankfull.ops import (
     expert_mlp_int8,
     route,
 )
+from bankfull.ops.activations import BF16, FLOAT, INT8, ActivationFormat
 from bankfull.ops.reference.experts import CLAMPED_SWIGLU
-from bankfull.ops.reference.linear import GROUP
-from bankfull.ops.registry import BF16, INT8, INT8_FEW
 from bankfull.weights.qtensor import QTensor
+
+PRODUCTS: dict[ActivationFormat, Operation] = {FLOAT: expert_mlp, BF16: expert_mlp_bf16, INT8: expert_mlp_int8}
 
 __all__ = ["CLAMPED_SWIGLU", "ExpertNames", "Experts", "ExpertsShape", "RoutingRule"]
 
@@ -93,7 +94,9 @@ class Experts:
         else:
             both = build.stacked(f"{names.gate_up}.weight", rule.experts, (2 * inner, hidden))
             gate, up = (both.of_each(part) for part in (slice(0, inner), slice(inner, 2 * inner)))
-        self._operation = _operation(build, (gate, up, down))
+        self.wants = build.activations.of_experts((gate, up, down))
+        """The format of the activations in all of their products."""
+        self._operation = PRODUCTS[self.wants]
         facts = {"weight": gate, "weights": (gate, up, down)}
         self._experts = build.bind(self._operation, **facts)
         self.gate, self.up, self.down = (
@@ -136,11 +139,3 @@ def _readable(build: Build, stored: list[QTensor]) -> list[QTensor]:
     if build.kit.device != "cuda" or not build.kit.prefer or build.kit.offers(expert_mlp, **facts):
         return stored
     return [QTensor.dense(one.dequantize(build.matrices).contiguous()) for one in stored]
-
-
-def _operation(build: Build, weights: tuple[QTensor, QTensor, QTensor]) -> Operation:
-    """The operation for the format of activations: int8 only where all of the experts' matrices are rounded."""
-    if build.kit.activations == BF16:
-        return expert_mlp_bf16
-    rounds = all(not weight.is_dense and weight.shape[-1] % GROUP == 0 for weight in weights)
-    return expert_mlp_int8 if rounds and build.kit.activations in (INT8, INT8_FEW) else expert_mlp

@@ -35,10 +35,30 @@ from bankfull.ops import (
     normed_linear,
     normed_linear_w8a8,
 )
-from bankfull.ops.reference.linear import GROUP, highest, normed_rows
-from bankfull.ops.reference.linear_w8a8 import SCHEMES as W8A8_SCHEMES
-from bankfull.ops.registry import BF16, INT8, INT8_FEW, TOKEN, Function
+from bankfull.ops.activations import (
+    BF16,
+    FLOAT,
+    FLOATS,
+    HADAMARD,
+    INT8,
+    OUTLIERS,
+    TOKEN,
+    ActivationFormat,
+)
+from bankfull.ops.reference.linear import highest, normed_rows
+from bankfull.ops.registry import Function
 from bankfull.weights.qtensor import QTensor, same_columns
+
+PRODUCTS: dict[ActivationFormat, tuple[Operation, Operation | None]] = {
+    FLOAT: (linear, best_output),
+    BF16: (linear_bf16, best_output_bf16),
+    INT8: (linear_int8, best_output_int8),
+    HADAMARD: (linear_hadamard, best_output_hadamard),
+    TOKEN: (linear_w8a8, best_output_w8a8),
+    OUTLIERS: (linear_outliers, None),
+}
+"""The operations for the product and for its arg-max."""
+GATED: dict[ActivationFormat, Operation] = {FLOAT: gated_linear, TOKEN: gated_linear_w8a8}
 
 
 class Weight:
@@ -69,11 +89,12 @@ class Normed:
     """The fused operations of norm and product that kernels offer for a weight: one for few rows, whose programs repeat
     the norm, and one for more rows, whose norm rounds the activations in the same pass."""
 
-    def __init__(self, build: Build, stored: QTensor, few: Operation, rounding: Operation) -> None:
-        self._few = build.bind_if_offered(few, weight=stored)
+    def __init__(
+        self, build: Build, stored: QTensor, wants: ActivationFormat, few: Operation, rounding: Operation
+    ) -> None:
+        self._few = build.bind_if_offered(few, weight=stored) if wants in FLOATS else None
         self._most = 0 if self._few is None else normed_rows(stored)
-        rounds = _rounds_per_token(build, stored)
-        self._more = build.bind_if_offered(rounding, weight=stored) if rounds else None
+        self._more = build.bind_if_offered(rounding, weight=stored) if wants is TOKEN else None
 
     def takes(self, rows: int) -> bool:
         return rows <= self._most or (rows > 1 and self._more is not None)
@@ -97,20 +118,23 @@ class Linear:
         """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched."""
         given = build.weight("weight", (outer, inner), for_linear=True) if weight is None else weight
         stored = given.as_stored
+        self.wants = _wanted(build, given, int8_when_batched)
+        """The format of its input's activations, from which its operations follow."""
         self.columns, self.outliers = given.columns, given.outliers
         """The order of the weight's columns, by which inputs are gathered; and columns that are never rounded."""
-        product, best = _operations(build, stored, int8_when_batched)
-        if self.outliers is not None:
-            product = linear_outliers
+        product, best = PRODUCTS[self.wants]
         self.outer = outer
         self.stored = Weight(build, product, given)
         self.bias = build.tensor("bias", (outer,)) if bias else None
         self._linear = build.bind(product, weight=stored)
-        self._best = build.bind(best, weight=stored)
+        self._best = None if best is None else build.bind(best, weight=stored)
         self._gather = build.bind(gather_columns) if self.columns is not None else None
-        plain = self.outliers is None and self.columns is None
-        self._normed = Normed(build, stored, normed_linear, normed_linear_w8a8) if plain else None
-        self._normed_best = build.bind_if_offered(normed_best_output, weight=stored) if plain else None
+        self._normed: Normed | None = None
+        self._normed_best: Function | None = None
+        if self.columns is None:  # a fused norm would not gather
+            self._normed = Normed(build, stored, self.wants, normed_linear, normed_linear_w8a8)
+            if self.wants in FLOATS:
+                self._normed_best = build.bind_if_offered(normed_best_output, weight=stored)
         self._normed_best_rows = 0 if self._normed_best is None else normed_rows(stored)
 
     @property
@@ -142,7 +166,7 @@ class Linear:
         if isinstance(x, Unnormed):
             assert self._normed_best is not None
             return self._normed_best(x, self.weight, self.bias)
-        if self.outliers is not None:
+        if self._best is None:
             return highest(self(x))
         return self._best(self.ordered(x), self.weight, self.bias)
 
@@ -154,17 +178,17 @@ class GatedLinear:
         self.kind, self.bias = kind, whole.bias
         self._whole: Linear | None = None
         self._normed: Normed | None = None
-        if whole.outliers is not None:  # no kernel fuses them
+        if whole.wants not in GATED:
             self._whole, self._multiply = whole, build.bind(activate_mul)
             return
         self._ordered = whole.ordered
         given = whole.stored.take()
         stored = given.as_stored
-        product = gated_linear_w8a8 if _rounds_per_token(build, stored) else gated_linear
+        product = GATED[whole.wants]
         self.stored = Weight(build, product, given)
         self._gated = build.bind(product, weight=stored)
         if whole.columns is None:
-            self._normed = Normed(build, stored, normed_gated_linear, normed_gated_linear_w8a8)
+            self._normed = Normed(build, stored, whole.wants, normed_gated_linear, normed_gated_linear_w8a8)
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if self._whole is not None:
@@ -181,8 +205,8 @@ class GatedLinear:
 
 def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
     """One layer instead of several with the same input, their outputs concatenated. None where that is not faster, or
-    where the weights differ in scheme, order of columns or outliers. It takes the parts' weights."""
-    if not build.kit.stacks or len({part.stored.scheme for part in parts}) > 1:
+    where the weights differ in scheme, activations, order of columns or outliers. It takes the parts' weights."""
+    if not build.kit.stacks or len({(part.stored.scheme, part.wants) for part in parts}) > 1:
         return None
     if not same_columns([part.stored.peek() for part in parts]):
         return None
@@ -196,29 +220,13 @@ def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
     return whole
 
 
-def _operations(build: Build, weight: QTensor, int8_when_batched: bool) -> tuple[Operation, Operation]:
-    """The operations for the product and for its arg-max."""
-    activations = build.kit.activations
-    if activations == BF16:
-        return linear_bf16, best_output_bf16
-    if _rounds_per_token(build, weight):
-        return linear_w8a8, best_output_w8a8
-    if activations not in (INT8, INT8_FEW) or not _rounds(weight):
-        return linear, best_output
-    wanted = int8_when_batched and activations == INT8
-    if wanted and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight):
-        return linear_hadamard, best_output_hadamard
-    return linear_int8, best_output_int8
-
-
-def _rounds_per_token(build: Build, weight: QTensor) -> bool:
-    """Whether activations are rounded to this weight's own 8-bit type."""
-    return build.kit.activations == TOKEN and weight.scheme.name in W8A8_SCHEMES
-
-
-def _rounds(weight: QTensor) -> bool:
-    """Whether activations may be rounded for this weight: only if the weight itself is rounded."""
-    return not weight.is_dense and weight.shape[1] % GROUP == 0
+def _wanted(build: Build, weight: QTensor, int8_when_batched: bool) -> ActivationFormat:
+    """What the rule says for a weight, with a second copy of it where that is allowed and a kernel has a use for it."""
+    wanted = build.activations.of_weight(weight)
+    copied = wanted is INT8 and int8_when_batched and build.activations.copies
+    if copied and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight.as_stored):
+        return HADAMARD
+    return wanted
 
 
 def split_linear(

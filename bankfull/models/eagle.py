@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bankfull.layers.adapted import narrows_own
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
@@ -17,7 +18,6 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.norm import AddThen, RMSNorm
 from bankfull.models.common import TRANSFORMER, gated_mlp, heads_of, rope_of
 from bankfull.models.fields import ConfigFields
-from bankfull.ops.registry import INT8, INT8_FEW
 from bankfull.weights.eagle import EagleFiles, EagleSource, usual_taps
 from bankfull.weights.qtensor import QTensor
 
@@ -28,7 +28,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     layers = len(target.blocks)
     files.suit(target.hidden, target.vocab, layers)
     own = target.head.build
-    source = EagleSource(files, own.kit.activations in (INT8, INT8_FEW))
+    source = EagleSource(files, narrows_own(own.activations))
     build = replace(own, source=source, prefix="")
     defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_positions}
     fields = ConfigFields(files.config, {**TRANSFORMER, **defaults})

@@ -17,9 +17,8 @@ from bankfull.ops.cost import Cost
 
 Function = Callable[..., Any]
 BODY = "torch"
-FLOAT, BF16, INT8, INT8_FEW, TOKEN = "float", "bf16", "int8", "int8-few", "token"
-PREFERRED = ("native", "triton", "triton-q", "triton-24")
-"""Names of providers, in order of preference."""
+PROVIDERS = ("native", "triton", "triton-q", "triton-24")
+"""Providers in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +81,9 @@ class CallRecorder(Protocol):
 class Kit:
     """The providers for one device, in order of preference; the torch body is the last resort."""
 
-    def __init__(self, device: str = "cpu", prefer: Sequence[str] = PREFERRED, activations: str = FLOAT) -> None:
+    def __init__(self, device: str = "cpu", prefer: Sequence[str] = PROVIDERS) -> None:
         self.device = device
         self.prefer = tuple(prefer)
-        self.activations = activations
-        """Format of activations in products. FLOAT: the computation's dtype. BF16: rounded to bfloat16, and dense
-        weights are bfloat16, too. INT8: rounded to 8 bits where the weight is quantized (lossy). INT8_FEW: the same in
-        steps of few rows; steps of many rows may round less, and need no second copy of a weight. TOKEN: rounded to a
-        weight's own 8-bit type with one scale per token, where the weight has one scale per row (lossy)."""
         self.chosen: dict[str, Counter[str]] = {}
         """Operation -> provider -> number of bindings in the model."""
 
@@ -126,7 +120,7 @@ class Kit:
     def stacks(self) -> bool:
         """Whether layers with the same input are stacked into one. That pays where launches and narrow products cost
         more than views of the result; a tape on a CPU fuses them without it."""
-        return self.device == "cuda" and bool(self.prefer) and self.activations in (FLOAT, TOKEN)
+        return self.device == "cuda" and bool(self.prefer)
 
     def offers(self, operation: Operation, **facts: Any) -> bool:
         """Whether a provider accepts these facts. Layers use fused operations only if one does."""
@@ -140,14 +134,10 @@ class Kit:
         return None
 
 
-def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> Kit:
+def kit_for(device: str, providers: str = "auto") -> Kit:
     """`providers`: auto (the fastest that accept), or torch (bodies only: the reference)."""
     if providers not in ("auto", BODY):
         raise ConfigError(f"providers={providers!r} is unknown; use 'auto' or 'torch'.")
-    if activations not in (FLOAT, BF16, INT8, INT8_FEW, TOKEN):
-        raise ConfigError(
-            f"activations={activations!r} is unknown; use 'float', 'bf16', 'int8', 'int8-few' or 'token'."
-        )
     if device == "cuda" and providers != BODY:
         from bankfull.ops import triton  # noqa: F401  (registers its providers; only a GPU needs the import)
-    return Kit(device, () if providers == BODY else PREFERRED, activations)
+    return Kit(device, () if providers == BODY else PROVIDERS)

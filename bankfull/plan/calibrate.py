@@ -191,7 +191,7 @@ def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
         "schemes": schemes,
         "dtype": recipe.dtype_name,
         "kv dtype": str(recipe.kv_dtype),
-        "activations": recipe.activations,
+        "activations": recipe.activations.name,
         "providers": recipe.run.providers,
     }
 
@@ -219,7 +219,7 @@ def step_times(
     return StepTimes(
         forms or forms_by_operation(recipe.metered()),
         ceilings,
-        ceilings.peak_of(recipe.dtype_name, recipe.activations),
+        ceilings.rates(recipe.dtype_name),
         efficiency,
         overlaps=kind == "cuda",
     )

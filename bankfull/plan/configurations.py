@@ -200,7 +200,9 @@ class Configuration:
         alone = self.prepared.times
         if self.layout.ways == 1:
             return alone
-        return StepTimes(self.prepared.forms, alone.ceilings, alone.peak, alone.efficiency, alone.overlaps, self.layout)
+        return StepTimes(
+            self.prepared.forms, alone.ceilings, alone.rates, alone.efficiency, alone.overlaps, self.layout
+        )
 
     def replica(self, longest: int) -> ReplicaSpec:
         sizes = self.sizes(longest)

@@ -18,10 +18,10 @@ from bankfull.layers.build import Build
 from bankfull.limits.machine import cache_file
 from bankfull.limits.quality.evaluate import KeptReference, dequantized, evaluate_kept, keep_reference
 from bankfull.limits.quality.windows import bundled_texts
-from bankfull.loading import choose_kv_dtype
 from bankfull.models.registry import Config, build_model
 from bankfull.ops import kit_for
-from bankfull.ops.registry import FLOAT
+from bankfull.ops.activations import EXACT
+from bankfull.precision import choose_kv_dtype
 from bankfull.runtime.device import available_memory
 from bankfull.text.load import load_tokenizer
 from bankfull.weights.fingerprint import weights_fingerprint
@@ -146,6 +146,6 @@ class Losses:
             wish = parse_quantization(stored.quantize, kind)
             source = Requantized(source, wish.types, wish.tables)
         dtype = torch.float32 if stored.dtype == "auto" else getattr(torch, stored.dtype)
-        pages = None if stored.kv_dtype == "auto" else choose_kv_dtype(stored.kv_dtype, dtype, FLOAT)
+        pages = None if stored.kv_dtype == "auto" else choose_kv_dtype(stored.kv_dtype, dtype, EXACT)
         build = Build(source, kit_for("cpu", "torch"), dtype, torch.device("cpu"), True, WINDOW, pages)
         return evaluate_kept(build_model(files.config, build), self._kept).kl_mean

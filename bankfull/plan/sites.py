@@ -10,7 +10,6 @@ from bankfull.errors import ConfigError
 from bankfull.limits.machine import catalogue
 from bankfull.limits.machine.ceilings import NARROW, Ceilings
 from bankfull.limits.machine.targets import HERE, machine_of
-from bankfull.ops.registry import INT8
 
 RESERVED = 0.05
 """Fraction of a catalogue device's memory assumed for drivers, libraries and fragmentation."""
@@ -70,7 +69,7 @@ def _here(name: str, price: float | None) -> Site:
     unmeasured = machine.ceilings.unmeasured
     caveats = tuple(
         f"{shown}: arithmetic in {dtype} was not measured ({unmeasured[dtype]}); limits with it count memory alone."
-        for dtype in NARROW[INT8]
+        for dtype in NARROW["int8"]
         if dtype in unmeasured
     )
     return Site(shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, caveats=caveats)

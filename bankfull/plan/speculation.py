@@ -25,7 +25,7 @@ def planned_gain(configuration: Configuration, drafter: DrafterChoice, traffic: 
 
     def of_product(cost: Cost) -> float:
         memory = cost.bytes / times.ceilings.read_at(cost.read) / factors[f"{LINEAR}: {MEMORY}"]
-        arithmetic = cost.flops / times.rate / factors[f"{LINEAR}: {ARITHMETIC}"]
+        arithmetic = times.arithmetic(cost) / factors[f"{LINEAR}: {ARITHMETIC}"]
         return max(memory, arithmetic) if times.overlaps else memory + arithmetic
 
     context = round(traffic.prompt.mean + traffic.output.mean / 2)

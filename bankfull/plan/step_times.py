@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.meter.closed_form import ClosedForm, Shares, Windows, experts_used, features
 from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops.cost import NUMBERS, Cost, Rates, seconds_per_number
 from bankfull.ops.reference.sight import seen_by_one
 from bankfull.types import Work
 
@@ -28,7 +29,7 @@ BY_ROW = (ATTENTION, SCAN)
 DECODE, PREFILL = "decode", "prefill"
 MEMORY, ARITHMETIC = "memory", "arithmetic"
 OVERHEAD, EXCHANGE = "overhead of steps and sequences", "all-reduce between devices"
-NOTHING = [[0.0] * len(KINDS)] * 3
+NOTHING = [[0.0] * len(KINDS)] * 4
 FIXED_FEATURES = 6
 """Number of features before those of the windows; see closed_form."""
 
@@ -138,7 +139,7 @@ class StepTimes:
         self,
         forms: Mapping[str, ClosedForm],
         ceilings: Ceilings,
-        peak: float,
+        rates: Rates,
         efficiency: Efficiency,
         overlaps: bool = False,
         layout: ParallelLayout = ALONE,
@@ -149,22 +150,32 @@ class StepTimes:
         self.windows: Windows = any_form.windows
         self.shares: Shares = any_form.shares
         self.block = any_form.block
-        self.ceilings, self.peak, self.efficiency = ceilings, peak, efficiency
+        self.ceilings, self.rates, self.efficiency = ceilings, rates, efficiency
         self.overlaps, self.layout = overlaps, layout
         width = FIXED_FEATURES + 2 * len(self.windows) + len(self.shares)
-        flops, kept, passing = (np.zeros((width, len(KINDS))) for _ in range(3))
+        # A likely time needs a rate even for unmeasured arithmetic: the fastest measured one, scaled by the factors.
+        self._likely_rates = _measured(rates, max(ceilings.flops.values()))
+        likely, shortest = (np.array(seconds_per_number(known)) for known in (self._likely_rates, rates))
+        arithmetic, kept, passing, least = (np.zeros((width, len(KINDS))) for _ in range(4))
+        whole = np.zeros(NUMBERS)
         for operation, form in forms.items():
             column = KINDS.index(kind_of(operation))
-            flops[:, column] += form.coefficients[:, 0]
+            arithmetic[:, column] += form.coefficients @ likely
+            least[:, column] += form.coefficients @ shortest
+            whole += np.abs(form.coefficients).sum(0)
             moved = form.coefficients[:, 1] + form.coefficients[:, 2]
             lasting = _lasting(width, len(self.windows))
             kept[lasting, column] += moved[lasting]
             passing[~lasting, column] += moved[~lasting]
-        self._coefficients = np.concatenate((flops, kept, passing), axis=1) / layout.ways
-        # A likely time needs a rate even for unmeasured arithmetic: the fastest measured one, scaled by the factors.
-        self.rate = peak if peak < math.inf else max(ceilings.flops.values())
+        if Cost(*whole).peak(rates) == math.inf:
+            least[:] = 0.0  # no bound is known
+        self._coefficients = np.concatenate((arithmetic, kept, passing, least), axis=1) / layout.ways
         self._slowdowns = efficiency.slowdowns
         self._passing_rate = max(ceilings.cached_read_bytes_per_s, ceilings.read_bytes_per_s)
+
+    def arithmetic(self, cost: Cost) -> float:
+        """Seconds of arithmetic at the ceilings, as in a likely time."""
+        return cost.arithmetic(self._likely_rates)
 
     def least(self, step: StepShape) -> float:
         """Shortest time on these ceilings."""
@@ -213,25 +224,30 @@ class StepTimes:
         mixed = prefill[2] > 0
         whole = self._costs(decoding + prefill if mixed else decoding)
         apart = [self._costs(decoding), self._costs(prefill)] if mixed else [whole, NOTHING]
-        flops, kept, _ = whole
-        lasting = sum(kept)
+        lasting = sum(whole[1])
         rate = self.ceilings.read_at(lasting)
         found: list[float] = []
         for i, kind in enumerate(KINDS):
             for costs in apart if kind in BY_ROW else (whole,):
                 # Activations of other kinds grow with their arithmetic, so one factor covers both.
                 memory = costs[1][i] / rate + (costs[2][i] / self._passing_rate if kind == REST else 0.0)
-                arithmetic = 0.0 if kind == REST else costs[0][i] / self.rate
+                arithmetic = 0.0 if kind == REST else costs[0][i]
                 if self.overlaps or (kind in BY_ROW and costs is apart[0]):
                     memory, arithmetic = (memory, 0.0) if memory >= arithmetic else (0.0, arithmetic)
                 found += (memory, arithmetic)
-        return np.maximum(found, 0.0), max(lasting / rate, sum(flops) / self.peak)
+        return np.maximum(found, 0.0), max(lasting / rate, sum(whole[3]))
 
     def _costs(self, summed: np.ndarray) -> list[list[float]]:
-        """FLOP, bytes of weights and state, and bytes of activations, each by kind."""
+        """Seconds of arithmetic, bytes of weights and state, bytes of activations, and the shortest seconds of
+        arithmetic, each by kind."""
         flat = (summed @ self._coefficients).tolist()
         size = len(KINDS)
-        return [flat[:size], flat[size : 2 * size], flat[2 * size :]]
+        return [flat[size * i : size * (i + 1)] for i in range(4)]
+
+
+def _measured(rates: Rates, otherwise: float) -> Rates:
+    """The rates, with `otherwise` in the place of unknown ones."""
+    return Rates(*(rate if rate < math.inf else otherwise for rate in astuple(rates)))
 
 
 def _lasting(width: int, windows: int) -> np.ndarray:

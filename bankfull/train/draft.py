@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bankfull.loading import Assembled
 from bankfull.ops.cost import Cost
-from bankfull.ops.registry import FLOAT
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.train.draft_size import DraftSize
 from bankfull.train.states import Examples
@@ -118,7 +117,7 @@ class DraftTrainer:
     def save(self, folder: Path, acceptance: Acceptance) -> list[Path]:
         """The dtype is that in which the engine computes both models, so that both keep keys and values alike."""
         build = self._loaded.build
-        exact = build.kit.activations == FLOAT and build.dtype != torch.float64
+        exact = not build.activations.rounds and build.dtype != torch.float64
         dtype = build.dtype if exact else torch.bfloat16
         tensors = {name: value.detach().to("cpu", dtype) for name, value in self._parameters.items()}
         size = self.size

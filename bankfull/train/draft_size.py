@@ -106,7 +106,7 @@ def _candidates(target: Decoder, limit: StepLimit) -> Iterator[ExpectedGain]:
             size = size_of(target, layers, width)
             chance = assumed_acceptance(size.layer_weights / whole, width / target.hidden)
             for depth in DEPTHS:
-                spent = limit.least(size.drafting_cost(depth)) + _seconds(limit, depth)
+                spent = limit.drafting(size.drafting_cost(depth)) + _seconds(limit, depth)
                 yield ExpectedGain(size, depth, tokens_per_step([chance] * depth) * plain / spent)
 
 

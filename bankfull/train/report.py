@@ -87,7 +87,7 @@ def _choice(outcome: TrainingOutcome, kind: str, tree: CandidateTree, limit: Ste
     assert outcome.acceptance is not None and outcome.trainer is not None
     tokens, cost = outcome.acceptance.tokens_per_step(tree), None
     if limit is not None:
-        drafting = limit.least(outcome.trainer.draft_cost(tree.depth))
+        drafting = limit.drafting(outcome.trainer.draft_cost(tree.depth))
         cost = (drafting + _verify_seconds(limit, len(tree))) / _verify_seconds(limit, 0)
     return Choice(kind, len(tree), tokens, cost)
 

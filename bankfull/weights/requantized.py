@@ -159,6 +159,10 @@ STACKED = re.compile(r"\.experts\.[a-z]\w*\.weight$|\.block_sparse_moe\.(input|o
 """Names of stacked matrices of experts; matrices of single experts have the expert's number in their name."""
 
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Part of the names of single experts' matrices."""
+
+
 def bits_per_weight(source: TensorSource) -> float:
     """Average over all matrices, including scales and minima."""
     bits = elements = 0

@@ -144,9 +144,7 @@ class Session:
     def form(self) -> ClosedForm:
         """Minimum cost of a step, from the meter, for the weights as stored in this engine."""
         build = self.made.build
-        return closed_form(
-            MeteredModel(self.made.files, dtype=self.dtype, kv_dtype=build.kv_dtype, activations=build.kit.activations)
-        )
+        return closed_form(MeteredModel.of_build(self.made.files, build))
 
     def cost(self, shapes: Sequence[StepShape]) -> Cost:
         return sum((self.form.cost(shape) for shape in shapes), Cost())
@@ -154,7 +152,7 @@ class Session:
     def least(self, shapes: Sequence[StepShape], ceilings: Ceilings) -> float:
         """Shortest time in seconds of these steps on these ceilings."""
         costs = [self.form.cost(shape) for shape in shapes]
-        return least_seconds(costs, ceilings, self.dtype, self.made.kit.activations)
+        return least_seconds(costs, ceilings, self.dtype)
 
     def prompt(self, length: int) -> list[int]:
         """Different each time, so that the prefix cache is never hit."""

@@ -14,6 +14,7 @@ import pytest
 
 from bankfull import LLM, SamplingParams
 from bankfull.cli.terminal import write_text
+from bankfull.ops.cost import Rates
 
 from .conftest import Cli
 
@@ -130,7 +131,7 @@ def test_the_limit_is_the_cost_of_the_decode_steps_on_the_ceilings(cli: Cli, mod
     metered = MeteredModel(open_model(model), dtype="float32")
     prompt = found["usage"]["prompt_tokens"]
     steps = [StepShape.decode(1, prompt + done) for done in range(1, 12)]
-    seconds = sum(metered.cost(step).sum().seconds(1e11, 1e10) for step in steps)
+    seconds = sum(metered.cost(step).sum().seconds(Rates.flat(1e11), 1e10) for step in steps)
     assert found["metrics"]["limit_tokens_per_s"] == pytest.approx(11 / seconds, rel=1e-4)
 
 

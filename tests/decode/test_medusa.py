@@ -208,18 +208,18 @@ def test_candidates_are_those_with_the_highest_scores(own: bool, layers: int, mo
 
 @pytest.mark.parametrize("providers", ("torch", "auto"))
 def test_rounded_weights_change_few_candidates(providers: str) -> None:
-    """A kit that rounds activations gets blocks of 8 bits."""
+    """Where activations are rounded, blocks of 8 bits are multiplied."""
     from dataclasses import replace
 
     from bankfull.layers.decoder import Head
     from bankfull.layers.linear import Linear
     from bankfull.ops import kit_for
-    from bankfull.ops.registry import INT8
+    from bankfull.ops.activations import RULES
     from bankfull.weights.quantize import quantize
 
     exact, heads = model_of("llama", torch.float32, providers).head, random_heads(3)
     stored = quantize(exact.stored().dequantize(), "q8_0")
-    build = replace(exact.build, kit=kit_for("cpu", providers, INT8))
+    build = replace(exact.build, kit=kit_for("cpu", providers), activations=RULES["int8"])
     head = Head(build, Linear(build, HIDDEN, VOCAB, weight=stored), lambda: stored)
     hidden = torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(2))
     few, all_bits = (MedusaStack(one, heads, 3).candidates(hidden, 1) for one in (head, exact))

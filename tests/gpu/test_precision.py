@@ -13,7 +13,7 @@ from bankfull.layers.build import Build
 from bankfull.loading import rounded
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.registry import FLOAT, TOKEN
+from bankfull.ops.activations import RULES
 from bankfull.runtime import naive
 from bankfull.runtime.device import open_device
 from bankfull.synthetic.random_weights import random_model
@@ -44,10 +44,10 @@ def divergence(files: ModelFiles, tokens: list[int], providers: str) -> float:
 
 
 def _logprobs(
-    files: ModelFiles, tokens: list[int], dtype: torch.dtype, providers: str, activations: str = FLOAT
+    files: ModelFiles, tokens: list[int], dtype: torch.dtype, providers: str, activations: str = "float"
 ) -> Tensor:
-    kit = kit_for(DEVICE.type, providers, activations)
-    model = build_model(files.config, Build(files.source, kit, dtype, DEVICE))
+    kit = kit_for(DEVICE.type, providers)
+    model = build_model(files.config, Build(files.source, kit, dtype, DEVICE, activations=RULES[activations]))
     return naive.logits(model, tokens, DEVICE).double().log_softmax(-1)
 
 
@@ -80,11 +80,11 @@ def test_activations_rounded_per_token_diverge_as_the_bodies_do(
     [tokens] = random_prompts(1, 100, seed=8)
     opened = open_device(DEVICE.type)
 
-    def run(providers: str, activations: str = TOKEN) -> Tensor:
+    def run(providers: str, activations: str = "token") -> Tensor:
         files = rounded(open_model(folder_of("llama")), weights, opened)
         return _logprobs(files, tokens, torch.bfloat16, providers, activations)
 
-    exact, ours, bodies = run("torch", FLOAT), run("auto"), run("torch")
+    exact, ours, bodies = run("torch", "float"), run("auto"), run("torch")
     lost, expected = (float((exact.exp() * (exact - found)).sum(-1).mean()) for found in (ours, bodies))
     record_property("error", lost)
     assert lost <= 2 * expected + TINY, f"{lost:.2e} nats, the bodies {expected:.2e}"

@@ -15,6 +15,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, split_linear, stack
 from bankfull.layers.mlp import GatedMLP
 from bankfull.ops import Kit, native
+from bankfull.ops.activations import RULES
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.quantize import quantize
 from tests.quick import examples
@@ -88,11 +89,12 @@ def test_a_product_with_permuted_columns_is_that_with_the_matrix(
 @pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
 def test_kernels_gather_before_the_product(activations: str) -> None:
     weight = permuted(1, 40, 128)
-    kit = Kit("cpu", activations=activations)
-    layer, x = Linear(build_of(kit, torch.float32, weight=weight), 128, 40), rows_of(128, torch.float32)
+    kit, rule = Kit("cpu"), RULES[activations]
+    build = replace(build_of(kit, torch.float32, weight=weight), activations=rule)
+    layer, x = Linear(build, 128, 40), rows_of(128, torch.float32)
     assert kit.chosen["gather_columns"] == {"native": 1}
     assert all(set(providers) == {"native"} for providers in kit.chosen.values())
-    bodies = Linear(build_of(Kit("cpu", (), activations), torch.float32, weight=weight), 128, 40)
+    bodies = Linear(replace(build, kit=Kit("cpu", ())), 128, 40)
     # bf16 kernels round weights, too.
     torch.testing.assert_close(layer(x), bodies(x), rtol=0, atol=0.1 if activations == "bf16" else 1e-3)
 
@@ -129,6 +131,24 @@ def test_a_gated_layer_gathers_for_both_of_its_matrices(kit: Any) -> None:
     assert (mlp.both is not None) == (kit is not None) and not mlp.norms(1)
     g, u, d = (weight.dequantize(torch.float64) for weight in held.values())
     torch.testing.assert_close(mlp(x), (torch.nn.functional.silu(x @ g.T) * (x @ u.T)) @ d.T)
+
+
+def test_gpu_kernels_multiply_gathered_rows() -> None:
+    """Interpreted. The gather is torch's: it is enqueued, so that a step can be captured."""
+    from bankfull.ops import triton  # noqa: F401  (registers its providers)
+
+    held = {"gate": permuted(1, 96, 64, order=7), "up": permuted(2, 96, 64, order=7), "down": permuted(3, 64, 96)}
+    kit, dtype = Kit("cuda"), torch.bfloat16
+    build = build_of(kit, dtype, **{f"{name}_weight": weight for name, weight in held.items()})
+    gate, up, down = (Linear(build.at(name), *reversed(held[name].shape)) for name in held)
+    mlp = GatedMLP(build, gate, up, down, "silu")
+    assert kit.chosen["gated_linear"] == {"triton-q": 1} and set(kit.chosen["linear"]) == {"triton-q"}
+    g, u, d = (weight.dequantize(torch.float64) for weight in held.values())
+    for rows in (1, 3):
+        x = rows_of(64, dtype)[:rows].double()
+        wanted = (torch.nn.functional.silu(x @ g.T) * (x @ u.T)) @ d.T
+        found = mlp(x.to(dtype)).double()
+        assert float((found - wanted).abs().max()) < 0.02 * float(wanted.abs().max())
 
 
 def test_a_layer_that_does_not_gather_gets_the_matrix_in_order(caplog: pytest.LogCaptureFixture) -> None:

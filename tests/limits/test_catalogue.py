@@ -117,7 +117,7 @@ def test_an_entry_becomes_ceilings_that_a_roofline_can_be_drawn_of(known: Catalo
     device = known.find("h200")
     found = device.ceilings()
     assert found.read_at(1e9) == found.read_bytes_per_s == 4.8e12
-    assert found.flops_of("torch.bfloat16") == found.peak_of("bfloat16") == 989.4e12
+    assert found.flops_of("torch.bfloat16") == found.rates("bfloat16").own == 989.4e12
     assert found.cpu == device.title and device.source in found.instrument
     chart = chart_of(found)
     roofs = {series.name: series.points for series in chart.series}

@@ -11,6 +11,7 @@ import torch
 from bankfull.errors import ConfigError
 from bankfull.limits.machine import ceilings, cpu_ceilings
 from bankfull.limits.machine.ceilings import Ceilings, measure
+from bankfull.ops.cost import Cost, Rates
 from bankfull.ops.native import extension
 from bankfull.paths import cache_dir
 from bankfull.runtime.device import open_device
@@ -208,13 +209,25 @@ def test_a_working_set_that_fits_the_cache_has_the_caches_ceiling() -> None:
         found.flops_of("int8")
 
 
-def test_rounded_activations_are_bound_by_the_fastest_narrow_type() -> None:
+def test_rounded_operands_are_bound_by_the_fastest_type_that_a_kernel_may_use() -> None:
     flops = {"float32": 2.0, "bfloat16": 8.0, "float16": 99.0, "float64": 99.0}
     found = Ceilings(10.0, 30.0, flops, 1, "x", "now", 1000, 100, 200)
-    assert found.peak_of("float32") == found.peak_of("float32", "float") == 2.0
-    assert found.peak_of("float32", "int8") == 8.0
-    assert replace(found, flops={**flops, "int8": 16.0}).peak_of("float32", "int8") == 16.0
-    assert replace(found, flops={**flops, "bfloat16": 1.0}).peak_of("bfloat16", "int8") == 2.0
+    assert found.rates("float32") == Rates(2.0, 8.0, 8.0, 8.0)
+    assert replace(found, flops={**flops, "int8": 16.0, "float8": 17.0}).rates("float32") == Rates(2.0, 8.0, 16.0, 17.0)
+    assert replace(found, flops={**flops, "bfloat16": 1.0}).rates("bfloat16") == Rates(1.0, 2.0, 2.0, 2.0)
+    assert replace(found, flops={"float16": 3.0}).rates("float16") == Rates.flat(3.0)
+
+
+def test_the_peak_of_a_product_follows_from_its_own_operands() -> None:
+    """A step with 8-bit layers beside a bfloat16 head needs the time of both."""
+    flops = {"float32": 1.0, "bfloat16": 10.0, "int8": 20.0, "float8": 40.0}
+    found = Ceilings(1e9, 1e9, flops, 1, "x", "now", 1000, 100, 200)
+    rates = found.rates("bfloat16")
+    layers, head = Cost(200.0).on("int8"), Cost(100.0)
+    assert (layers.seconds(rates, 1e9), head.seconds(rates, 1e9), (layers + head).seconds(rates, 1e9)) == (10, 10, 20)
+    assert (layers + head).peak(rates) == 15.0 and (layers + head).operands == ["int8", "own"]
+    assert found.shown_rates("bfloat16", layers + head) == "int8 20 FLOP/s, bfloat16 10 FLOP/s"
+    assert Cost(200.0).on("fp8").seconds(rates, 1e9) == 5 and layers.peak(rates) == 20.0
 
 
 @pytest.mark.parametrize("budget", [0, -1, float("nan"), 1e9])

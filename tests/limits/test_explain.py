@@ -278,7 +278,7 @@ def at(story: Story, limit: StepLimit, adviser: Adviser, reached: Callable[[str]
         assert part.features is not None
         reach = limit.ceilings.read_at(limit.form.cost_of(part.features / part.steps).read)
         for label in part.kernels:
-            least = adviser.kernels.costs.summed(label, part.features).seconds(limit.peak, reach)
+            least = adviser.kernels.costs.summed(label, part.features).seconds(limit.rates, reach)
             part.kernels[label] = least / reached(adviser.kernels.name_of(label))
         part.inside = part.seconds = sum(part.kernels.values())
     story.ended = story.arrived + story.queue + sum(part.seconds for part in story.parts.values())

@@ -63,13 +63,14 @@ def test_weights_count_once_a_replay_and_values_once_a_token() -> None:
         "packed",
         {"x": x, "weight0": fixed(1000), "bias0": fixed(20), "weight1": fixed(500), "bias1": None},
         {"y0": y, "y1": y, "encoded": None},
-        {"inner": 32, "parts": [(16, 0), (8, 3)]},
+        {"inner": 32, "parts": [(16, 0), (8, 3)], "int8": True},
         "packed",
     )
-    assert traffic_of([node]) == {"packed 32 -> 24": Traffic(1, 1520, 100, 2 * 32 * 24)}
-    other = replace(node, facts={"inner": 64, "parts": [(16, 0)]})
+    assert traffic_of([node]) == {"packed 32 -> 24": Traffic(1, 1520, 100, 2 * 32 * 24, "int8")}
+    other = replace(node, facts={"inner": 64, "parts": [(16, 0)], "int8": False})
+    assert traffic_of([other])["packed 64 -> 16"].operands == "bf16"
     assert set(traffic_of([node, other, node])) == {"packed 32 -> 24", "packed 64 -> 16"}
-    assert traffic_of([node, other, node])["packed 32 -> 24"] == Traffic(2, 3040, 200, 4 * 32 * 24)
+    assert traffic_of([node, other, node])["packed 32 -> 24"] == Traffic(2, 3040, 200, 4 * 32 * 24, "int8")
 
 
 def test_a_token_reads_one_row_of_a_table_and_pages_are_not_weights() -> None:
@@ -171,7 +172,7 @@ def test_rows_are_those_of_a_step_and_add_up_to_it() -> None:
     steps = (Cost(100, 4000, 0), Cost(100, 4000, 0))  # read from memory: 100 bytes a second
     fast = Kernel("fast", 10.0, 2, (Cost(0, 400, 0), Cost(0, 400, 0)))
     slow = Kernel("slow", 60.0, 4, (Cost(8000, 100, 0), Cost(0, 1000, 0)))
-    first, second, host, step = PhaseProfile("decode", 100.0, (slow, fast), steps).rows(MACHINE, 1000.0)
+    first, second, host, step = PhaseProfile("decode", 100.0, (slow, fast), steps).rows(MACHINE, "float32")
     assert first == {
         "kernel": "slow",
         "runs_per_step": 2.0,
@@ -186,11 +187,13 @@ def test_rows_are_those_of_a_step_and_add_up_to_it() -> None:
     assert (host["kernel"], host["seconds_per_step"], host["share"]) == (HOST, 15.0, 0.3)
     assert host["least_seconds_per_step"] is host["percent_of_limit"] is host["runs_per_step"] is None
     assert (step["kernel"], step["seconds_per_step"], step["percent_of_limit"]) == (STEP, 50.0, 80.0)
-    for row in PhaseProfile("decode", 100.0, (slow,), steps).rows(None, float("inf")):
+    for row in PhaseProfile("decode", 100.0, (slow,), steps).rows(None, "float32"):
         assert row["least_seconds_per_step"] is row["percent_of_limit"] is None
 
 
-@pytest.mark.parametrize(("options", "peak"), [({"dtype": "float32"}, 1000.0), ({"quantize": "q8_0,keep"}, 4000.0)])
+@pytest.mark.parametrize(
+    ("options", "peak"), [({"dtype": "float32"}, 1000.0), ({"quantize": "q8_0,tables,keep"}, 4000.0)]
+)
 def test_a_profile_covers_both_phases_kernel_by_kernel(options: dict[str, str], peak: float) -> None:
     llm = tiny(**options)
     report = Bench(llm, OfflineLoad(20, 5, reps=1), dtype="float32", profile=True).run("latency")
@@ -222,7 +225,7 @@ def test_int8_activations_are_named_and_their_operations_are_found() -> None:
     report = Bench(tiny(quantize="q8_0,keep"), OfflineLoad(4, 2, reps=1), dtype="float32").run("latency")
     assert report.activations == "int8" and report.as_json()["profile"] is None and profile_tables(report) == []
     assert report.bound["linear_int8"] == {"native": 6 * LAYERS} and report.bound["linear"] == {"native": LAYERS + 1}
-    assert any("float32 with int8 activations 4 kFLOP/s" in line for line in notes(report))
+    assert any("arithmetic with int8 activations in int8 4 kFLOP/s" in line for line in notes(report))
 
 
 def test_one_token_has_no_decode_part(exact: LLM) -> None:

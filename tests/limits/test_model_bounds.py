@@ -62,7 +62,7 @@ def test_a_configuration_alone_tells_what_the_files_tell(name: str, tmp_path: Pa
 def test_options_mean_what_they_mean_to_the_engine(tmp_path: Path) -> None:
     config = {**LLAMA, "dtype": "bfloat16"}
     default = recipe_of(config, "cuda")
-    assert (default.dtype, default.kv_dtype, default.activations) == (torch.bfloat16, torch.bfloat16, "float")
+    assert (default.dtype, default.kv_dtype, default.activations.name) == (torch.bfloat16, torch.bfloat16, "float")
     assert recipe_of(config, "cuda", RunConfig(quantize="int4")).quantized_types == ["int4_g32", "int4_g64"]
     assert recipe_of(config, "cuda", RunConfig(kv_dtype="int8")).kv_dtype == torch.int8
     files = open_model(save_directory(tmp_path / "m", LLAMA))

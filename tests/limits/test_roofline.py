@@ -48,7 +48,9 @@ def test_the_steps_limit_lets_arithmetic_and_memory_overlap() -> None:
 
 
 def test_the_dtype_chooses_the_peak_and_the_working_set_the_bandwidth() -> None:
-    assert roofline(ledger(), MACHINE, "bfloat16").flops_per_second == 2000.0
+    assert MACHINE.rates("bfloat16").own == 2000.0
+    slow, fast = (roofline(ledger(), MACHINE, dtype).entries for dtype in ("float32", "bfloat16"))
+    assert all(one.seconds <= other.seconds for one, other in zip(fast, slow, strict=True)) and fast != slow
     small = Ledger()
     small.record("x", Cost(0, 1500, 0))
     assert roofline(small, MACHINE, "float32").bytes_per_second == 400.0

@@ -35,7 +35,7 @@ from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery
 from bankfull.limits.model.charts import charts_of
 from bankfull.limits.model.recipe import recipe_of
 from bankfull.limits.model.tables import summary_table
-from bankfull.ops.cost import Cost
+from bankfull.ops.cost import Cost, Rates
 from bankfull.plan.calibrate import step_times
 from bankfull.plan.efficiency import assumed
 from bankfull.plan.sites import sites_of
@@ -139,12 +139,15 @@ def test_of_two_looks_a_type_that_either_measured_is_measured() -> None:
 
 
 def test_unmeasured_arithmetic_bounds_nothing_and_says_so() -> None:
-    assert UNMEASURED.peak_of("float32") == 100e9 and UNMEASURED.caveat("float32") is None
-    assert math.isinf(UNMEASURED.peak_of("float32", "int8")) and math.isinf(UNMEASURED.flops_of("torch.int8"))
-    assert UNMEASURED.peak_of("float32", "bf16") == 100e9
-    caveat = UNMEASURED.caveat("float32", "int8")
-    assert caveat is not None and "int8" in caveat and WHY in caveat and "memory alone" in caveat
-    assert KNOWN.caveat("float32", "int8") is None
+    plain, rounded, narrow = Cost(1e9), Cost(1e9).on("int8"), Cost(1e9).on("bf16")
+    rates = UNMEASURED.rates("float32")
+    assert rates.own == rates.bf16 == 100e9 and math.isinf(rates.int8) and math.isinf(UNMEASURED.flops_of("torch.int8"))
+    assert [cost.arithmetic(rates) for cost in (plain, narrow, rounded, plain + rounded)] == [0.01, 0.01, 0.0, 0.0]
+    assert UNMEASURED.caveat("float32", plain) is None is UNMEASURED.caveat("float32", narrow)
+    for cost in (rounded, plain + rounded):
+        caveat = UNMEASURED.caveat("float32", cost)
+        assert caveat is not None and "int8" in caveat and WHY in caveat and "memory alone" in caveat
+    assert KNOWN.caveat("float32", rounded) is None
 
 
 def test_json_has_null_and_the_reason() -> None:
@@ -203,7 +206,7 @@ def test_a_type_without_instructions_is_bound_as_float32_is() -> None:
         for found in (honest, fallback)
     ]
     assert at[0].tokens_per_s > 50 * at[1].tokens_per_s
-    assert honest.peak_of("bfloat16") == honest.peak_of("float32")
+    assert honest.rates("bfloat16").own == honest.rates("float32").own
 
 
 def test_a_model_s_roofline_without_a_roof() -> None:
@@ -221,10 +224,16 @@ def test_a_model_s_roofline_without_a_roof() -> None:
 
 def test_bench_notes_name_the_arithmetic_that_was_not_measured() -> None:
     report: Any = SimpleNamespace(
-        ceilings=UNMEASURED, dtype="float32", activations="int8", tape=None, uncaptured=None, bound={}
+        ceilings=UNMEASURED,
+        dtype="float32",
+        activations="int8",
+        cost=Cost(9.0).on("int8") + Cost(1.0),
+        tape=None,
+        uncaptured=None,
+        bound={},
     )
     said = "\n".join(notes(report))
-    assert "arithmetic in float32 with int8 activations not measured" in said and WHY in said
+    assert "arithmetic with int8 activations in int8 not measured, float32 100 GFLOP/s" in said and WHY in said
     report.ceilings = KNOWN
     assert "not measured" not in "\n".join(notes(report))
 
@@ -242,13 +251,13 @@ def test_a_plan_counts_with_the_fastest_rate_that_was_measured(monkeypatch: pyte
 
 
 def test_an_explanation_says_what_its_limit_counts() -> None:
-    form: Any = SimpleNamespace(cost_of=lambda features: Cost(1e6, 1e6))
+    form: Any = SimpleNamespace(cost_of=lambda features: Cost(1e6, 1e6), cost=lambda step: Cost(1e6, 1e6))
 
     def told(peak: float) -> str:
         part = StoryPart(DECODE, seconds=1.0, steps=1, tokens=1, inside=1.0, limit=0.5, decodes=0.5, alone=0.5)
         part.features = np.ones(1)
         story = Story(arrived=0.0, started=0.0, ended=1.0, parts={DECODE: part})
-        return explain(story, StepLimit(form, UNMEASURED, peak)).summary
+        return explain(story, StepLimit(form, UNMEASURED, Rates.flat(peak))).summary
 
     assert "its arithmetic was not measured" in told(math.inf)
     assert "not measured" not in told(100e9)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from bankfull.ops import OPERATIONS, Cost
+from bankfull.ops import OPERATIONS, Cost, Unnormed
 from bankfull.ops.cost import nbytes
 from bankfull.ops.meter import Meter
 from bankfull.ops.reference.rounded_pages import head_numbers, is_rounded
@@ -117,6 +117,39 @@ def test_a_rounded_linear_or_argmax_reads_what_a_linear_reads(name: str) -> None
         assert cost.write == nbytes(OPERATIONS[name].body(*made.args))
 
 
+ROUNDED_TO = {
+    "own": ["linear", "best_output", "gated_linear", "normed_linear", "normed_gated_linear", "normed_best_output"],
+    "bf16": ["linear_bf16", "best_output_bf16", "expert_mlp_bf16"],
+    "int8": ["linear_int8", "best_output_int8", "linear_hadamard", "best_output_hadamard", "expert_mlp_int8"],
+    "its weight": [name for name in OPERATIONS if name.endswith("w8a8")],
+}
+
+
+@pytest.mark.parametrize(("name", "operands"), [(name, kind) for kind, names in ROUNDED_TO.items() for name in names])
+def test_products_are_counted_on_the_operands_that_they_multiply(name: str, operands: str) -> None:
+    for seed in range(20):
+        made = cases.case(name, seed)
+        cost = OPERATIONS[name].cost(*made.args)
+        wanted = operands
+        if operands == "its weight":
+            wanted = "fp8" if made.args[1].scheme.name == "fp8" else "int8"
+        norm = made.args[0].cost.flops if isinstance(made.args[0], Unnormed) else 0.0
+        assert getattr(cost, wanted) == (cost.flops if wanted == "own" else cost.flops - norm) > 0
+        assert cost.own + cost.bf16 + cost.int8 + cost.fp8 == pytest.approx(cost.flops)
+
+
+def test_attention_over_narrow_pages_may_multiply_in_bfloat16() -> None:
+    q, k, v, *rest = cases.case("paged_attention", 0).args
+    for dtype, pages, wanted in (
+        (torch.float32, torch.float32, "own"),
+        (torch.float32, torch.bfloat16, "bf16"),
+        (torch.bfloat16, torch.bfloat16, "own"),
+        (torch.float64, torch.float64, "own"),
+    ):
+        cost = OPERATIONS["paged_attention"].cost(q.to(dtype), k.to(pages), v.to(pages), *rest)
+        assert cost.operands == [wanted], (dtype, pages)
+
+
 def test_outlier_columns_cost_a_product_of_their_own() -> None:
     for seed in range(20):
         x, weight, columns, kept, bias = cases.case("linear_outliers", seed).args
@@ -127,6 +160,7 @@ def test_outlier_columns_cost_a_product_of_their_own() -> None:
         assert cost.flops - plain.flops == 2 * x.numel() // x.shape[-1] * kept.numel()
         assert cost.read - plain.read == nbytes(columns, kept)
         assert cost.write == plain.write
+        assert cost.int8 == plain.flops
 
 
 OUTLIERS = {"linear_outliers"}

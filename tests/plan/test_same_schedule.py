@@ -13,6 +13,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.limits.meter.closed_form import forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops.cost import Rates
 from bankfull.plan.simulate import Replica, ReplicaSpec, RequestTimes
 from bankfull.plan.step_times import TERMS, Efficiency, StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest, TrafficSpec, UniformLengths
@@ -107,7 +108,7 @@ CASES = {
 def test_simulator_and_engine_make_the_same_plans_of_the_same_trace(case: str, shape: str, depth: int) -> None:
     sched, state, frames = CASES[case]
     bench = Bench(model_of(shape), device_of(depth), depth, replace(sched), state, frames=frames, max_len=64)
-    times = StepTimes(forms_by_operation(MeteredModel(open_model(folder_of(shape)))), MACHINE, 1e9, HALF)
+    times = StepTimes(forms_by_operation(MeteredModel(open_model(folder_of(shape)))), MACHINE, Rates.flat(1e9), HALF)
     # About four requests are in flight, by the predicted times.
     rate = 4 / (10 * times.likely(StepShape.decode(4, 25)))
     traffic = TrafficSpec(Arrivals(rate), UniformLengths(9, 30), UniformLengths(1, 18), shared=6)

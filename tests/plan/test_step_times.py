@@ -10,6 +10,7 @@ import pytest
 from bankfull.limits.meter.closed_form import features, forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops.cost import Rates
 from bankfull.ops.registry import OPERATIONS
 from bankfull.plan.efficiency import Timed, assumed, fit
 from bankfull.plan.step_times import (
@@ -41,7 +42,7 @@ def some_work(pick: Random, recurrent: bool) -> list[Work]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_planned_step_and_its_shape_cost_the_same(name: str) -> None:
     forms, pick = forms_by_operation(MeteredModel(CONFIGS[name])), Random(5)
-    times = StepTimes(forms, MACHINE, 1e11, assumed("cpu"))
+    times = StepTimes(forms, MACHINE, Rates.flat(1e11), assumed("cpu"))
     for _ in range(40):
         work = some_work(pick, name == "recurrent")
         shape = StepShape.of(work)
@@ -59,7 +60,7 @@ def test_no_step_is_ever_predicted_below_its_limit(name: str, overlaps: bool) ->
     forms, pick = forms_by_operation(MeteredModel(CONFIGS[name])), Random(11)
     perfect = Efficiency(dict.fromkeys(TERMS, 1.0), 0.0, 0.0, "perfect", assumed=True)
     for efficiency in (perfect, assumed("cpu"), assumed("cuda")):
-        times = StepTimes(forms, MACHINE, 1e10, efficiency, overlaps)
+        times = StepTimes(forms, MACHINE, Rates.flat(1e10), efficiency, overlaps)
         for _ in range(30):
             shape = StepShape.of(some_work(pick, name == "recurrent"))
             assert 0 < times.least(shape) <= times.likely(shape) * (1 + 1e-9)
@@ -67,7 +68,7 @@ def test_no_step_is_ever_predicted_below_its_limit(name: str, overlaps: bool) ->
 
 def test_the_limit_takes_the_bandwidth_of_the_step_s_working_set() -> None:
     metered = MeteredModel(LLAMA)
-    times = StepTimes(forms_by_operation(metered), MACHINE, 1e15, assumed("cpu"))
+    times = StepTimes(forms_by_operation(metered), MACHINE, Rates.flat(1e15), assumed("cpu"))
     weights = sum(t.nbytes for t in metered.shapes.read.values())
     short, long = StepShape.decode(1, 2), StepShape.decode(200, 4000)
     # A tied head reads the whole embedding in addition to the rows that are looked up.
@@ -92,9 +93,9 @@ def test_assumed_factors_are_shares_and_say_that_they_are_assumed(kind: str) -> 
 
 def test_two_devices_share_the_work_and_pay_for_their_exchanges() -> None:
     forms, efficiency = forms_by_operation(MeteredModel(LLAMA)), assumed("cuda")
-    alone = StepTimes(forms, MACHINE, 1e11, efficiency, True)
+    alone = StepTimes(forms, MACHINE, Rates.flat(1e11), efficiency, True)
     link = ParallelLayout(2, 1e9, exchanges=6, token_bytes=256, latency=1e-6)
-    both = StepTimes(forms, MACHINE, 1e11, efficiency, True, link)
+    both = StepTimes(forms, MACHINE, Rates.flat(1e11), efficiency, True, link)
     shape = StepShape.decode(4, 100)
     overhead = efficiency.step_seconds + 4 * efficiency.sequence_seconds
     assert both.least(shape) == pytest.approx(alone.least(shape) / 2)
@@ -103,7 +104,10 @@ def test_two_devices_share_the_work_and_pay_for_their_exchanges() -> None:
 
 
 def test_where_the_time_went_adds_up() -> None:
-    times, spent = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 1e11, assumed("cpu")), TimeBreakdown()
+    times, spent = (
+        StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, Rates.flat(1e11), assumed("cpu")),
+        TimeBreakdown(),
+    )
     steps = [times.work(some_work(Random(n), False), spent) for n in range(20)]
     assert spent.seconds == pytest.approx(sum(steps)) and spent.steps == 20
     assert sum(spent.shares().values()) == pytest.approx(1.0)
@@ -122,7 +126,7 @@ def shapes() -> list[StepShape]:
 
 def true_times(factors: dict[str, float]) -> StepTimes:
     known = Efficiency({**dict.fromkeys(TERMS, 0.5), **factors}, 2e-5, 1e-6, "the truth", assumed=False)
-    return StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 2e10, known)
+    return StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, Rates.flat(2e10), known)
 
 
 TRUTH = {
@@ -137,7 +141,7 @@ TRUTH = {
 def test_a_fit_predicts_the_steps_that_it_was_not_shown() -> None:
     truth = true_times(TRUTH)
     found = fit(truth, [Timed(shape, truth.likely(shape)) for shape in shapes()], assumed("cpu"), "a test")
-    fitted = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 2e10, found)
+    fitted = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, Rates.flat(2e10), found)
     assert not found.assumed and found.source == "a test"
     for shape in (StepShape.decode(8, 600), StepShape.decode(32, 90), StepShape.prefill(300, past=90)):
         assert fitted.likely(shape) == pytest.approx(truth.likely(shape), rel=0.06)
@@ -147,7 +151,7 @@ def test_a_few_busy_moments_do_not_spoil_a_fit() -> None:
     truth = true_times(TRUTH)
     timed = [Timed(s, truth.likely(s) * (4 if n % 7 == 3 else 1)) for n, s in enumerate(shapes())]
     found = fit(truth, timed, assumed("cpu"), "a test")
-    fitted = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 2e10, found)
+    fitted = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, Rates.flat(2e10), found)
     errors = sorted(abs(fitted.likely(s) / truth.likely(s) - 1) for s in shapes())
     assert errors[len(errors) // 2] < 0.1
 

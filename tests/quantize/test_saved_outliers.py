@@ -14,13 +14,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from bankfull.config import RunConfig
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.build import Build
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.info import describe
+from bankfull.limits.model.recipe import Recipe
+from bankfull.limits.model.recipe import recipe_of as recipe_of_model
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.ops.activations import RULES
 from bankfull.quantize.outliers import with_outliers
 from bankfull.quantize.save import save_quantized
 from bankfull.runtime.naive import logits
@@ -63,7 +67,7 @@ def folder(model: Path, at_load: ModelFiles, tmp_path_factory: pytest.TempPathFa
 
 
 def built_logits(files: ModelFiles, providers: str, activations: str) -> torch.Tensor:
-    build = Build(files.source, kit_for("cpu", providers, activations), torch.float32, CPU)
+    build = Build(files.source, kit_for("cpu", providers), torch.float32, CPU, activations=RULES[activations])
     return logits(build_model(files.config, build), TOKENS, CPU)
 
 
@@ -93,6 +97,20 @@ def test_limits_count_the_outlier_columns(at_load: ModelFiles, folder: Path) -> 
     step = StepShape.decode(1, 8)
     ours, theirs = (MeteredModel(files, dtype="float32").cost(step) for files in (at_load, open_model(folder)))
     assert ours.total == theirs.total and "linear_outliers" in ours.total
+
+
+def test_a_recipe_rounds_as_llm_int8_does(model: Path, folder: Path, at_load: ModelFiles) -> None:
+    step = StepShape.prefill(8)
+    plain, kept = (
+        recipe_of_model(open_model(path), "cpu", RunConfig(quantize=quantize)).metered().cost(step)
+        for path, quantize in ((model, "llm.int8"), (folder, None))
+    )
+    assert plain.calls["linear_outliers"] == kept.calls["linear_outliers"] > 0 and "linear_outliers" in plain.total
+    assert plain.sum().int8 == kept.sum().int8 > 0
+    # Which columns are outliers is known after calibration only.
+    assert plain.total["linear_outliers"].own == 0 < kept.total["linear_outliers"].own
+    build = Build(at_load.source, kit_for("cpu", "torch"), torch.float32, CPU)
+    assert Recipe.of_build(at_load, build).metered().cost(step).total["linear_outliers"].own > 0
 
 
 def test_other_engines_refuse_it(folder: Path) -> None:

@@ -14,6 +14,7 @@ import transformers
 
 from bankfull import LLM, SamplingParams
 from bankfull.limits.meter.step_limit import StepLimit, step_limit_of
+from bankfull.ops.cost import Rates
 from bankfull.state.spec import Paged, joined_states, layout_of
 from bankfull.train import loop
 from bankfull.train.draft import WEIGHTS, DraftTrainer
@@ -154,7 +155,7 @@ def test_the_size_suits_the_machine(llm: LLM) -> None:
     best = best_size(model, limit)
     for layers, width in ((1, 512), (4, 4096), (2, 1365 // 64 * 64)):
         assert best.gain >= _gain(model, limit, layers, width) - 1e-9
-    slow = replace(limit, peak=limit.peak / 1e4)
+    slow = replace(limit, rates=Rates.flat(limit.peak / 1e4))
     assert best_size(model, slow).gain < best.gain
 
 

@@ -125,7 +125,7 @@ def figures_of(judge: Judge, way: RunWay, device: Device, reps: int) -> WayFigur
         prefill,
         str(made.build.dtype).removeprefix("torch."),
         pages_name(made.build.pages),
-        made.kit.activations,
+        made.build.activations.name,
     )
 
 

@@ -66,8 +66,11 @@ class RequestLimits:
         return means
 
     def _seconds(self, step: object) -> float:
+        from bankfull.ops.cost import Rates
+
         cost = self._form.cost(step)  # type: ignore[arg-type]
-        return cost.seconds(self._ceiling.flop_per_s, self._ceiling.bytes_per_s)
+        # A server reports one peak: that of its mix of operands.
+        return cost.seconds(Rates.flat(self._ceiling.flop_per_s), self._ceiling.bytes_per_s)
 
 
 def request_limits(server: ServerUnderTest, ceiling: Ceiling | None, files: Path | None) -> RequestLimits | None:

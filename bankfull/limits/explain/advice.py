@@ -206,10 +206,10 @@ def adviser_of(llm: LLM, step_limit: StepLimit) -> Adviser:
         other = variant.recipe
         try:
             form = closed_form(other.metered())
-            peak = step_limit.ceilings.peak_of(other.dtype_name, other.activations)
+            rates = step_limit.ceilings.rates(other.dtype_name)
         except BankfullError:  # an alternative without a cost is skipped
             continue
-        alternatives.append(Alternative(variant.name, variant.options, StepLimit(form, step_limit.ceilings, peak)))
+        alternatives.append(Alternative(variant.name, variant.options, StepLimit(form, step_limit.ceilings, rates)))
     config = loaded.frontend.engine.scheduler.config
     taped = taped_of(loaded.frontend.engine)
     kernels = None

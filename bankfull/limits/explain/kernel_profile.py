@@ -50,12 +50,12 @@ class PhaseProfile:
     def steps(self) -> int:
         return len(self.costs)
 
-    def rows(self, ceilings: Ceilings | None, peak: float) -> list[Row]:
+    def rows(self, ceilings: Ceilings | None, dtype: str) -> list[Row]:
         """One row for each kernel, then the host's, then the step's; times are averages per step."""
-        rows = [self._row(k.label, k.seconds, k.runs, k.costs, ceilings, peak) for k in self.kernels]
+        rows = [self._row(k.label, k.seconds, k.runs, k.costs, ceilings, dtype) for k in self.kernels]
         host = max(0.0, self.seconds - sum(kernel.seconds for kernel in self.kernels))
-        rows.append(self._row(HOST, host, None, (), ceilings, peak))
-        rows.append(self._row(STEP, self.seconds, None, self.costs, ceilings, peak))
+        rows.append(self._row(HOST, host, None, (), ceilings, dtype))
+        rows.append(self._row(STEP, self.seconds, None, self.costs, ceilings, dtype))
         return rows
 
     def _row(
@@ -65,14 +65,14 @@ class PhaseProfile:
         runs: int | None,
         costs: Sequence[Cost],
         ceilings: Ceilings | None,
-        peak: float,
+        dtype: str,
     ) -> Row:
         total = sum(costs, Cost())
         least = None
         if ceilings is not None and total != Cost():
             # The working set is everything that a step reads: it decides at which cache level the weights stay.
-            reach = (ceilings.read_at(step.read) for step in self.costs)
-            least = sum(cost.seconds(peak, bandwidth) for cost, bandwidth in zip(costs, reach, strict=True))
+            reach, rates = (ceilings.read_at(step.read) for step in self.costs), ceilings.rates(dtype)
+            least = sum(cost.seconds(rates, bandwidth) for cost, bandwidth in zip(costs, reach, strict=True))
         return {
             "kernel": label,
             "runs_per_step": None if runs is None else runs / self.steps,
@@ -105,7 +105,8 @@ class KernelCosts:
             return sum((form.cost_of(found) for form in own), Cost())
         traffic, steps, tokens = self._traffic[label], float(found[STEPS]), float(found[TOKENS])
         if not traffic.operation:
-            return Cost(traffic.flops * tokens, traffic.fixed * steps + traffic.per_token * tokens)
+            cost = Cost(traffic.flops * tokens, traffic.fixed * steps + traffic.per_token * tokens)
+            return cost.on(traffic.operands)
         # Some calls of an operation may be on the tape, others breaks in it; they share its cost evenly.
         share = traffic.count / self._calls[traffic.operation]
         return self._forms[traffic.operation].cost_of(found) * share

@@ -65,7 +65,7 @@ class KernelLimits:
         reach = step_limit.ceilings.read_at(step_limit.form.cost_of(part.features / part.steps).read)
         spent: dict[tuple[str, bool], tuple[float, float]] = {}
         for label, seconds in part.kernels.items():
-            least = self.costs.summed(label, part.features).seconds(step_limit.peak, reach)
+            least = self.costs.summed(label, part.features).seconds(step_limit.rates, reach)
             kind = self.name_of(label), label.endswith(_TORCH)
             before = spent.get(kind, (0.0, 0.0))
             spent[kind] = before[0] + seconds, before[1] + least

@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
 from bankfull.limits.machine import cache_file
-from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW, TOKEN
+from bankfull.limits.units import arithmetic_rate
+from bankfull.ops.cost import Cost, Operands, Rates
 
 if TYPE_CHECKING:
     from bankfull.runtime.device import Device
 
 FORMAT = 4
 TORCH = "torch sum/dot and matmul, all threads, best of several"
-_IN_BYTES = ("float32", "bfloat16", "int8")
-NARROW = {BF16: ("float32", "bfloat16"), INT8: _IN_BYTES, INT8_FEW: _IN_BYTES, TOKEN: (*_IN_BYTES, "float8")}
-"""Operand types that kernels may use when activations are quantized."""
+NARROW: dict[Operands, tuple[str, ...]] = {
+    "bf16": ("bfloat16", "float32"),
+    "int8": ("int8", "bfloat16", "float32"),
+    "fp8": ("float8", "bfloat16", "float32"),
+}
+"""Types that a kernel may use for rounded operands: their own, or a wider one that is faster here."""
 SAME_SET = 0.9
 """Ratio above which two working sets count as equal in size."""
 
@@ -57,16 +61,16 @@ class Ceilings:
         fits = working_set <= max(self.cached_set_bytes, self.cache_bytes)
         return max(self.cached_read_bytes_per_s, self.read_bytes_per_s) if fits else self.read_bytes_per_s
 
-    def peak_of(self, dtype: str, activations: str = FLOAT) -> float:
-        """The arithmetic peak of a model: quantized activations may use the fastest narrow type.
+    def rates(self, dtype: str) -> Rates:
+        """Arithmetic peaks by the operands of a product, for a computation in `dtype`. Infinite where one of the types
+        that a kernel may use was not measured: then no bound is known."""
+        own = self.flops_of(dtype)
+        return Rates(own, *(self._fastest(types, own) for types in NARROW.values()))
 
-        Infinite if one of these types was not measured: then no bound is known.
-        """
-        if activations == FLOAT:
-            return self.flops_of(dtype)
-        if self._unmeasured_of(dtype, activations):
+    def _fastest(self, types: tuple[str, ...], otherwise: float) -> float:
+        if any(name in self.unmeasured for name in types):
             return math.inf
-        return max(rate for known, rate in self.flops.items() if known in NARROW[activations])
+        return max((rate for known, rate in self.flops.items() if known in types), default=otherwise)
 
     def flops_of(self, dtype: str) -> float:
         """Infinite if the type was not measured."""
@@ -78,16 +82,21 @@ class Ceilings:
             raise ConfigError(f"No arithmetic ceiling is known for dtype {dtype!r}; known are {', '.join(self.flops)}.")
         return found
 
-    def caveat(self, dtype: str, activations: str = FLOAT) -> str | None:
-        """A caveat to print next to limits of this arithmetic; None if it was measured."""
-        found = self._unmeasured_of(dtype, activations)
+    def caveat(self, dtype: str, cost: Cost) -> str | None:
+        """A caveat to print next to limits of such a cost, for a computation in `dtype`; None if all of its arithmetic
+        was measured."""
+        own = (dtype.removeprefix("torch."),)
+        types = dict.fromkeys(name for kind in cost.operands for name in NARROW.get(kind, own))
+        found = [name for name in types if name in self.unmeasured]
         if not found:
             return None
         return f"Arithmetic in {found[0]} was not measured ({self.unmeasured[found[0]]}); limits count memory alone."
 
-    def _unmeasured_of(self, dtype: str, activations: str) -> list[str]:
-        types = (dtype.removeprefix("torch."),) if activations == FLOAT else NARROW[activations]
-        return [name for name in types if name in self.unmeasured]
+    def shown_rates(self, dtype: str, cost: Cost) -> str:
+        """The peaks of the operands that such a cost has, as text: "int8 2.1 TFLOP/s, float32 400 GFLOP/s"."""
+        rates, own = self.rates(dtype), dtype.removeprefix("torch.")
+        found = {NARROW[kind][0] if kind in NARROW else own: getattr(rates, kind) for kind in cost.operands}
+        return ", ".join(f"{name} {arithmetic_rate(rate)}" for name, rate in found.items()) or "none"
 
     def as_json(self) -> dict[str, Any]:
         """Unmeasured rates are null; `unmeasured` has the reasons."""

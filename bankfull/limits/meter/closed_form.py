@@ -18,7 +18,7 @@ import numpy as np
 from bankfull.errors import ModelError
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops import RoutingRule
-from bankfull.ops.cost import Cost
+from bankfull.ops.cost import NUMBERS, Cost
 from bankfull.ops.meter import Ledger
 from bankfull.ops.reference.sight import live_tokens, visible_pairs
 from bankfull.state.mask import Mask, Sight, extent_of
@@ -61,7 +61,7 @@ def experts_used(tokens: float, shares: Shares) -> list[float]:
 class ClosedForm:
     windows: Windows
     coefficients: np.ndarray
-    """Shape (features, 3): FLOP, bytes read, bytes written."""
+    """Shape (features, numbers of a cost): see `Cost.vector`."""
     shares: Shares = ()
     block: int = 0
     """Tokens of a block that see each other; 0 = causal."""
@@ -74,8 +74,7 @@ class ClosedForm:
 
     def cost_of(self, summed: np.ndarray) -> Cost:
         """The cost of features, which may be summed over steps."""
-        flops, read, write = (summed @ self.coefficients).tolist()
-        return Cost(flops, read, write)
+        return Cost(*(summed @ self.coefficients).tolist())
 
 
 def closed_form(model: MeteredModel) -> ClosedForm:
@@ -95,8 +94,8 @@ def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) 
     known = np.stack([features(step, windows, shares, block) for step in steps])
     found = [costs_of(model.cost(step)) for step in steps]
     names = list(dict.fromkeys(name for costs in found for name in costs))
-    triples = [[costs.get(name, Cost()) for name in names] for costs in found]
-    measured = np.array([[x for cost in row for x in (cost.flops, cost.read, cost.write)] for row in triples])
+    rows = [[costs.get(name, Cost()) for name in names] for costs in found]
+    measured = np.array([[number for cost in row for number in cost.vector] for row in rows])
     # Columns span twelve orders of magnitude; scaling each to 1 makes the fit exact up to rounding.
     scale = np.maximum(np.abs(known).max(0), 1.0)
     solved = np.linalg.lstsq(known / scale, measured, rcond=None)[0] / scale[:, None]
@@ -107,7 +106,8 @@ def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) 
             f"The cost of architecture {model.config.get('model_type')!r} does not follow from tokens, rows and "
             f"context lengths (off by {error.max():.2%}); use MeteredModel.cost for each step instead."
         )
-    return {name: ClosedForm(windows, solved[:, 3 * i : 3 * i + 3], shares, block) for i, name in enumerate(names)}
+    own = {name: solved[:, NUMBERS * i : NUMBERS * (i + 1)] for i, name in enumerate(names)}
+    return {name: ClosedForm(windows, coefficients, shares, block) for name, coefficients in own.items()}
 
 
 def _order(sight: Sight) -> tuple[bool, int, str]:

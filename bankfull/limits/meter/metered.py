@@ -16,8 +16,8 @@ from bankfull.layers.build import Build
 from bankfull.layers.latent import LatentAttention
 from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import Config, build_model
+from bankfull.ops.activations import EXACT, ActivationRule
 from bankfull.ops.meter import Ledger, Meter
-from bankfull.ops.registry import FLOAT
 from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import plan_mixers
 from bankfull.state.spec import layout_of
@@ -84,10 +84,13 @@ class RequestedShapes:
         choose: Callable[[str, tuple[int, ...]], Scheme],
         optional: Collection[str] = (),
         stacks_experts: bool = False,
+        outliers: Mapping[str, int] | None = None,
     ) -> None:
         """`optional`: optional tensors that are present. `stacks_experts`: matrices of experts are one tensor unless
-        the tensors of single experts are present. A model of 512 experts has 70,000 of those."""
+        the tensors of single experts are present. A model of 512 experts has 70,000 of those. `outliers`: numbers of
+        columns that are kept beside matrices."""
         self._choose, self._optional, self.stacks_experts = choose, optional, stacks_experts
+        self._outliers = outliers or {}
         self.read: dict[str, QTensor] = {}
 
     def names(self) -> list[str]:
@@ -110,7 +113,7 @@ class RequestedShapes:
 
     def request(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.read:
-            self.read[name] = blank(self._choose(name, shape), shape)
+            self.read[name] = blank(self._choose(name, shape), shape, self._outliers.get(name))
 
     def unread(self) -> list[str]:
         return []
@@ -170,12 +173,12 @@ class MeteredModel:
         expand: bool = False,
         page_tokens: int = 16,
         kv_dtype: torch.dtype | None = None,
-        activations: str = FLOAT,
+        activations: ActivationRule = EXACT,
         meter: Meter | None = None,
         shapes: RequestedShapes | None = None,
     ) -> None:
         """`scheme`: storage of the matrices of a bare configuration; a file has its own. `kv_dtype`: dtype of the KV
-        cache; None = that of the computation. `activations` selects operations as in a kit. `meter`: a meter that
+        cache; None = that of the computation. `activations`: as in a build. `meter`: a meter that
         records more than costs. `shapes`: stores each tensor of a bare configuration in a scheme of its own."""
         self.shapes: FileShapes | RequestedShapes
         if isinstance(model, ModelFiles):
@@ -188,11 +191,21 @@ class MeteredModel:
             self.shapes = _requested(scheme, torch_dtype(dtype, model)) if shapes is None else shapes
         self.dtype = torch_dtype(dtype, model)
         self.meter = meter or Meter()
-        self.meter.activations = activations
         kind = Build if isinstance(self.shapes, FileShapes) else _RequestingBuild
-        build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype)
+        build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype, activations=activations)
         self.model = build_model(self.config, build)
         self.layout = layout_of(self.model.states(), page_tokens)
+
+    @staticmethod
+    def of_build(files: ModelFiles, build: Build) -> MeteredModel:
+        """The model that was built from these files."""
+        return MeteredModel(
+            files,
+            dtype=str(build.dtype),
+            expand=build.expand,
+            kv_dtype=build.kv_dtype,
+            activations=build.activations,
+        )
 
     @property
     def parameters(self) -> int:

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.ops.cost import Cost
+from bankfull.ops.cost import Cost, Rates
 from bankfull.ops.meter import Ledger
-from bankfull.ops.registry import FLOAT
 
 Bound = Literal["memory", "arithmetic"]
 
 
-def bound_of(cost: Cost, peak: float, bandwidth: float) -> Bound:
-    """What takes longer: the arithmetic at `peak` FLOP/s, or the memory traffic at `bandwidth` bytes/s."""
-    return "arithmetic" if cost.flops / peak > cost.bytes / bandwidth else "memory"
+def bound_of(cost: Cost, rates: Rates, bandwidth: float) -> Bound:
+    """What takes longer: the arithmetic at these rates, or the memory traffic at `bandwidth` bytes/s."""
+    return "arithmetic" if cost.arithmetic(rates) > cost.bytes / bandwidth else "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,6 @@ class Roofline:
     the sum of the entries' times, which holds if operations cannot overlap."""
     bound: Bound
     bytes_per_second: float
-    flops_per_second: float
 
     def as_rows(self) -> list[dict[str, Any]]:
         """JSON rows: one object per operation, then the total."""
@@ -51,32 +49,32 @@ class Roofline:
         return [*rows, _row("total", calls, self.total, self.bound, self.seconds, 1.0)]
 
 
-def roofline(ledger: Ledger, ceilings: Ceilings, dtype: str, activations: str = FLOAT) -> Roofline:
-    """`dtype` and `activations` select the arithmetic peak."""
+def roofline(ledger: Ledger, ceilings: Ceilings, dtype: str) -> Roofline:
+    """`dtype`: of the computation. The peak of each operation follows from its operands."""
     total = ledger.sum()
     # The bytes a step reads are its working set: a model that fits the cache is read from the cache at every step.
-    bandwidth, peak = ceilings.read_at(total.read), ceilings.peak_of(dtype, activations)
+    bandwidth, rates = ceilings.read_at(total.read), ceilings.rates(dtype)
 
-    times = {name: cost.seconds(peak, bandwidth) for name, cost in ledger.total.items()}
+    times = {name: cost.seconds(rates, bandwidth) for name, cost in ledger.total.items()}
     whole = sum(times.values())
     entries = tuple(
         RooflineEntry(
             name,
             ledger.calls[name],
             cost,
-            bound_of(cost, peak, bandwidth),
+            bound_of(cost, rates, bandwidth),
             times[name],
             times[name] / whole if whole else 0.0,
         )
         for name, cost in ledger.total.items()
     )
-    return Roofline(entries, total, total.seconds(peak, bandwidth), bound_of(total, peak, bandwidth), bandwidth, peak)
+    return Roofline(entries, total, total.seconds(rates, bandwidth), bound_of(total, rates, bandwidth), bandwidth)
 
 
-def least_seconds(costs: Iterable[Cost], ceilings: Ceilings, dtype: str, activations: str = FLOAT) -> float:
+def least_seconds(costs: Iterable[Cost], ceilings: Ceilings, dtype: str) -> float:
     """The shortest time of consecutive steps; the bytes that a step reads are its working set."""
-    peak = ceilings.peak_of(dtype, activations)
-    return sum(cost.seconds(peak, ceilings.read_at(cost.read)) for cost in costs)
+    rates = ceilings.rates(dtype)
+    return sum(cost.seconds(rates, ceilings.read_at(cost.read)) for cost in costs)
 
 
 def _row(name: str, calls: int, cost: Cost, bound: Bound, seconds: float, share: float) -> dict[str, Any]:

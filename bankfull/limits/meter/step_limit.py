@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bankfull.layers.adapted import own_operands
 from bankfull.limits.machine import ceilings as machine
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.meter.closed_form import ClosedForm, closed_form
@@ -14,7 +15,7 @@ from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.roofline import Bound, bound_of
 from bankfull.limits.meter.step import StepShape
 from bankfull.llm import LLM
-from bankfull.ops.cost import Cost
+from bankfull.ops.cost import Cost, Operands, Rates
 from bankfull.types import Work
 
 
@@ -24,19 +25,30 @@ class StepLimit:
 
     form: ClosedForm
     ceilings: Ceilings
-    peak: float
-    """Arithmetic peak in FLOP/s for the model's dtype and activations."""
+    rates: Rates
+    """Arithmetic peaks for the model's dtype."""
+    drafted: Operands = "own"
+    """Operands of a drafter's products."""
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s that a step of one token could reach, with its mix of operands; infinite if that is not known."""
+        return self.form.cost(StepShape.decode()).peak(self.rates)
 
     def seconds(self, found: np.ndarray) -> float:
         """Shortest time of a step with these features."""
         return self.least(self.form.cost_of(found))
 
+    def drafting(self, cost: Cost) -> float:
+        """Shortest time of a drafter's products."""
+        return self.least(cost.on(self.drafted))
+
     def least(self, cost: Cost) -> float:
-        return cost.seconds(self.peak, self.ceilings.read_at(cost.read))
+        return cost.seconds(self.rates, self.ceilings.read_at(cost.read))
 
     def bound(self, found: np.ndarray) -> Bound:
         cost = self.form.cost_of(found)
-        return bound_of(cost, self.peak, self.ceilings.read_at(cost.read))
+        return bound_of(cost, self.rates, self.ceilings.read_at(cost.read))
 
     def features(self, work: Sequence[Work]) -> np.ndarray:
         return self.form.features(StepShape.of(work))
@@ -54,9 +66,6 @@ def step_limit_of(llm: LLM, *, measure: bool) -> StepLimit | None:
 
 def step_limit_on(llm: LLM, ceilings: Ceilings) -> StepLimit:
     """The same for given ceilings."""
-    loaded = llm.loaded
-    dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
-    metered = MeteredModel(
-        loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype, activations=activations
-    )
-    return StepLimit(closed_form(metered), ceilings, ceilings.peak_of(dtype, activations))
+    metered = MeteredModel.of_build(llm.loaded.files, llm.loaded.build)
+    drafted = own_operands(llm.loaded.build.activations)
+    return StepLimit(closed_form(metered), ceilings, ceilings.rates(str(metered.dtype)), drafted)

@@ -26,7 +26,7 @@ from bankfull.limits.model.memory import Memory, memory_of, sequence_bytes, weig
 from bankfull.limits.model.recipe import Recipe
 from bankfull.limits.model.speculation import BATCHES, GainForecast, Seconds
 from bankfull.limits.model.variants import variants_of
-from bankfull.ops.cost import Cost
+from bankfull.ops.cost import Cost, Rates
 from bankfull.ops.meter import Ledger
 from bankfull.ops.reference.rounded_pages import pages_name
 
@@ -67,10 +67,10 @@ class DecodeLine:
             ].tolist()
         one, two = found(1), found(2)
         used = self._read_of_experts(2) - self._read_of_experts(1)
-        self.each = Cost(two.flops - one.flops, two.read - one.read - used, two.write - one.write)
+        self.each = two - one - Cost(read=used)
         """Cost of one more sequence, where all experts are used."""
         unused = sum(self._experts) - self._read_of_experts(1)
-        self.shared = Cost(one.flops - self.each.flops, one.read - self.each.read + unused, one.write - self.each.write)
+        self.shared = one - self.each + Cost(read=unused)
         """Cost that does not depend on the batch size: reading the weights, all experts among them."""
 
     def _read_of_experts(self, batch: float) -> float:
@@ -89,29 +89,41 @@ def _sum(ledger: Ledger, only: str) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A machine's ceilings for one model's dtype and activation type."""
+    """A machine's ceilings for the steps of one model."""
 
     machine: TargetMachine
     dtype: str
-    activations: str
+    """Of the computation."""
+    typical: Cost
+    """A step of the model: its operands tell which peaks count."""
+
+    @property
+    def rates(self) -> Rates:
+        return self.machine.ceilings.rates(self.dtype)
 
     @property
     def peak(self) -> float:
-        return self.machine.ceilings.peak_of(self.dtype, self.activations)
+        """FLOP/s that the typical step could reach."""
+        return self.typical.peak(self.rates)
 
     @property
     def measured(self) -> bool:
         return self.peak < inf
 
     @property
+    def shown_rates(self) -> str:
+        """The peaks that count, as text."""
+        return self.machine.ceilings.shown_rates(self.dtype, self.typical)
+
+    @property
     def caveats(self) -> list[str]:
         """Caveats to print next to every time derived from these ceilings."""
-        unmeasured = self.machine.ceilings.caveat(self.dtype, self.activations)
+        unmeasured = self.machine.ceilings.caveat(self.dtype, self.typical)
         return [*self.machine.caveats, *([] if unmeasured is None else [unmeasured])]
 
     def timing(self, cost: Cost) -> StepTime:
-        bandwidth = self.machine.ceilings.read_at(cost.read)
-        return StepTime(cost.seconds(self.peak, bandwidth), bound_of(cost, self.peak, bandwidth))
+        bandwidth, rates = self.machine.ceilings.read_at(cost.read), self.rates
+        return StepTime(cost.seconds(rates, bandwidth), bound_of(cost, rates, bandwidth))
 
     def turning_batch(self, line: DecodeLine) -> int | None:
         """The smallest batch whose decode step is compute-bound; None if no batch is.
@@ -121,21 +133,21 @@ class Arithmetic:
         """
         ceilings = self.machine.ceilings
         fast = ceilings.read_at(0.0)
-        found = _crossing(line, self.peak, fast)
+        found = _crossing(line, self.rates, fast)
         if found is not None and ceilings.read_at(line.cost(found).read) == fast:
             return found
-        return _crossing(line, self.peak, ceilings.read_bytes_per_s)
+        return _crossing(line, self.rates, ceilings.read_bytes_per_s)
 
 
-def _crossing(line: DecodeLine, peak: float, bandwidth: float) -> int | None:
-    gain = line.each.flops / peak - line.each.bytes / bandwidth
+def _crossing(line: DecodeLine, rates: Rates, bandwidth: float) -> int | None:
+    gain = line.each.arithmetic(rates) - line.each.bytes / bandwidth
     if gain <= 0:
         return None
-    behind = line.shared.bytes / bandwidth - line.shared.flops / peak
+    behind = line.shared.bytes / bandwidth - line.shared.arithmetic(rates)
     batch = max(1, ceil(behind / gain))
-    while batch > 1 and bound_of(line.cost(batch - 1), peak, bandwidth) == "arithmetic":
+    while batch > 1 and bound_of(line.cost(batch - 1), rates, bandwidth) == "arithmetic":
         batch -= 1
-    while bound_of(line.cost(batch), peak, bandwidth) == "memory":
+    while bound_of(line.cost(batch), rates, bandwidth) == "memory":
         batch += 1
     return batch if batch <= MOST_BATCH else None
 
@@ -243,7 +255,7 @@ class ModelRoofline:
         self.recipe, self.machine, self.query, self.drafter = recipe, machine, query, drafter
         self.metered = recipe.metered()
         query.fits(self.metered.model.max_positions)
-        self.arithmetic = Arithmetic(machine, recipe.dtype_name, recipe.activations)
+        self.arithmetic = _arithmetic(machine, recipe, self.metered)
 
     @cached_property
     def phases(self) -> list[PhaseRoofline]:
@@ -256,9 +268,7 @@ class ModelRoofline:
         return found
 
     def _phase(self, title: str, phase: str, step: StepShape, context: int) -> PhaseRoofline:
-        found = roofline(
-            self.metered.cost(step), self.machine.ceilings, self.recipe.dtype_name, self.recipe.activations
-        )
+        found = roofline(self.metered.cost(step), self.machine.ceilings, self.recipe.dtype_name)
         return PhaseRoofline(title, phase, len(step.counts), step.tokens, context, found)
 
     @cached_property
@@ -319,7 +329,7 @@ class ModelRoofline:
     ) -> Change:
         metered, context = recipe.metered(), self.query.context
         line = DecodeLine(metered, context)
-        arithmetic = Arithmetic(self.machine, recipe.dtype_name, recipe.activations)
+        arithmetic = _arithmetic(self.machine, recipe, metered)
         timing = arithmetic.timing(line.cost(batch))
         weights, state = weight_bytes(recipe), sequence_bytes(metered.layout, context)
         room = self.machine.memory
@@ -350,8 +360,8 @@ class ModelRoofline:
         return sorted({*BATCHES, *self.query.batches})
 
     def _seconds_of(self, recipe: Recipe) -> Seconds:
-        form = closed_form(recipe.metered())
-        arithmetic = Arithmetic(self.machine, recipe.dtype_name, recipe.activations)
+        metered = recipe.metered()
+        form, arithmetic = closed_form(metered), _arithmetic(self.machine, recipe, metered)
         return lambda step: arithmetic.timing(form.cost(step)).seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -361,7 +371,7 @@ class ModelRoofline:
             "model": self.recipe.config.get("model_type"),
             "parameters": self.metered.parameters,
             "dtype": self.recipe.dtype_name,
-            "activations": self.recipe.activations,
+            "activations": self.recipe.activations.name,
             "kv_dtype": pages_name(self.recipe.kv_dtype),
             "machine": self.machine.as_json(),
             "peak_flops": self.arithmetic.peak if self.arithmetic.measured else None,
@@ -374,6 +384,10 @@ class ModelRoofline:
             "variants": [change.as_json() for change in self.changes],
             **more,
         }
+
+
+def _arithmetic(machine: TargetMachine, recipe: Recipe, metered: MeteredModel) -> Arithmetic:
+    return Arithmetic(machine, recipe.dtype_name, metered.cost(StepShape.decode()).sum())
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:

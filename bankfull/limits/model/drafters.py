@@ -13,6 +13,7 @@ from typing import Any
 from bankfull.config import MOST_DRAFTS, SPECULATIVE
 from bankfull.decode.candidate_tree import USUAL_ACCEPTANCE, CandidateTree, best_tree, chain_tree
 from bankfull.errors import ConfigError
+from bankfull.layers.adapted import narrows_own, own_operands
 from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.memory import weight_bytes
@@ -27,7 +28,6 @@ from bankfull.limits.model.speculation import (
     Seconds,
 )
 from bankfull.ops.cost import Cost
-from bankfull.ops.registry import INT8
 from bankfull.weights.eagle import EagleFiles, read_eagle
 from bankfull.weights.medusa import MOST_HEADS, MOST_LAYERS, MedusaHeads, read_heads
 
@@ -275,13 +275,14 @@ def _medusa(choice: DrafterChoice, target: Recipe, times: DraftTimes, heads: Med
         layers, own_projections = len(heads.blocks[0]), heads.projections is not None
         rows = 0 if heads.vocabulary is None else len(heads.vocabulary)
     rows = min(rows, vocab) or vocab
-    each = INT8_BYTES if target.activations == INT8 and hidden % 32 == 0 else float(target.matrices.itemsize)
+    each = INT8_BYTES if narrows_own(target.activations, hidden) else float(target.matrices.itemsize)
     blocks = count * layers * hidden * hidden * each
     projections = count * rows * hidden * each if own_projections else rows / vocab * _head_bytes(target)
     flops = 2.0 * hidden * (count * layers * hidden + count * rows)
 
     def seconds(batch: int) -> float:
-        return times.of_product(Cost(batch * flops, blocks + projections, 4.0 * batch * count * rows))
+        cost = Cost(batch * flops, blocks + projections, 4.0 * batch * count * rows)
+        return times.of_product(cost.on(own_operands(target.activations)))
 
     # Rows of the model's own head are in memory already.
     return DraftHeads(round(blocks + (projections if own_projections else 0.0)), seconds)
@@ -297,7 +298,7 @@ def _eagle(choice: DrafterChoice, target: Recipe, times: DraftTimes) -> DraftPas
 
     def seconds(step: StepShape) -> float:
         cost = Cost(2.0 * joined * step.tokens, joined * target.matrices.itemsize)
-        return one_pass(step) + times.of_product(cost)
+        return one_pass(step) + times.of_product(cost.on(own_operands(target.activations)))
 
     # Embedding and head are the target's own, except the head of a reduced vocabulary.
     one, two = (weight_bytes(replace(layer, config=_with_layers(target.config, count))) for count in (1, 2))
@@ -317,7 +318,8 @@ def _trained_eagle(head: EagleFiles, target: Recipe, times: DraftTimes) -> Draft
         weights += rows * head.hidden
 
     def seconds(step: StepShape) -> float:
-        return times.of_product(Cost(2.0 * weights * step.tokens, own + shared))
+        cost = Cost(2.0 * weights * step.tokens, own + shared)
+        return times.of_product(cost.on(own_operands(target.activations)))
 
     return DraftPasses(own, seconds, whole_levels=True)
 

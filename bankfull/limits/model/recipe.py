@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,21 +13,24 @@ from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.limits.meter.metered import MeteredModel, RequestedShapes, dense_scheme, torch_dtype
-from bankfull.loading import choose_arithmetic, choose_dtype, choose_kv_dtype
 from bankfull.models.registry import Config, family_of
+from bankfull.ops.activations import EXACT, ActivationRule
 from bankfull.ops.meter import Meter
-from bankfull.ops.registry import BF16, FLOAT
+from bankfull.precision import choose_dtype, choose_precision
 from bankfull.quantize.at_load import is_rounded, suited_sparsity
+from bankfull.quantize.outliers import NAME as LLM_INT8
 from bankfull.state.spec import Paged, layout_of
 from bankfull.weights.formats.dense import DTYPES
+from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.hf_config import normalize_config, read_json
 from bankfull.weights.hub import config_from_hub, looks_like_hub_id
 from bankfull.weights.known_shapes import known_shape
 from bankfull.weights.locate import locate
+from bankfull.weights.outliers import OutlierSource, outlier_count
 from bankfull.weights.presets import preset
-from bankfull.weights.requantized import Requantized, block_types, parse_quantization
+from bankfull.weights.requantized import EXPERT, Requantized, block_types, is_inner_matrix, parse_quantization
 from bankfull.weights.scheme import Scheme
-from bankfull.weights.source import ModelFiles, open_model
+from bankfull.weights.source import ModelFiles, TensorSource, open_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class Recipe:
     dtype: torch.dtype
     """Dtype of the computation."""
     kv_dtype: torch.dtype
-    activations: str = FLOAT
+    activations: ActivationRule = EXACT
+    outliers: Mapping[str, int] = field(default_factory=dict)
+    """Columns that are kept beside matrices (LLM.int8()), by the matrix's name."""
     windows: tuple[int | None, ...] | None = None
     """Attention window of each layer; None = as configured."""
 
@@ -50,9 +55,10 @@ class Recipe:
         """The recipe of a loaded model."""
         dtype = str(build.dtype).removeprefix("torch.")
         # Other storage repeats the choices of `auto`; an explicit float computation is kept.
-        run = RunConfig(dtype=dtype, activations=FLOAT) if build.kit.activations == FLOAT else RunConfig()
+        run = RunConfig() if build.activations.rounds else RunConfig(dtype=dtype, activations=EXACT.name)
         schemes = {} if build.expand else {name: files.source.scheme(name) for name in files.source.names()}
-        return Recipe(files, run, files.config, schemes, build.dtype, build.pages, build.kit.activations)
+        kept = {} if build.expand else _outliers(files)
+        return Recipe(files, run, files.config, schemes, build.dtype, build.pages, build.activations, kept)
 
     @property
     def dtype_name(self) -> str:
@@ -61,7 +67,7 @@ class Recipe:
     @property
     def matrices(self) -> torch.dtype:
         """Dtype in which matrices that are not quantized are multiplied."""
-        return torch.bfloat16 if self.activations == BF16 else self.dtype
+        return self.activations.matrices(self.dtype)
 
     @property
     def quantized_types(self) -> list[str]:
@@ -81,7 +87,7 @@ class Recipe:
             kv_dtype=self.kv_dtype,
             activations=self.activations,
             meter=meter,
-            shapes=RequestedShapes(choose, self.schemes, stacks_experts=True),
+            shapes=RequestedShapes(choose, self.schemes, stacks_experts=True, outliers=self.outliers),
         )
         if self.windows is not None:
             _set_windows(made, self.windows)
@@ -140,12 +146,28 @@ def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = N
                 f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={run.quantize[:40]!r} "
                 "would lose twice; leave the option out, or give an unquantized checkpoint."
             )
-        wish = parse_quantization(run.quantize, device)
-        files = replace(files, source=Requantized(files.source, wish.types, wish.tables))
-    dtype, activations = choose_arithmetic(files, run, device)
+        if run.quantize == LLM_INT8:
+            files = replace(files, source=_with_outliers(files.source))
+        else:
+            wish = parse_quantization(run.quantize, device)
+            files = replace(files, source=Requantized(files.source, wish.types, wish.tables))
+    chosen = choose_precision(files, run, device)
     schemes = {name: files.source.scheme(name) for name in files.source.names()}
-    pages = choose_kv_dtype(run.kv_dtype, dtype, activations)
-    return Recipe(unrounded, run, files.config, schemes, dtype, pages, activations)
+    return Recipe(
+        unrounded, run, files.config, schemes, chosen.dtype, chosen.pages, chosen.activations, _outliers(files)
+    )
+
+
+def _outliers(files: ModelFiles) -> dict[str, int]:
+    counts = {name: outlier_count(files.source, name) for name in files.source.names()}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _with_outliers(source: TensorSource) -> OutlierSource:
+    """The matrices as LLM.int8() has them. Which columns are outliers is known only after calibration: none count."""
+    linears = [name for name in source.names() if is_inner_matrix(source, name) and len(source.shape(name)) == 2]
+    columns: dict[str, Sequence[int]] = {name: () for name in linears if not EXPERT.search(name)}
+    return OutlierSource(Requantized(source, (INT8_ROW,)), columns, torch.device("meta"))
 
 
 def files_for_config(config: Config, name: str = "config.json") -> ModelFiles:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.model.kv_saving import GROUPED
-from bankfull.limits.units import arithmetic_rate, duration, scaled
+from bankfull.limits.units import duration, scaled
 
 if TYPE_CHECKING:
     from bankfull.limits.meter.roofline import Roofline
@@ -115,12 +115,12 @@ def summary_table(found: ModelRoofline) -> Table:
     stored = ", ".join(recipe.quantized_types) or str(recipe.matrices).removeprefix("torch.")
     line(
         "computed in",
-        f"{recipe.dtype_name}, weights {stored}, activations {recipe.activations}, "
+        f"{recipe.dtype_name}, weights {stored}, activations {recipe.activations.name}, "
         f"KV cache {pages_name(recipe.kv_dtype)}",
     )
     line("machine", f"{machine.name} ({machine.note})")
     line("read bandwidth", scaled(ceilings.read_at(found.line.cost(1).read), "B/s"))
-    line("arithmetic peak", arithmetic_rate(found.arithmetic.peak))
+    line("arithmetic peak", found.arithmetic.shown_rates)
     line("weights", scaled(memory.weights, "B"))
     line(f"state, context {context}", f"{scaled(memory.state_per_sequence, 'B')} per sequence")
     line("step's intermediate results", scaled(memory.step, "B"))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.cost import Cost, Operands, nbytes
 from bankfull.ops.reference.norm import rms_norm
 from bankfull.ops.reference.rope import rotate
 from bankfull.ops.reference.rounded_pages import head_numbers, is_rounded, page_numbers
@@ -78,6 +78,12 @@ def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     pages[slots // page_tokens, slots % page_tokens] = new.to(pages.dtype)
 
 
+def page_operands(q: Tensor, pages: Tensor) -> Operands:
+    """Operands of attention's products: over pages in fewer bits, a float32 computation may round queries and softmax
+    weights to bfloat16."""
+    return "bf16" if q.dtype is torch.float32 and pages.dtype is not torch.float32 else "own"
+
+
 def _attention_cost(
     q: Tensor,
     k_pages: Tensor,
@@ -99,7 +105,8 @@ def _attention_cost(
     values = head_numbers(v_pages)
     out = q.shape[0] * heads * values * q.element_size()
     small = 0 if sinks is None else nbytes(sinks)
-    return Cost(2.0 * pairs * heads * (size + values), nbytes(q) + live * token_bytes + small, out)
+    flops = 2.0 * pairs * heads * (size + values)
+    return Cost(flops, nbytes(q) + live * token_bytes + small, out).on(page_operands(q, k_pages))
 
 
 def _attention_shape(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object, **more: object) -> Tensor:

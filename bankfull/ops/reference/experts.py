@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bankfull.errors import ModelError
-from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.cost import Cost, nbytes, rounded_to
 from bankfull.ops.reference.activation import activate_mul
 from bankfull.ops.reference.linear import quantized_groups
 from bankfull.ops.reference.norm import wide
@@ -198,7 +198,7 @@ def expert_mlp(
     return _mixture(x, chosen, weights, (gate, up, down), (gate_bias, up_bias, down_bias), kind, lambda rows: rows)
 
 
-@op(cost=_experts_cost, shape=_experts_shape)
+@op(cost=rounded_to("int8", _experts_cost), shape=_experts_shape)
 def expert_mlp_int8(
     x: Tensor,
     chosen: Tensor,
@@ -216,7 +216,7 @@ def expert_mlp_int8(
     return _mixture(x, chosen, weights, (gate, up, down), (gate_bias, up_bias, down_bias), kind, quantized_groups)
 
 
-@op(cost=_experts_cost, shape=_experts_shape)
+@op(cost=rounded_to("bf16", _experts_cost), shape=_experts_shape)
 def expert_mlp_bf16(
     x: Tensor,
     chosen: Tensor,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
-from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages
+from bankfull.ops.reference.attention import PagedMeta, page_operands, paged_attention, write_pages
 from bankfull.ops.reference.norm import rms_norm, wide
 from bankfull.ops.reference.rope import rotate
 from bankfull.ops.reference.sight import live_from, visible_pairs
@@ -118,7 +118,8 @@ def _latent_cost(q: Tensor, pages: Tensor, rank: int, meta: PagedMeta, scale: fl
     tokens, heads, size = q.shape
     pairs, live = _pairs_and_live(meta, window)
     read = nbytes(q) + live * size * pages.element_size()
-    return Cost(2.0 * pairs * heads * (size + rank), read, tokens * heads * rank * q.element_size())
+    cost = Cost(2.0 * pairs * heads * (size + rank), read, tokens * heads * rank * q.element_size())
+    return cost.on(page_operands(q, pages))
 
 
 def _pairs_and_live(meta: PagedMeta, window: int | None) -> tuple[int, int]:
@@ -155,7 +156,7 @@ def _expanded_cost(
     flops += 2.0 * live * heads * (keys.outputs * keys.columns + values.outputs * values.columns)
     flops += 3.0 * tokens * heads * (size - keys.outputs)
     read = nbytes(q, keys, values, cos, sin) + live * pages.shape[-1] * pages.element_size()
-    return Cost(flops, read, tokens * heads * values.outputs * q.element_size())
+    return Cost(flops, read, tokens * heads * values.outputs * q.element_size()).on(page_operands(q, pages))
 
 
 @op(

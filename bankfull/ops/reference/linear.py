@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.cost import Cost, nbytes, rounded_to
 from bankfull.ops.reference.activation import activate_mul
 from bankfull.ops.reference.norm import rms_norm, wide
 from bankfull.ops.registry import op
@@ -69,7 +69,7 @@ def quantized_groups(x: Tensor) -> Tensor:
     return ((groups * inverse).round() * (largest / 127)).flatten(-2).to(x.dtype)
 
 
-@op(cost=linear_cost, shape=linear_shape)
+@op(cost=rounded_to("int8", linear_cost), shape=linear_shape)
 def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Lossy: activations are quantized to int8 in groups of 32 columns before the GEMM. A kernel may keep them in
     bfloat16 where that is no slower for many rows."""
@@ -98,7 +98,7 @@ def quantized_rows(x: Tensor) -> Tensor:
     return (x * inverse).round() * (largest / 127)
 
 
-@op(cost=linear_cost, shape=linear_shape)
+@op(cost=rounded_to("int8", linear_cost), shape=linear_shape)
 def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Lossy, for many rows: activations and weights are Hadamard-transformed, then quantized to int8 with one scale per
     row and per output. A kernel may round activations to bfloat16 first, and compute few rows as `linear_int8`."""
@@ -106,26 +106,26 @@ def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> T
     return torch.nn.functional.linear(rows, weights, None if bias is None else wide(bias)).to(x.dtype)
 
 
-@op(cost=best_cost, shape=best_shape)
+@op(cost=rounded_to("int8", best_cost), shape=best_shape)
 def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Argmax over the outputs of `linear_int8`."""
     return highest(linear_int8.body(x, weight, bias))
 
 
-@op(cost=best_cost, shape=best_shape)
+@op(cost=rounded_to("int8", best_cost), shape=best_shape)
 def best_output_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Argmax over the outputs of `linear_hadamard`."""
     return highest(linear_hadamard.body(x, weight, bias))
 
 
-@op(cost=linear_cost, shape=linear_shape)
+@op(cost=rounded_to("bf16", linear_cost), shape=linear_shape)
 def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Activations are rounded to bfloat16 before the GEMM; the accumulator has the dtype of x. A kernel may also round
     block-quantized weights to bfloat16."""
     return torch.nn.functional.linear(x.to(torch.bfloat16).to(x.dtype), weight.dequantize(x.dtype), bias)
 
 
-@op(cost=best_cost, shape=best_shape)
+@op(cost=rounded_to("bf16", best_cost), shape=best_shape)
 def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Argmax over the outputs of `linear_bf16`."""
     return highest(linear_bf16.body(x, weight, bias))

@@ -15,8 +15,9 @@ from bankfull.weights.qtensor import QTensor
 def _cost(x: Tensor, weight: QTensor, columns: Tensor, kept: Tensor, bias: Tensor | None = None) -> Cost:
     rows = x.numel() // x.shape[-1]
     out, inner = weight.shape
-    flops = 2.0 * rows * out * (inner + kept.shape[1])
-    return Cost(flops, nbytes(x, weight, columns, kept, bias), rows * out * x.element_size())
+    product = Cost(2.0 * rows * out * inner).on("int8")
+    moved = nbytes(x, weight, columns, kept, bias), rows * out * x.element_size()
+    return product + Cost(2.0 * rows * out * kept.shape[1], *moved)
 
 
 def _shape(x: Tensor, weight: QTensor, columns: Tensor, kept: Tensor, bias: Tensor | None = None) -> Tensor:

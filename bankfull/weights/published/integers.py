@@ -5,7 +5,6 @@ A value is scale * (code - zero). Codes are unsigned; zero points default to hal
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,9 +17,9 @@ from bankfull.weights.formats.groups import GROUPS, name_of, pack_pairs, pack_pl
 from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.published.matrix import EXPANDED, MatrixPlan, expanded, finite
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.requantized import EXPERT
 
 READ_BITS = (2, 3, 4, 8)
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class IntegerMatrix:
         places = self.places()
         if places is None:
             return ""
-        if _EXPERT.search(self.name):
+        if EXPERT.search(self.name):
             return "the columns of each expert are in an order of their own (act-order)"
         if not torch.equal(places.sort().values, torch.arange(self.shape[1]) // self.group):
             return f"their groups (g_idx) have other sizes than {self.group} columns"

@@ -35,9 +35,9 @@ from bankfull.weights.conv1d import is_stored_transposed
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.hf_config import read_json
-from bankfull.weights.published.compressed_tensors import METHOD
 from bankfull.weights.outliers import KEPT
 from bankfull.weights.published import outliers
+from bankfull.weights.published.compressed_tensors import METHOD
 from bankfull.weights.published.opening import KEYS
 from bankfull.weights.published.outliers import outlier_names
 from bankfull.weights.qtensor import QTensor, Scheme

@@ -21,6 +21,7 @@ from bankfull.bench.load.workloads import Synthetic, parse_lengths
 from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops.cost import Rates
 from tests.bench.load.kit import outcome
 from tests.limits.models import LLAMA
 from tests.tiny import speaking_folder
@@ -67,7 +68,7 @@ def test_the_least_times_are_those_of_the_steps_that_one_request_needs() -> None
     limits = RequestLimits(form, Ceiling(1e9, 1e10))
 
     def least(step: StepShape) -> float:
-        return form.cost(step).seconds(1e10, 1e9)
+        return form.cost(step).seconds(Rates.flat(1e10), 1e9)
 
     one = outcome(0.0, (1.0, 2.0, 3.0, 4.0), prompt=50)
     assert limits.ttft(one) == pytest.approx(least(StepShape.prefill(50)))
@@ -93,7 +94,7 @@ bankfull:spec_decode_num_accepted_tokens_total{model_name="a"} %d
     tokens = after.tokens - before.tokens
     # 30 tokens, 10 of them accepted drafts: 20 steps of a sequence, with 60 drafts.
     assert tokens.steps == 20 and tokens.tokens_per_step == 1.5 and tokens.drafts_per_step == 3
-    step = form.cost(StepShape((4,), (55,), 4)).seconds(1e10, 1e9)
+    step = form.cost(StepShape((4,), (55,), 4)).seconds(Rates.flat(1e10), 1e9)
     assert limits.step(one, tokens) == pytest.approx(step) and limits.tpot(one, tokens) == pytest.approx(step / 1.5)
     mean = limits.mean([one], tokens)
     assert mean["itl"] == pytest.approx(step) and mean["tpot"] == pytest.approx(step / 1.5)

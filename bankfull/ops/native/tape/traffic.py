@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bankfull.ops.cost import Operands
 from bankfull.ops.native.tape.instruction import Break, Fixed, Instruction, Node, values_in
 from bankfull.ops.reference.rounded_pages import INT4
 
@@ -33,6 +34,8 @@ class Traffic:
     """Bytes for each token."""
     flops: int = 0
     """Multiplications and additions for each token."""
+    operands: Operands = "own"
+    """What is multiplied."""
     operation: str = ""
     """If not empty, the operation whose cost replaces these sums; see METERED."""
 
@@ -42,6 +45,7 @@ class Traffic:
             self.fixed + other.fixed,
             self.per_token + other.per_token,
             self.flops + other.flops,
+            other.operands,
             self.operation or other.operation,
         )
 
@@ -100,7 +104,10 @@ def _traffic(node: Node) -> Traffic:
         flops = 2 * facts["heads"] * facts["columns"] * facts["outputs"]
     elif node.kind in ("linear", "head", "packed_head"):
         flops = 2 * facts["inner"] * facts["outputs"]
-    return Traffic(1, sum(weights.values()), per_token, flops)
+    operands: Operands = "own"
+    if node.kind in ("packed", "packed_head"):
+        operands = "int8" if facts["int8"] else "bf16"
+    return Traffic(1, sum(weights.values()), per_token, flops, operands)
 
 
 def _stored(node: Instruction) -> int:

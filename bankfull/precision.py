@@ -1,0 +1,93 @@
+"""The precision in which a model runs on a kind of device: what `auto` means for each of its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bankfull.config import RunConfig
+from bankfull.errors import ConfigError
+from bankfull.ops import native
+from bankfull.ops.activations import EXACT, RULES, ActivationRule
+from bankfull.ops.reference.linear_w8a8 import SCHEMES as BY_ROW
+from bankfull.ops.reference.rounded_pages import ROUNDED
+from bankfull.runtime.device import available_memory
+from bankfull.weights.published.activations import rounds_per_token
+from bankfull.weights.requantized import block_types, inner_weights
+from bankfull.weights.source import ModelFiles
+
+COPY_SHARE = 0.25
+"""Largest fraction of the free memory for a second copy of the weights, at a byte each, for steps of many rows."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The facts that a whole model shares. The format of a product's activations is its weight's own."""
+
+    dtype: torch.dtype
+    """Of the computation."""
+    pages: torch.dtype
+    """Of the KV cache."""
+    activations: ActivationRule
+
+
+def choose_precision(files: ModelFiles, run: RunConfig, device: str) -> Precision:
+    """`device`: its kind, "cpu" or "cuda"."""
+    rule, dtype = choose_activations(run, files, device), choose_dtype(run.dtype, files, device)
+    if rule.rounds and device == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
+        dtype = torch.float32  # only operands of products are rounded
+    return Precision(dtype, choose_kv_dtype(run.kv_dtype, dtype, rule), rule)
+
+
+def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
+    """auto: the checkpoint's dtype; for quantized files float32 on a CPU and bfloat16 on a GPU."""
+    if wanted != "auto":
+        return _dtype(wanted)
+    saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
+    if files.kind == "gguf" or saved is None:
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return _dtype(str(saved).removeprefix("torch."))
+
+
+def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> ActivationRule:
+    """auto, on a CPU with native kernels: int8 for a model with quantized weights, unless a dtype is given or weights
+    are dequantized at load (int8-few where the copy for many rows would take too much memory); bf16 where the dtype is
+    bfloat16. On a GPU: token for a checkpoint that was made for it. Else float, the exact mode of a wider dtype."""
+    blocks = [] if run.expand else block_types(files.source)
+    if run.activations in ("int8", "int8-few") and not blocks:
+        raise ConfigError(
+            f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is "
+            "multiplied; use 'bf16' or 'float', or quantize the model."
+        )
+    by_row = not set(BY_ROW).isdisjoint(blocks)
+    if run.activations == "token" and not by_row:
+        raise ConfigError(
+            f"activations='token' has no use here: no matrix of {files.path.name} is in 8 bits with one scale per "
+            "row; quantize the model to 'int8:row' or 'fp8', or leave activations out."
+        )
+    if run.activations != "auto":
+        return RULES[run.activations]
+    if device != "cpu" and by_row and rounds_per_token(files.config):
+        return RULES["token"]
+    if device != "cpu" or run.providers != "auto" or native.status() is not None:
+        return EXACT
+    if run.dtype == "auto" and blocks:
+        too_large = native.copies_weights() and inner_weights(files.source) > COPY_SHARE * available_memory()
+        return RULES["int8-few" if too_large else "int8"]
+    return RULES["bf16"] if choose_dtype(run.dtype, files, device) == torch.bfloat16 else EXACT
+
+
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, rule: ActivationRule) -> torch.dtype:
+    """auto: the dtype of the computation, or bfloat16 where activations are rounded."""
+    if wanted == "auto":
+        return torch.bfloat16 if rule.narrows_pages else dtype
+    return ROUNDED.get(wanted) or _dtype(wanted)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)}.")
+    return DTYPES[name]
