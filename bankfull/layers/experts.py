@@ -25,9 +25,9 @@ from bankfull.ops.activations import BF16, FLOAT, INT8, ActivationFormat
 from bankfull.ops.reference.experts import CLAMPED_SWIGLU
 from bankfull.weights.qtensor import QTensor
 
-PRODUCTS: dict[ActivationFormat, Operation] = {FLOAT: expert_mlp, BF16: expert_mlp_bf16, INT8: expert_mlp_int8}
-
 __all__ = ["CLAMPED_SWIGLU", "ExpertNames", "Experts", "ExpertsShape", "RoutingRule"]
+
+PRODUCTS: dict[ActivationFormat, Operation] = {FLOAT: expert_mlp, BF16: expert_mlp_bf16, INT8: expert_mlp_int8}
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,8 @@ class CompressedTensors:
             beside: dict[str, Tensor] = {}
             if target.outliers is not None:
                 assert tensor.outliers is not None and len(tensor.outliers[0]) == target.outliers, stem
-                columns, values = outlier_names(stem)
-                beside = {columns: tensor.outliers[0].to(torch.int32), values: tensor.outliers[1]}
+                index, kept = tensor.outliers
+                beside = dict(zip(outlier_names(stem), (index.to(torch.int32), kept), strict=True))
             return {stem: tensor.parts["codes"], f"{stem}_scale": scales, **beside}
         bits = _bits(target.scheme)
         packed = {
