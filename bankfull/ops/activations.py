@@ -59,6 +59,8 @@ class ActivationRule:
         """The format for a weight in this scheme with this number of columns."""
         if scheme.is_dense:
             return self.dense
+        if scheme.is_sparse:
+            return FLOAT
         found = self.by_row if scheme.name in BY_ROW else self.blocks
         return FLOAT if found is INT8 and columns % GROUP else found
 
