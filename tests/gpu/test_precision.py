@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.loading import rounded
+from bankfull.quantize.at_load import rounded
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ops.activations import RULES
