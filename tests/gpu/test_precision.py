@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.quantize.at_load import rounded
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ops.activations import RULES
+from bankfull.quantize.at_load import rounded
 from bankfull.runtime import naive
 from bankfull.runtime.device import open_device
 from bankfull.synthetic.random_weights import random_model
