@@ -11,16 +11,15 @@ import torch
 
 from bankfull.ops import OPERATIONS, Kit, Operation, RecurrentMeta, Unnormed, native, triton  # noqa: F401  (triton registers its providers)
 from bankfull.ops.registry import Provider
-from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases, oracles
 from tests.ops.compare import assert_close, tensors
 
-SEEDS = range(len(cases.FLOATS) * len(SCHEMES))
+SEEDS = range(len(cases.FLOATS) * len(cases.WEIGHTS))
 """Each dtype with each weight scheme."""
 FEW_SEEDS, FEWER_SEEDS = range(16), range(8)
 """Enough for the kernels of operations without a weight; includes float64, which they reject."""
-EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(SCHEMES))]
+EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(cases.WEIGHTS))]
 """Once per scheme, alternating float32 and bfloat16."""
 SPARSE = [len(cases.FLOATS) * list(SCHEMES).index("bf16_2of4") + 1 + other * len(SEEDS) for other in range(8)]
 """Sparse weights in bfloat16, in several shapes: the provider for them accepts no other of these dtypes and schemes."""

@@ -16,7 +16,7 @@ from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, HeadWeights, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.reference.activation import _KINDS as KINDS
 from bankfull.ops.reference.rounded_pages import int4_group, is_rounded
-from bankfull.weights.formats import SCHEMES, fp8_groups, groups, rows
+from bankfull.weights.formats import SCHEMES, fp8_groups, groups, mxfp4, rows
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.two_of_four import PAIRS, packed_halves
 from bankfull.weights.qtensor import QTensor
@@ -25,6 +25,8 @@ from bankfull.weights.sparse_source import KERNEL_COLUMNS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 NAN = float("nan")
+WEIGHTS = {**SCHEMES, mxfp4.MXFP4: mxfp4.SCHEME}
+"""Every scheme that kernels multiply."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class Maker:
         return torch.randint(below, (count,), generator=self.numbers)
 
     def scheme(self) -> Scheme:
-        schemes = list(SCHEMES.values())
+        schemes = list(WEIGHTS.values())
         return schemes[self.seed // len(FLOATS) % len(schemes)]
 
     def columns(self, scheme: Scheme, most: int = 3) -> int:
@@ -132,7 +134,9 @@ class Maker:
             return QTensor(scheme, parts, (outer, inner))
         blocks = torch.randint(256, (outer, scheme.row_bytes(inner)), generator=self.numbers, dtype=torch.uint8)
         each = blocks.view(-1, scheme.block_bytes)
-        for at in _HALVES[scheme.name]:
+        if scheme.name == mxfp4.MXFP4:  # an exponent in place of a float16
+            each[:, 0] = each[:, 0] % 4 + mxfp4.BIAS - 5
+        for at in _HALVES.get(scheme.name, ()):
             scale = torch.rand(len(each), 1, generator=self.numbers).add(0.5).div(_LARGEST[scheme.name]).half()
             each[:, at : at + 2] = scale.view(torch.uint8)
         return QTensor(scheme, {"blocks": blocks}, (outer, inner))

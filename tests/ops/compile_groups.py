@@ -32,7 +32,6 @@ from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.synthetic.random_weights import RandomWeights, random_model
 from bankfull.synthetic.shapes import shape_config
-from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.requantized import is_inner_matrix
 from tests.ops import cases
@@ -142,7 +141,9 @@ def quantized(*formats: str) -> Two:
     made = []
     for name in formats:
         for outer, inner in ((6144, 4096), (28672, 4096), (4096, 14336)):
-            weight = QTensor(SCHEMES[name], cases.moved(SCHEMES[name].empty((outer, inner)), "meta"), (outer, inner))
+            weight = QTensor(
+                cases.WEIGHTS[name], cases.moved(cases.WEIGHTS[name].empty((outer, inner)), "meta"), (outer, inner)
+            )
             gated = outer > 2 * inner
             operation = OPERATIONS["gated_linear" if gated else "linear"]
             kit = kit_for("cuda")
@@ -160,7 +161,9 @@ def heads(*formats: str) -> Two:
     made = []
     for name in formats:
         outer, inner = 128256, 4096
-        weight = QTensor(SCHEMES[name], cases.moved(SCHEMES[name].empty((outer, inner)), "meta"), (outer, inner))
+        weight = QTensor(
+            cases.WEIGHTS[name], cases.moved(cases.WEIGHTS[name].empty((outer, inner)), "meta"), (outer, inner)
+        )
         x = torch.empty(1, inner, dtype=DTYPE, device=META)
         for operation, row in (("best_output", x), ("normed_best_output", Unnormed(x, x, x[0], 1e-5, 0.0, x))):
             kit = kit_for("cuda")
@@ -214,8 +217,8 @@ def edges() -> Two:
     made += sparse(((torch.float32, 16), Mask(5, 4, global_tokens=3)), ((DTYPE, 128), Mask(8, stride=8)))
     for name in ("int4_g128", "int4_g32", "q4_k", "int8_row"):
         for groups in (1, 3):
-            inner = groups * max(64, SCHEMES[name].block)
-            weight = repack(cases.Maker(0).weight(SCHEMES[name], 9, inner))
+            inner = groups * max(64, cases.WEIGHTS[name].block)
+            weight = repack(cases.Maker(0).weight(cases.WEIGHTS[name], 9, inner))
             for dtype in (torch.float32, DTYPE):
                 call = partial(few_rows, torch.empty(1, inner, dtype=dtype), weight, None)
                 made.append((f"{name} 9x{inner}, a row of {dtype}", call))
@@ -354,5 +357,5 @@ GROUPS: dict[str, Callable[[], Two]] = {
     "quantized": partial(quantized, "int4_g128"),
     "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
     "generated": partial(generated, range(3)),
-    "generated-more": partial(generated, range(3, len(cases.FLOATS) * len(SCHEMES))),
+    "generated-more": partial(generated, range(3, len(cases.FLOATS) * len(cases.WEIGHTS))),
 }

@@ -203,13 +203,13 @@ def test_declared_bytes_are_the_bytes_touched(name: str) -> None:
     assert checked >= 5
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", cases.WEIGHTS)
 def test_a_weight_costs_the_bytes_of_its_scheme(scheme: str) -> None:
     make = cases.Maker(3, torch.float32)
-    block = SCHEMES[scheme].block
+    block = cases.WEIGHTS[scheme].block
     inner = 512 if block > 1 else 96
-    weight = make.weight(SCHEMES[scheme], 10, inner)
-    stored = 10 * SCHEMES[scheme].row_bytes(inner)
+    weight = make.weight(cases.WEIGHTS[scheme], 10, inner)
+    stored = 10 * cases.WEIGHTS[scheme].row_bytes(inner)
     x, ids = torch.zeros(4, inner), torch.tensor([1, 5, 9])
     flops = 2 * 4 * 10 * inner * SCHEMES[scheme].density
     assert OPERATIONS["linear"].cost(x, weight) == Cost(flops, 4 * inner * 4 + stored, 4 * 10 * 4)

@@ -12,16 +12,15 @@ from bankfull.ops import gated_linear, linear
 from bankfull.ops.triton import quantized
 from bankfull.ops.triton.quantized_fp8_rows import MOST_ROWS, Fp8Plan, fp8_rows, segments_in_flight, supports
 from bankfull.ops.triton.quantized_layout import LAYOUTS, repack
-from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
-from tests.ops.cases import Maker
+from tests.ops.cases import WEIGHTS, Maker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = (torch.bfloat16, torch.float16)
 
 
 def weight_of(outer: int, inner: int, seed: int = 0, name: str = "fp8") -> QTensor:
-    return Maker(seed).weight(SCHEMES[name], outer, inner).to(DEVICE)
+    return Maker(seed).weight(WEIGHTS[name], outer, inner).to(DEVICE)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

@@ -20,12 +20,12 @@ from bankfull.ops.triton.quantized_persistent import (
     persistent_plan,
     supports,
 )
-from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
-from tests.ops.cases import Maker
+from tests.ops.cases import WEIGHTS, Maker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WHOLE = [name for name, (form, *_) in LAYOUTS.items() if form.bits != 6 and not form.floats]
+WHOLE = [name for name, (form, *_) in LAYOUTS.items() if form.bits == 4 or (form.bits != 6 and not form.floats)]
+"""Formats whose codes are whole numbers; 4-bit floats are halves of such."""
 HALF, BRAIN = torch.float16, torch.bfloat16
 TOLERANCE = {HALF: 2e-3, BRAIN: 1e-2}
 """Relative to the largest result, which itself is rounded to 11 and 8 bits."""
@@ -34,7 +34,7 @@ JOINED = {HALF: 0.0, BRAIN: 2.0**-7 if INTERPRETED else 0.0}
 
 
 def weight_of(name: str, outer: int, inner: int, seed: int = 0) -> QTensor:
-    return Maker(seed).weight(SCHEMES[name], outer, inner).to(DEVICE)
+    return Maker(seed).weight(WEIGHTS[name], outer, inner).to(DEVICE)
 
 
 def normal(*shape: int, dtype: torch.dtype = BRAIN, seed: int = 0) -> Tensor:

@@ -34,7 +34,7 @@ from bankfull.ops.triton.linear import read
 from bankfull.ops.triton.quantized_expand import expanded
 from bankfull.ops.triton.quantized_four_bit import four_bit_tiles
 from bankfull.ops.triton.quantized_fp8_rows import fp8_rows
-from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repack
+from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, has_layout, repack
 from bankfull.ops.triton.quantized_persistent import best_of_row, one_row
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.quantized_tiles import many_rows
@@ -46,9 +46,9 @@ NAME = "triton-q"
 
 
 def accepts_quantized(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
-    if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.scheme.name not in LAYOUTS:
+    if dtype not in DTYPES or not isinstance(weight, QTensor) or len(weight.shape) != 2:
         return False
-    return len(weight.shape) == 2 and min(weight.shape) > 0
+    return min(weight.shape) > 0 and has_layout(weight)
 
 
 def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:

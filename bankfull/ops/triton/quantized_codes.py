@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bankfull.ops.triton.quantized_layout import INTERLEAVED_ROWS
+from bankfull.ops.triton.quantized_layout import INTERLEAVED_ROWS, THIRD_BITS
 
 
 @triton.jit
@@ -19,10 +19,20 @@ def subnormal(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.const
     """
     if FLOATS:
         # Sign, exponent and mantissa move to their float32 positions; the shift repeats the sign, which is masked out.
-        moved = (words << (24 - 8 * J)).to(tl.int32, bitcast=True) >> 4
-        found = (moved & -0x78100000).to(tl.float32, bitcast=True)
+        if BITS == 8:
+            moved = (words << (24 - 8 * J)).to(tl.int32, bitcast=True) >> 4
+            found = (moved & -0x78100000).to(tl.float32, bitcast=True)
+        else:
+            moved = (words << (28 - 4 * J)).to(tl.int32, bitcast=True) >> 6
+            found = (moved & -0x7E400000).to(tl.float32, bitcast=True)
     elif BITS == 8:
         found = masked(words ^ 0x80808080, 8 * J, 8, 16)
+    elif BITS <= 3:
+        found = masked(words, 2 * J, 2, 12)
+        if BITS == 3:
+            third: tl.constexpr = third_bit(J)
+            moved: tl.constexpr = third - 12 if third > 22 else third
+            found += masked(high, third, 1, 12) * power(2 + place(J, BITS) - moved)
     else:
         found = masked(words, 4 * J, 4, 12)
         if BITS == 6:
@@ -43,12 +53,22 @@ def place(J, BITS):
     """Lowest bit of code j after the mask in `subnormal`."""
     if BITS == 8:
         return 8 * (J % 2)
+    if BITS <= 3:
+        return 2 * J if J <= 10 else 2 * J - 12
     return 4 * J if J <= 4 else 4 * J - 12
 
 
 @triton.constexpr_function
+def third_bit(J):
+    """Place of the third bit of code j of a word, after `third_bits`."""
+    return 8 * (J // 4) + THIRD_BITS[J % 4]
+
+
+@triton.constexpr_function
 def exponent(J, BITS, FLOATS):
-    return 120 if FLOATS else 149 - place(J, BITS)
+    if FLOATS:
+        return 120 if BITS == 8 else 126
+    return 149 - place(J, BITS)
 
 
 @triton.constexpr_function
@@ -56,7 +76,33 @@ def power(n):
     return 2.0**n
 
 
+@triton.jit
+def third_bits(of_pairs, R: tl.constexpr, W: tl.constexpr):
+    """The words of third bits, [R, W / 2], for each word of codes: those of the second word of two move down by one
+    bit."""
+    both = tl.reshape(tl.broadcast_to(of_pairs[:, :, None], [R, W // 2, 2]), [R, W])
+    return both.to(tl.uint32, bitcast=True) >> (tl.arange(0, W) % 2).to(tl.uint32)[None, :]
+
+
 INTERLEAVE = tl.constexpr(INTERLEAVED_ROWS)
+
+
+@triton.jit
+def as_scale(stored):
+    """A group's scale as float32; a byte is the exponent of a power of two, plus 127."""
+    if stored.dtype == tl.uint8:
+        return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def as_minimum(stored, scale, MINIMA: tl.constexpr):
+    """A group's minimum (signed) as float32; a byte is a zero point."""
+    if stored.dtype == tl.uint8:
+        return -scale * stored.to(tl.float32)
+    else:
+        return MINIMA * stored.to(tl.float32)
 
 
 @triton.jit
@@ -90,10 +136,10 @@ def scales_and_minima(
         scale = nested_scale(pair & 255, over & 0xFFFF)
         minimum = MINIMA * nested_scale(pair >> 8, over >> 16)
     else:
-        scale = tl.load(scales + output * groups + group, inside).to(tl.float32)
+        scale = as_scale(tl.load(scales + output * groups + group, inside))
         if NESTED:
             scale = scale * tl.load(outer_scales + output * outers + outer, inside).to(tl.float32)
         minimum = scale
         if MINIMA != 0:
-            minimum = MINIMA * tl.load(minima + output * groups + group, inside).to(tl.float32)
+            minimum = as_minimum(tl.load(minima + output * groups + group, inside), scale, MINIMA)
     return scale, minimum

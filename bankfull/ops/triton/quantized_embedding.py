@@ -17,16 +17,20 @@ from bankfull.ops.reference.linear import embedding
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import DTYPES
 from bankfull.weights.formats import rows
-from bankfull.weights.formats.groups import GROUPS, KINDS, name_of
+from bankfull.weights.formats.groups import GROUPS, KINDS, LOW_BITS, WITH_ZEROS, bits_of, name_of
+from bankfull.weights.formats.mxfp4 import MXFP4
 from bankfull.weights.qtensor import QTensor
 
 WIDEST = 1024
 """Columns per program."""
-BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
-CODED = frozenset(
-    (*(name_of(kind, group) for kind in KINDS for group in GROUPS), *(scheme.name for scheme in rows.SCHEMES))
-)
+BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", MXFP4)
+GROUPED = {name_of(kind, group): kind for kind in (*KINDS, *LOW_BITS, *WITH_ZEROS) for group in GROUPS}
+"""Schemes of integers with a scale per group, and their kinds."""
+CODED = frozenset((*GROUPED, *(scheme.name for scheme in rows.SCHEMES)))
 """Schemes with separate codes and scales that `coded` reads."""
+
+
+TWO_126 = tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -80,6 +84,17 @@ def of_32(block, i, inside, SCHEME: tl.constexpr):
 
 
 @triton.jit
+def of_mxfp4(block, i, inside):
+    """Element i of a block of 32 4-bit floats, after the exponent of their scale."""
+    code = (byte(block + 1 + i % 16, inside) >> (i // 16 * 4)) & 15
+    # Sign, exponent and mantissa at the places of a float32 are 2 ** 126 times too small.
+    number = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * TWO_126
+    exponent = byte(block, inside)
+    # The lowest power of two is a subnormal number.
+    return number * tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def of_256(block, i, inside, SCHEME: tl.constexpr):
     """Element i of a block of 256, whose codes are stored in bit planes."""
     if SCHEME == "q4_k" or SCHEME == "q5_k":
@@ -114,11 +129,34 @@ def of_256(block, i, inside, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def coded(codes, scales, row, at, columns, inside, FOUR: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr):
-    """Separate codes and scales; GROUP 0: one scale per row."""
-    if FOUR:
-        code = (byte(codes + row * (columns // 2) + at // 2, inside) >> (at % 2 * 4)) & 15
-        number = (code - 8).to(tl.float32)
+def coded(
+    codes,
+    scales,
+    zeros,
+    row,
+    at,
+    columns,
+    inside,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Separate codes and scales; GROUP 0: one scale per row. ZEROS: a zero point per group."""
+    if BITS < 8:
+        if BITS == 4:
+            code = (byte(codes + row * (columns // 2) + at // 2, inside) >> (at % 2 * 4)) & 15
+        else:
+            # Each 32 columns have BITS planes of 4 bytes.
+            plane = codes + row * (columns // 8 * BITS) + at // 32 * (4 * BITS) + at % 32 // 8
+            code = (byte(plane, inside) >> (at % 8)) & 1
+            for bit in tl.static_range(1, BITS):
+                code = code | (((byte(plane + 4 * bit, inside) >> (at % 8)) & 1) << bit)
+        if ZEROS:
+            code -= byte(zeros + row * (columns // GROUP) + at // GROUP, inside)
+        else:
+            code -= 1 << (BITS - 1)
+        number = code.to(tl.float32)
     elif FLOATS:
         # As a float16 that is 256 times too small.
         bits = byte(codes + row * columns + at, inside)
@@ -138,6 +176,7 @@ def embedding_kernel(
     ids,
     table,
     scales,
+    zeros,
     y,
     count,
     columns,
@@ -146,8 +185,9 @@ def embedding_kernel(
     SCHEME: tl.constexpr,
     SIZE: tl.constexpr,
     BYTES: tl.constexpr,
-    FOUR: tl.constexpr,
+    BITS: tl.constexpr,
     FLOATS: tl.constexpr,
+    ZEROS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -161,10 +201,15 @@ def embedding_kernel(
     # Clamp: an invalid id must not read out of bounds; its result is undefined.
     row = tl.minimum(tl.maximum(tl.load(ids + token).to(tl.int64), 0), count - 1)
     if BYTES == 0:
-        found = coded(table, scales, row, at, columns, inside, FOUR, FLOATS, SIZE)
+        found = coded(table, scales, zeros, row, at, columns, inside, BITS, FLOATS, ZEROS, SIZE)
     else:
         block = table + row * row_bytes + at // SIZE * BYTES
-        found = of_32(block, at % 32, inside, SCHEME) if SIZE == 32 else of_256(block, at % 256, inside, SCHEME)
+        if SCHEME == "mxfp4":
+            found = of_mxfp4(block, at % 32, inside)
+        elif SIZE == 32:
+            found = of_32(block, at % 32, inside, SCHEME)
+        else:
+            found = of_256(block, at % 256, inside, SCHEME)
     found = found.to(y.dtype.element_ty)
     if SCALED:
         found = (found.to(tl.float32) * scale).to(y.dtype.element_ty)
@@ -192,6 +237,7 @@ def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float 
             ids.contiguous(),
             stored,
             table.parts["scales"] if coded_apart else stored,
+            table.parts.get("zeros", stored),
             y,
             count,
             columns,
@@ -200,8 +246,9 @@ def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float 
             SCHEME=scheme.name,
             SIZE=0 if scheme.is_by_row else scheme.block,
             BYTES=0 if coded_apart else scheme.block_bytes,
-            FOUR=scheme.name.startswith("int4"),
+            BITS=bits_of(GROUPED[scheme.name]) if scheme.name in GROUPED else 8,
             FLOATS=coded_apart and table.parts["codes"].is_floating_point(),
+            ZEROS="zeros" in table.parts,
             SCALED=scale != 1.0,
             BLOCK=block,
             num_warps=4,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, start_next, wait_for_inputs
+from bankfull.ops.triton.quantized_codes import third_bits
 from bankfull.ops.triton.quantized_layout import WordWeight
 from bankfull.ops.triton.quantized_tiles import DOWNSCALE, dequantized, group_scales, per_word, power
 
@@ -63,6 +64,10 @@ def expand_kernel(
     upper = codes
     if BITS == 6:
         upper = tl.load(high + at, near, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    elif BITS == 3:
+        two = start * L // 2 + tl.arange(0, T * L // 2)
+        near = known[:, None] & (two < groups * L // 2)[None, :]
+        upper = third_bits(tl.load(high + output[:, None] * (groups * L // 2) + two[None, :], near, 0), BN, T * L)
     if BY_ROW:
         factor = tl.load(scales + output)[:, None]
         shift = factor * (-ZERO * power(-DOWN))

@@ -222,9 +222,25 @@ def four_bytes(a, b, c, d, BYTE: tl.constexpr):
 
 
 @triton.jit
-def planes(numbers, BYTE: tl.constexpr):
+def of_lanes(numbers, S: tl.constexpr, BYTE: tl.constexpr):
+    """The activations of the codes at bit 2 S of each byte of a word of 16."""
+    return four_bytes(numbers[2 * S], numbers[2 * S + 8], numbers[2 * S + 1], numbers[2 * S + 9], BYTE)
+
+
+@triton.jit
+def planes(numbers, BYTE: tl.constexpr, FLOATS: tl.constexpr):
     """The upper (1) or lower (0) bytes of a word's activations, packed by four, in the order of `bytes_of`."""
-    if len(numbers) == 8:
+    if len(numbers) == 16:
+        return (
+            of_lanes(numbers, 0, BYTE),
+            of_lanes(numbers, 2, BYTE),
+            of_lanes(numbers, 1, BYTE),
+            of_lanes(numbers, 3, BYTE),
+        )
+    elif FLOATS:
+        first = four_bytes(numbers[0], numbers[2], numbers[4], numbers[6], BYTE)
+        return first, four_bytes(numbers[1], numbers[3], numbers[5], numbers[7], BYTE)
+    elif len(numbers) == 8:
         first = four_bytes(numbers[0], numbers[4], numbers[1], numbers[5], BYTE)
         return first, four_bytes(numbers[2], numbers[6], numbers[3], numbers[7], BYTE)
     else:
@@ -232,12 +248,58 @@ def planes(numbers, BYTE: tl.constexpr):
 
 
 @triton.jit
-def bytes_of(codes, BITS: tl.constexpr):
-    """The codes of a word, unsigned, each in its own byte."""
-    if BITS == 4:
+def bytes_of(codes, thirds, SECOND: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
+    """The codes of a word, unsigned, each in its own byte. Of 2 and 3 bits, every other result is 16 times too large,
+    which saves its shift. `thirds`: the third bits of two words, of which this is the second one if SECOND."""
+    if FLOATS:
+        return bytes_of_floats(codes)
+    elif BITS == 4:
         return codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
+    elif BITS == 2:
+        others = codes >> 2
+        return codes & 0x03030303, codes & 0x30303030, others & 0x03030303, others & 0x30303030
+    elif BITS == 3:
+        # `THIRD_BITS`: those that are not in place for their codes are one or two bits away.
+        some = (codes & 0x33333333) | ((thirds >> 1 if SECOND else thirds) & 0x44444444)
+        others = ((codes >> 2) & 0x33333333) | ((thirds << 1 if SECOND else thirds << 2) & 0x44444444)
+        return some & 0x0F0F0F0F, some & 0xF0F0F0F0, others & 0x0F0F0F0F, others & 0xF0F0F0F0
     else:
         return (codes ^ 0x80808080,)
+
+
+FLOAT_ZERO = tl.constexpr(12)
+"""What `bytes_of_floats` adds."""
+
+
+@triton.jit
+def bytes_of_floats(codes):
+    """4-bit floats (e2m1), doubled and plus 12, which are whole numbers from 0 to 24: those of the lower half of a
+    word, and of the upper half. One instruction looks up four codes in a table of eight bytes; codes whose upper bit is
+    set, the negative ones, get the sign of the byte there, zero, and are looked up in a table of their own."""
+    if PLAIN:
+        found = ()
+        for half in tl.static_range(2):
+            four = codes * 0
+            for i in tl.static_range(4):
+                code = (codes >> (16 * half + 4 * i)) & 15
+                power = (code >> 1) & 3
+                doubled = tl.where(power == 0, code & 1, (2 + (code & 1)) << tl.maximum(power, 1) - 1)
+                four = four | (tl.where(code >= 8, 12 - doubled, 12 + doubled) << (8 * i))
+            found = append(found, four)
+        return found
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 flipped, next, positive, negative; xor.b32 flipped, $2, 0x88888888; shr.b32 next, $2, 16;"
+            " prmt.b32 positive, 0x0F0E0D0C, 0x18141210, $2; prmt.b32 negative, 0x090A0B0C, 0x00040608, flipped;"
+            " or.b32 $0, positive, negative; shr.b32 flipped, flipped, 16;"
+            " prmt.b32 positive, 0x0F0E0D0C, 0x18141210, next; prmt.b32 negative, 0x090A0B0C, 0x00040608, flipped;"
+            " or.b32 $1, positive, negative; }",
+            "=&r,=&r,r",
+            [codes],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -263,7 +325,9 @@ def dot4(codes, numbers, sums, SIGNED: tl.constexpr):
 @triton.jit
 def split_runs(x, R: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
     """[R, W] as RUN tensors [R, W / RUN]: the first element of each run, the second, ..."""
-    if RUN == 4:
+    if RUN == 1:
+        return (tl.reshape(x, [R, W]),)
+    elif RUN == 4:
         even, odd = tl.split(tl.reshape(x, [R, W // 4, 2, 2]))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
@@ -276,13 +340,13 @@ def split_runs(x, R: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
 @triton.jit
 def split_planes(planes, W: tl.constexpr, RUN: tl.constexpr):
     """The planes of each element of a run, concatenated, [1, W / RUN] each."""
-    first = split_runs(planes[0][None, :], 1, W, RUN)
+    apart = ()
+    for k in tl.static_range(len(planes)):
+        of_plane = split_runs(planes[k][None, :], 1, W, RUN)
+        for i in tl.static_range(RUN):
+            apart = append(apart, of_plane[i])
     found = ()
-    if len(planes) == 2:
-        second = split_runs(planes[1][None, :], 1, W, RUN)
-        for i in tl.static_range(RUN):
-            found = append(append(found, first[i]), second[i])
-    else:
-        for i in tl.static_range(RUN):
-            found = append(found, first[i])
+    for i in tl.static_range(RUN):
+        for k in tl.static_range(len(planes)):
+            found = append(found, apart[k * RUN + i])
     return found

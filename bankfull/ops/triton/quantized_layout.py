@@ -1,12 +1,17 @@
 """GPU layout of quantized weights: repacked once, at load, into 32-bit words common to all formats.
 
-Columns are divided into groups. A word holds eight 4-bit codes (for 6-bit codes, the lower 4 bits) or four 8-bit codes,
-the first in its lowest bits; 8-bit integers are stored signed, as tensor cores multiply them. In a group of L words,
-code i of the lower half of word l and code i of its upper half belong to the columns 2 (i L + l) and 2 (i L + l) + 1.
-So a thread with four adjacent words needs, for each i, four adjacent pairs of activations; no code moves between
-threads; and one mask extracts both codes of a pair. Scales and minima are separate arrays; if both are small integers,
-one array interleaves those of TOGETHER rows, so that a thread loads all of them in two loads. Dequantized values are
-bitwise equal to `dequantize`.
+Columns are divided into groups. A word holds eight 4-bit codes (for 6-bit codes, the lower 4 bits), four 8-bit codes or
+sixteen 2-bit codes (for 3-bit codes, the lower 2 bits), the first in its lowest bits; 8-bit integers are stored signed,
+as tensor cores multiply them. In a group of L words, code i of the lower half of word l and code i of its upper half
+belong to the columns 2 (i L + l) and 2 (i L + l) + 1. So a thread with four adjacent words needs, for each i, four
+adjacent pairs of activations; no code moves between threads; and one mask extracts both codes of a pair.
+
+The third bits of 3-bit codes are words of their own, one for two words of codes. Those of byte b of both words are in
+its byte b: for code 4 b + s of the first word at bit THIRD_BITS[s], of the second word one bit higher. So they meet the
+lower bits of eight codes at a time after one shift.
+
+Scales and minima are separate arrays; if both are small integers, one array interleaves those of TOGETHER rows, so that
+a thread loads all of them in two loads. Dequantized values are bitwise equal to `dequantize`.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from torch import Tensor
 from bankfull.weights.formats.groups import GROUPS, LOW_BITS, WITH_ZEROS, bits_of, stored_codes
 from bankfull.weights.formats.kquants import BLOCK, planes, six_bit_scales_and_minima
 from bankfull.weights.formats.legacy import fifth_bits, nibbles
+from bankfull.weights.formats.mxfp4 import BIAS, BLOCK_BYTES, MXFP4
+from bankfull.weights.formats.mxfp4 import BLOCK as MXFP4_BLOCK
 from bankfull.weights.qtensor import QTensor
 
 ELEMENTS_AT_ONCE = 1 << 26
@@ -29,6 +36,10 @@ NARROWEST = 16
 """Minimum group of columns for one scale per row; rows are padded to a multiple of it."""
 INTERLEAVED_ROWS = 4
 """Rows whose small scales and minima are interleaved."""
+THIRD_BITS = (2, 0, 6, 4)
+LEAST_EXPONENT, MOST_EXPONENT = -60, 60
+"""Powers of two that MXFP4 may have as scales, if kernels are to hold its values exactly: they multiply by others of up
+to 2 ** 66 on the way. Scales of models are far inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +47,10 @@ class Form:
     """Compile-time properties of a layout. A value is scale * (code - zero) + minimum."""
 
     bits: int
-    """Bits of a stored code: 4, 8, or 6 (4 bits in the words, 2 in a separate plane)."""
+    """Bits of a stored code: 2, 4, 8, 3 (2 bits in the words, 1 in others) or 6 (4 bits in the words, 2 in others)."""
     zero: int = 0
     floats: bool = False
-    """Whether codes are float8_e4m3fn."""
+    """Whether codes are floats: float8_e4m3fn, or of 4 bits (e2m1)."""
     nested: bool = False
     """Whether a group's scale (and minimum) is a small integer, times a float16 per 256 columns."""
     minima: int = 0
@@ -49,7 +60,7 @@ class Form:
 
     @property
     def per_word(self) -> int:
-        return 4 if self.bits == 8 else 8
+        return {8: 4, 6: 8, 4: 8}.get(self.bits, 16)
 
     @property
     def paired(self) -> bool:
@@ -78,11 +89,14 @@ class WordWeight:
     words: Tensor
     """int32 (out, groups * L)"""
     high: Tensor | None
-    """int16 (out, groups * L): the upper 2 bits of the codes in a word."""
+    """The upper bits of the codes: int16 (out, groups * L), of 6-bit codes; int32 (out, groups * L / 2), of 3-bit
+    codes."""
     scales: Tensor
-    """float16 or small integers (out, groups); float32 (out, 1) with one scale per row. Paired with minima: int16
-    (out / TOGETHER, groups, TOGETHER), the scale in the lower byte."""
+    """float16 or small integers (out, groups); float32 (out, 1) with one scale per row; uint8 (out, groups) if scales
+    are powers of two: the exponent plus 127. Paired with minima: int16 (out / TOGETHER, groups, TOGETHER), the scale in
+    the lower byte."""
     minima: Tensor | None
+    """float16 (out, groups); uint8 if they are zero points, which subtract scale * zero point from a group's values."""
     outer_scales: Tensor | None
     """float16 (out, groups of 256). Paired: int32 (out / TOGETHER, groups of 256, TOGETHER), two float16, the scale's
     first."""
@@ -114,6 +128,18 @@ class WordWeight:
             "GROUP": self.group,
             "PADDED": self.groups * self.group != self.shape[1],
         }
+
+
+def has_layout(weight: QTensor) -> bool:
+    """Whether kernels can read the weight in this layout."""
+    return weight.scheme.name in LAYOUTS and (weight.scheme.name != MXFP4 or _in_range(weight.parts["blocks"]))
+
+
+def _in_range(blocks: Tensor) -> bool:
+    if blocks.is_meta or not blocks.numel():
+        return True
+    exponents = blocks.reshape(-1, BLOCK_BYTES)[:, 0]
+    return bool(((exponents >= BIAS + LEAST_EXPONENT) & (exponents <= BIAS + MOST_EXPONENT)).all())
 
 
 def repack(weight: QTensor) -> WordWeight:
@@ -154,7 +180,12 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
         fields = upper[..., 0, :] | (upper[..., 1, :] << 2) | (upper[..., 2, :] << 4) | (upper[..., 3, :] << 6)
         high = _word_bytes(fields).view(torch.int16).flatten(1)
         codes = codes & 15
-    if form.bits != 8:
+    if form.bits == 3:
+        high = _third_bits(codes)
+        codes = codes & 3
+    if form.bits in (2, 3):
+        codes = codes[:, :, 0::4] | (codes[:, :, 1::4] << 2) | (codes[:, :, 2::4] << 4) | (codes[:, :, 3::4] << 6)
+    elif form.bits != 8:
         codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
     elif not form.floats:
         codes = codes ^ 128
@@ -167,6 +198,15 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
         return WordWeight(form, group, words, high, *_paired(found), shape)
     scales, minima, outer = found.scales.contiguous(), own(found.minima), own(found.outer_scales)
     return WordWeight(form, group, words, high, scales, minima, outer, shape)
+
+
+def _third_bits(codes: Tensor) -> Tensor:
+    """(rows, groups, position in a word, l) as words, one for two."""
+    bits = (codes >> 2).unflatten(2, (4, 4)).unflatten(4, (-1, 2))  # byte of a word, s, two words, which one
+    found = torch.zeros_like(bits[:, :, :, 0, :, 0])
+    for s, at in enumerate(THIRD_BITS):
+        found |= (bits[:, :, :, s, :, 0] << at) | (bits[:, :, :, s, :, 1] << (at + 1))
+    return _word_bytes(found).view(torch.int32).flatten(1)
 
 
 def _paired(found: Codes) -> tuple[Tensor, None, Tensor]:
@@ -302,11 +342,13 @@ def _int8(weight: QTensor) -> Codes:
 
 
 def _few_bits(weight: QTensor) -> Codes:
-    """Codes of 2 to 4 bits, with zero points or without: a zero point becomes a minimum, in float32, which holds it
-    exactly."""
-    codes, scales = stored_codes(weight.parts["codes"], weight.scheme.name), weight.parts["scales"]
-    zeros = weight.parts.get("zeros")
-    return Codes(codes, scales, None if zeros is None else -(scales.float() * zeros.float()))
+    codes = stored_codes(weight.parts["codes"], weight.scheme.name)
+    return Codes(codes, weight.parts["scales"], weight.parts.get("zeros"))
+
+
+def _mxfp4(weight: QTensor) -> Codes:
+    blocks = _blocks(weight)
+    return Codes(_by_row(weight, nibbles(blocks[:, 1:])), _by_row(weight, blocks[:, :1]))
 
 
 def _fp8(weight: QTensor) -> Codes:
@@ -326,12 +368,17 @@ LAYOUTS: dict[str, tuple[Form, int, Callable[[QTensor], Codes]]] = {
     "q6_k": (Form(6, 32, nested=True), 16, _q6_k),
     **{f"int4_g{group}": (Form(4, 8), group, _int4) for group in (32, 64, 128)},
     **{f"int8_g{group}": (Form(8, 128), group, _int8) for group in (32, 64, 128)},
-    **{f"{kind}_g{group}": (Form(4, minima=1), group, _few_bits) for kind in WITH_ZEROS for group in GROUPS},
     **{
-        f"{kind}_g{group}": (Form(4, 2 ** (bits_of(kind) - 1)), group, _few_bits)
+        f"{kind}_g{group}": (Form(bits_of(kind), minima=-1), group, _few_bits)
+        for kind in WITH_ZEROS
+        for group in GROUPS
+    },
+    **{
+        f"{kind}_g{group}": (Form(bits_of(kind), 2 ** (bits_of(kind) - 1)), group, _few_bits)
         for kind in LOW_BITS
         for group in GROUPS
     },
+    MXFP4: (Form(4, floats=True), MXFP4_BLOCK, _mxfp4),
     "int8_row": (Form(8, 128, by_row=True), 0, _int8),
     "fp8_g128": (Form(8, floats=True), 128, _fp8),
     "fp8": (Form(8, floats=True, by_row=True), 0, _fp8),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.pointwise import activation
-from bankfull.ops.triton.quantized_codes import exponent, power, scales_and_minima, subnormal
+from bankfull.ops.triton.quantized_codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.triton.quantized_layout import WordWeight
 
 OUTPUTS, FEW_OUTPUTS = 8, 4
@@ -66,6 +66,11 @@ def load_words(
     upper = codes
     if BITS == 6:
         upper = tl.load(high + at, inside, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    elif BITS == 3:
+        two = first // 2 + tl.arange(0, W // 2)
+        inside = valid[:, None] & (two < groups * L // 2)[None, :]
+        at = outputs.to(tl.int64)[:, None] * (groups * L // 2) + two[None, :]
+        upper = third_bits(tl.load(high + at, inside, 0, eviction_policy="evict_first"), valid.shape[0], W)
     scale = tl.zeros([1, 1], dtype=tl.float32)
     minimum = scale
     if not BY_ROW:

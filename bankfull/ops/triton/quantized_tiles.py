@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.quantized_codes import exponent, power, scales_and_minima, subnormal
+from bankfull.ops.triton.quantized_codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.triton.quantized_layout import WordWeight
 
 COLUMNS = 128
@@ -142,6 +142,9 @@ def tiles_kernel(
 
     word = tl.arange(0, T * L)
     words_at = some_output[:, None] * (groups * L) + start * L + word[None, :]
+    if BITS == 3:
+        two = tl.arange(0, T * L // 2)
+        thirds_at = some_output[:, None] * (groups * L // 2) + start * L // 2 + two[None, :]
     # For each pair of codes, adjacent words belong to adjacent pairs of columns: runs of 2 L.
     behind = tl.arange(0, 2 * T * L)
     column = behind // (2 * L) * GROUP + behind % (2 * L)
@@ -164,6 +167,13 @@ def tiles_kernel(
         if BITS == 6:
             upper = tl.load(high + words_at) if EVEN else tl.load(high + words_at, here, 0)
             upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
+        elif BITS == 3:
+            if EVEN:
+                upper = tl.load(high + thirds_at)
+            else:
+                upper = tl.load(high + thirds_at, (two < (last - first) * L // 2)[None, :], 0)
+            upper = third_bits(upper, BN, T * L)
+            thirds_at += T * L // 2
         if late:
             multiplier = tl.full([1, 1], 1.0, tl.float32)
             added = multiplier * (-ZERO * power(-DOWN))
