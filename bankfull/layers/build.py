@@ -89,9 +89,9 @@ class Build:
         these is expanded."""
         found = self._find(name, shape)
         if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
-            found = as_known(found) or self._expanded(found, f"no kernel reads {found.scheme.name.upper()}")
+            found = as_known(found) or self.expanded(found, f"no kernel reads {found.scheme.name.upper()}")
         if not found.is_plain and not for_linear:
-            found = self._expanded(found, "not every layer reads columns in another order (act-order) or kept apart")
+            found = self.expanded(found, "not every layer reads columns in another order (act-order) or kept apart")
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
         return (found if self._packed(found) else self._in_blocks(found)).to(self.device)
@@ -113,7 +113,8 @@ class Build:
         operation = linear_bf16 if len(found.shape) == 2 else expert_mlp_bf16
         return self.kit.offers(operation, dtype=self.dtype, weight=found, weights=(found,))
 
-    def _expanded(self, found: QTensor, reason: str) -> QTensor:
+    def expanded(self, found: QTensor, reason: str) -> QTensor:
+        """The values of a weight that no kernel can read; one sentence says so for each reason."""
         if reason not in self._told:
             self._told.add(reason)
             log.warning(f"some weights are expanded at load, because {reason}.")

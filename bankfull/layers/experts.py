@@ -94,6 +94,7 @@ class Experts:
         else:
             both = build.stacked(f"{names.gate_up}.weight", rule.experts, (2 * inner, hidden))
             gate, up = (both.of_each(part) for part in (slice(0, inner), slice(inner, 2 * inner)))
+        gate, up, down = _readable(build, gate, up, down)
         self.wants = build.activations.of_experts((gate, up, down))
         """The format of the activations in all of their products."""
         self._operation = PRODUCTS[self.wants]
@@ -132,10 +133,14 @@ class Experts:
         return both
 
 
-def _readable(build: Build, stored: list[QTensor]) -> list[QTensor]:
-    """The matrices in formats that the device's kernels read. GPU kernels cannot read GGUF blocks of experts, and the
-    torch body would wait for the device in every layer: they are dequantized at load."""
-    facts = {"dtype": build.dtype, "weight": stored[0], "weights": tuple(stored)}
+def _readable(build: Build, gate: QTensor, up: QTensor, down: QTensor) -> tuple[QTensor, QTensor, QTensor]:
+    """The matrices in formats that the device's kernels read. What no GPU kernel reads (gate and up in different
+    formats, MXFP4 with extreme scales) is dequantized at load: the torch body would wait for the device in every
+    layer."""
+    facts = {"dtype": build.dtype, "weight": gate, "weights": (gate, up, down)}
     if build.kit.device != "cuda" or not build.kit.prefer or build.kit.offers(expert_mlp, **facts):
-        return stored
-    return [QTensor.dense(one.dequantize(build.matrices).contiguous()) for one in stored]
+        return gate, up, down
+    formats = ", ".join(dict.fromkeys(one.scheme.name.upper() for one in (gate, up, down)))
+    reason = f"no kernel reads experts in {formats}"
+    dense = [one if one.is_dense else build.expanded(one, reason) for one in (gate, up, down)]
+    return dense[0], dense[1], dense[2]

@@ -1,4 +1,4 @@
-"""Stacked weights of experts on a GPU: dense, or codes that kernels dequantize in registers."""
+"""Stacked weights of experts on a GPU: dense, 8-bit codes as they are stored, or every other format in words."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.weights.formats.groups import KINDS
+from bankfull.ops.triton.quantized_layout import WordWeight, has_layout, repack
+from bankfull.weights.formats.fp8_groups import FP8_G128
+from bankfull.weights.formats.groups import GROUPS, name_of
 from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.qtensor import QTensor
 
-DENSE, BY_ROW, GROUPS8, GROUPS4 = range(4)
-"""Dense values; codes with one scale per output; int8 and int4 codes with one scale per group of columns."""
+DENSE, BY_ROW, GROUPED, IN_WORDS = range(4)
+"""Dense values; 8-bit codes with one scale per output, or per group of columns; words (`quantized_layout`)."""
+CODES = {INT8_ROW: BY_ROW, FP8: BY_ROW, FP8_G128: GROUPED, **{name_of("int8", group): GROUPED for group in GROUPS}}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeight:
-    """Stacked matrices (experts, outputs, columns)."""
+    """Stacked matrices (experts, outputs, columns): values or bytes."""
 
     data: Tensor
     scales: Tensor
@@ -33,26 +36,39 @@ class ExpertWeight:
         return self.data.numel() * self.data.element_size() + scales
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertWords:
+    """Stacked matrices (experts, outputs, columns) in words, as one matrix of all experts' outputs."""
+
+    matrix: WordWeight
+    shape: tuple[int, int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+
+Stacked = ExpertWeight | ExpertWords
+
+
 def form_of(weight: QTensor) -> int | None:
     """How kernels read the weight; None = they cannot."""
-    name = weight.scheme.name
     if weight.is_dense:
         return DENSE
-    if name in (INT8_ROW, FP8):
-        return BY_ROW
-    if name.startswith(KINDS):
-        return GROUPS8 if name.startswith("int8") else GROUPS4
-    return None
+    found = CODES.get(weight.scheme.name)
+    return IN_WORDS if found is None and has_layout(weight) else found
 
 
-def prepare(weight: QTensor) -> ExpertWeight:
+def prepare(weight: QTensor) -> Stacked:
     form, (experts, outputs, columns) = form_of(weight), weight.shape
     assert form is not None, "accepted formats have a form"
+    shape = (experts, outputs, columns)
+    if form == IN_WORDS:
+        return ExpertWords(repack(weight.reshape_leading(experts * outputs)), shape)
     parts = {name: part.contiguous() for name, part in weight.parts.items()}
     if form == DENSE:
-        return ExpertWeight(parts["data"], parts["data"], form, 1, (experts, outputs, columns))
-    group = 1 if form == BY_ROW else weight.scheme.block
-    return ExpertWeight(parts["codes"], parts["scales"], form, group, (experts, outputs, columns))
+        return ExpertWeight(parts["data"], parts["data"], form, 1, shape)
+    return ExpertWeight(parts["codes"], parts["scales"], form, 1 if form == BY_ROW else weight.scheme.block, shape)
 
 
 @triton.jit
@@ -61,12 +77,8 @@ def weight_tile(
 ):
     """Weights of outputs `row` (int64, counted over all experts) and columns `column`, in KIND; one of the two is a row
     vector, the other a column vector. With one scale per output these are codes: the caller scales its sums."""
-    if FORM == 3:
-        packed = tl.load(data + row * (columns // 2) + column // 2, mask=inside, other=0)
-        code = ((packed >> ((column % 2) * 4).to(tl.uint8)) & 15).to(tl.float32) - 8.0
-    else:
-        code = tl.load(data + row * columns + column, mask=inside, other=0.0)
-    if FORM >= 2:
+    code = tl.load(data + row * columns + column, mask=inside, other=0.0)
+    if FORM == 2:
         scale = tl.load(scales + row * (columns // GROUP) + column // GROUP, mask=inside, other=0.0).to(tl.float32)
         result = (code.to(tl.float32) * scale).to(KIND)
     elif FORM == 1:

@@ -112,6 +112,67 @@ def nested_scale(bits, outer):
 
 
 @triton.jit
+def load_or_zero(at, inside):
+    """`inside` may be None if everything is in bounds."""
+    if inside is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, inside, 0)
+
+
+@triton.jit
+def stored_scales(
+    scales,
+    minima,
+    outer_scales,
+    output,
+    group,
+    groups,
+    inside,
+    NESTED: tl.constexpr,
+    MINIMA: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Scales, minima and outer scales as they are stored, for groups of outputs (int64); one of the two is a row, the
+    other a column. What a format lacks is a copy of its scales."""
+    # Outer scales cover 256 columns.
+    outers = groups // (256 // GROUP)
+    outer = group // (256 // GROUP)
+    if NESTED and MINIMA != 0:
+        rows, own = output // INTERLEAVE, output % INTERLEAVE
+        scale = load_or_zero(scales + (rows * groups + group) * INTERLEAVE + own, inside)
+        minimum = scale
+        above = load_or_zero(outer_scales + (rows * outers + outer) * INTERLEAVE + own, inside)
+    else:
+        scale = load_or_zero(scales + output * groups + group, inside)
+        minimum = scale
+        above = scale
+        if NESTED:
+            above = load_or_zero(outer_scales + output * outers + outer, inside)
+        if MINIMA != 0:
+            minimum = load_or_zero(minima + output * groups + group, inside)
+    return scale, minimum, above
+
+
+@triton.jit
+def scales_of(scale, minimum, above, NESTED: tl.constexpr, MINIMA: tl.constexpr):
+    """What `stored_scales` has loaded as float32: scales and minima (signed); without minima the second result is
+    unused."""
+    if NESTED and MINIMA != 0:
+        pair, over = scale.to(tl.uint16, bitcast=True), above.to(tl.uint32, bitcast=True)
+        found = nested_scale(pair & 255, over & 0xFFFF)
+        return found, MINIMA * nested_scale(pair >> 8, over >> 16)
+    else:
+        found = as_scale(scale)
+        if NESTED:
+            found = found * above.to(tl.float32)
+        if MINIMA != 0:
+            return found, as_minimum(minimum, found, MINIMA)
+        else:
+            return found, found
+
+
+@triton.jit
 def scales_and_minima(
     scales,
     minima,
@@ -124,22 +185,8 @@ def scales_and_minima(
     MINIMA: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Scales and minima (signed) as float32 for groups (a row) of outputs (a column, int64); without minima the second
-    result is unused. `inside` may be None if everything is in bounds."""
-    # Outer scales cover 256 columns.
-    outers = groups // (256 // GROUP)
-    outer = group // (256 // GROUP)
-    if NESTED and MINIMA != 0:
-        rows, own = output // INTERLEAVE, output % INTERLEAVE
-        pair = tl.load(scales + (rows * groups + group) * INTERLEAVE + own, inside).to(tl.uint16, bitcast=True)
-        over = tl.load(outer_scales + (rows * outers + outer) * INTERLEAVE + own, inside).to(tl.uint32, bitcast=True)
-        scale = nested_scale(pair & 255, over & 0xFFFF)
-        minimum = MINIMA * nested_scale(pair >> 8, over >> 16)
-    else:
-        scale = as_scale(tl.load(scales + output * groups + group, inside))
-        if NESTED:
-            scale = scale * tl.load(outer_scales + output * outers + outer, inside).to(tl.float32)
-        minimum = scale
-        if MINIMA != 0:
-            minimum = as_minimum(tl.load(minima + output * groups + group, inside), scale, MINIMA)
-    return scale, minimum
+    """`stored_scales`, as float32."""
+    scale, minimum, above = stored_scales(
+        scales, minima, outer_scales, output, group, groups, inside, NESTED, MINIMA, GROUP
+    )
+    return scales_of(scale, minimum, above, NESTED, MINIMA)

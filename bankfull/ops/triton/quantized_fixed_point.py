@@ -172,6 +172,16 @@ def group_sums(line, W: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def powers_for(most):
+    """The powers of two that turn numbers of up to `most` into integers of 15 bits, and back."""
+    # 2 ** e <= most < 2 ** (e + 1), from the exponent field, clamped so that both factors are normal numbers.
+    exponents = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 15), 254)
+    up = ((127 + 14 + 127 - exponents) << 23).to(tl.float32, bitcast=True)
+    factors = tl.where(most < float("inf"), ((exponents - 14) << 23).to(tl.float32, bitcast=True), float("nan"))
+    return up, factors
+
+
+@triton.jit
 def fixed_point(line, W: tl.constexpr, L: tl.constexpr):
     """Activations as integers in the lower 16 bits of words, and the power of two, [W / L, 1], of each group. 16-bit
     floats of at least 1/128 (float16: 1/16) of their group's maximum keep all their digits; others lose less than the
@@ -181,11 +191,7 @@ def fixed_point(line, W: tl.constexpr, L: tl.constexpr):
     most = tl.zeros([W], tl.float32)
     for i in tl.static_range(len(line)):
         most = tl.maximum(most, tl.abs(line[i]), propagate_nan=tl.PropagateNan.ALL)
-    most = tl.max(tl.reshape(most, [W // L, L]), 1, keep_dims=True)
-    # 2 ** e <= most < 2 ** (e + 1), from the exponent field, clamped so that both factors are normal numbers.
-    exponents = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 15), 254)
-    up = ((127 + 14 + 127 - exponents) << 23).to(tl.float32, bitcast=True)
-    factors = tl.where(most < float("inf"), ((exponents - 14) << 23).to(tl.float32, bitcast=True), float("nan"))
+    up, factors = powers_for(tl.max(tl.reshape(most, [W // L, L]), 1, keep_dims=True))
     of_words = tl.reshape(tl.broadcast_to(up, [W // L, L]), [W])
     found = ()
     for i in tl.static_range(len(line)):
@@ -279,13 +285,14 @@ def bytes_of_floats(codes):
     if PLAIN:
         found = ()
         for half in tl.static_range(2):
-            four = codes * 0
-            for i in tl.static_range(4):
-                code = (codes >> (16 * half + 4 * i)) & 15
-                power = (code >> 1) & 3
-                doubled = tl.where(power == 0, code & 1, (2 + (code & 1)) << tl.maximum(power, 1) - 1)
-                four = four | (tl.where(code >= 8, 12 - doubled, 12 + doubled) << (8 * i))
-            found = append(found, four)
+            four = (codes >> (16 * half)) & 0xFFFF
+            four = (four | (four << 8)) & 0x00FF00FF
+            four = (four | (four << 4)) & 0x0F0F0F0F
+            # Four codes at once: with the bits s a b m, a magnitude is m + 2 b + a (m + 4) + 2 a b (m + 1).
+            m, b, a = four & 0x01010101, (four >> 1) & 0x01010101, (four >> 2) & 0x01010101
+            doubled = m + 2 * b + (m & a) + 4 * a + 2 * ((m & a & b) + (a & b))
+            negative = doubled & (((four >> 3) & 0x01010101) * 255)
+            found = append(found, 0x0C0C0C0C + doubled - 2 * negative)
         return found
     else:
         return tl.inline_asm_elementwise(

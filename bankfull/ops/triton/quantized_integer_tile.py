@@ -186,6 +186,41 @@ def group_scales(
 
 
 @triton.jit
+def integer_sums(
+    upper,
+    lower,
+    codes,
+    thirds,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Exact sums over each run of words, [R, W / RUN], of codes times activations; of 2- and 3-bit codes 16 times."""
+    words = split_runs(codes, R, W, RUN)
+    thirds = split_runs(tl.permute(thirds, (1, 0, 2)), R, W // 2, RUN // 2) if BITS == 3 else words
+    high = tl.zeros([R, W // RUN], tl.int32)
+    rest = tl.zeros([R, W // RUN], tl.int32)
+    if BITS <= 3:
+        high_16 = tl.zeros([R, W // RUN], tl.int32)
+        rest_16 = tl.zeros([R, W // RUN], tl.int32)
+    for i in tl.static_range(RUN):
+        apart = bytes_of(words[i], thirds[i // 2], i % 2 == 1, BITS, FLOATS)
+        for j in tl.static_range(len(apart)):
+            if BITS <= 3 and j % 2 == 1:
+                high_16 = dot4(apart[j], upper[i * len(apart) + j], high_16, True)
+                rest_16 = dot4(apart[j], lower[i * len(apart) + j], rest_16, False)
+            else:
+                high = dot4(apart[j], upper[i * len(apart) + j], high, True)
+                rest = dot4(apart[j], lower[i * len(apart) + j], rest, False)
+    exact = high * 256 + rest
+    if BITS <= 3:
+        exact = exact * 16 + (high_16 * 256 + rest_16)
+    return exact
+
+
+@triton.jit
 def products(
     upper,
     lower,
@@ -207,25 +242,7 @@ def products(
     """The sums of each thread's words for each output, [R, W / RUN]. Integer sums, over a thread's words of a group,
     are exact."""
     run: tl.constexpr = neighbours(L)
-    words = split_runs(codes, R, W, run)
-    thirds = split_runs(tl.permute(thirds, (1, 0, 2)), R, W // 2, run // 2) if BITS == 3 else words
-    high = tl.zeros([R, W // run], tl.int32)
-    rest = tl.zeros([R, W // run], tl.int32)
-    if BITS <= 3:
-        high_16 = tl.zeros([R, W // run], tl.int32)
-        rest_16 = tl.zeros([R, W // run], tl.int32)
-    for i in tl.static_range(run):
-        apart = bytes_of(words[i], thirds[i // 2], i % 2 == 1, BITS, FLOATS)
-        for j in tl.static_range(len(apart)):
-            if BITS <= 3 and j % 2 == 1:
-                high_16 = dot4(apart[j], upper[i * len(apart) + j], high_16, True)
-                rest_16 = dot4(apart[j], lower[i * len(apart) + j], rest_16, False)
-            else:
-                high = dot4(apart[j], upper[i * len(apart) + j], high, True)
-                rest = dot4(apart[j], lower[i * len(apart) + j], rest, False)
-    exact = high * 256 + rest
-    if BITS <= 3:
-        exact = exact * 16 + (high_16 * 256 + rest_16)
+    exact = integer_sums(upper, lower, codes, thirds, BITS, FLOATS, R, W, run)
     found = tl.reshape(exact.to(tl.float32), [R, W // L, L // run]) * tl.reshape(factors, [1, W // L, 1])
     # A group's zero point and minimum are applied in only one of its threads.
     first = (tl.arange(0, L // run) == 0)[None, None, :]

@@ -18,10 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import (
+    INTERPRETED,
+    multiprocessors,
+    overlapped,
+    power_of_two,
+    start_next,
+    wait_for_inputs,
+)
 from bankfull.ops.triton.quantized_codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.triton.quantized_layout import WordWeight
 
+PLAIN = tl.constexpr(INTERPRETED)
 COLUMNS = 128
 """Columns of a tile per iteration."""
 ENOUGH_OUTPUTS = 16384
@@ -53,6 +61,51 @@ def dequantized(
 
 
 @triton.jit
+def pair_of_weights(
+    codes,
+    upper,
+    factor,
+    shift,
+    J: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    DOWN: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """`dequantized` codes j of both halves of each word, [BN, W], as adjacent columns, [BN, 2 W]."""
+    if FLOATS and BITS == 4 and tl.bfloat16 == KIND:
+        even, odd = pair_of_floats(codes, factor * power(exponent(J, BITS, FLOATS) - DOWN), J)
+    else:
+        even = dequantized(codes, upper, factor, shift, J, BITS, FLOATS, DOWN, KIND)
+        odd = dequantized(codes, upper, factor, shift, J + PAIRS, BITS, FLOATS, DOWN, KIND)
+    return tl.reshape(tl.join(even, odd), [codes.shape[0], 2 * codes.shape[1]])
+
+
+@triton.jit
+def pair_of_floats(codes, factor, J: tl.constexpr):
+    """4-bit floats j of both halves of each word as bfloat16, times a power of two. Sign, exponent and mantissa move to
+    their places in both halves at once, which gives tiny numbers; one packed multiplication, exact, scales both up."""
+    moved = codes >> (4 * J - 6) if J > 1 else codes << (6 - 4 * J)
+    bits = (moved & 0x01C001C0) | ((codes << (12 - 4 * J)) & 0x80008000)
+    if PLAIN:
+        low = (bits << 16).to(tl.float32, bitcast=True) * factor
+        high = (bits & 0xFFFF0000).to(tl.float32, bitcast=True) * factor
+        return low.to(tl.bfloat16), high.to(tl.bfloat16)
+    else:
+        whole = factor.to(tl.uint32, bitcast=True)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 found, none; mov.b32 none, 0x80008000; fma.rn.bf16x2 found, $2, $3, none;"
+            " mov.b32 {$0, $1}, found; }",
+            "=h,=h,r,r",
+            [bits, (whole >> 16) | (whole & 0xFFFF0000)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def group_scales(
     scales,
     minima,
@@ -80,11 +133,8 @@ def group_scales(
 
 @triton.jit
 def per_word(of_groups, BN: tl.constexpr, T: tl.constexpr, L: tl.constexpr):
-    """[BN, T] repeated for the L words of each group; a single group is broadcast."""
-    found = of_groups
-    if T > 1:
-        found = tl.reshape(tl.broadcast_to(of_groups[:, :, None], [BN, T, L]), [BN, T * L])
-    return found
+    """[BN, T] repeated for the L words of each group."""
+    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], [BN, T, L]), [BN, T * L])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -201,9 +251,7 @@ def tiles_kernel(
                 DOWN,
             )
         for i in tl.static_range(pairs):
-            even = dequantized(codes, upper, multiplier, added, i, BITS, FLOATS, DOWN, kind)
-            odd = dequantized(codes, upper, multiplier, added, i + pairs, BITS, FLOATS, DOWN, kind)
-            weight = tl.reshape(tl.join(even, odd), [BN, 2 * T * L])
+            weight = pair_of_weights(codes, upper, multiplier, added, i, pairs, BITS, FLOATS, DOWN, kind)
             if EVEN and not PADDED:
                 block = tl.load(x_at + i * 2 * L)
             else:
