@@ -21,7 +21,7 @@ FEW_SEEDS, FEWER_SEEDS = range(16), range(8)
 """Enough for the kernels of operations without a weight; includes float64, which they reject."""
 EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(cases.WEIGHTS))]
 """Once per scheme, alternating float32 and bfloat16."""
-SPARSE = [len(cases.FLOATS) * list(SCHEMES).index("bf16_2of4") + 1 + other * len(SEEDS) for other in range(8)]
+SPARSE = [len(cases.FLOATS) * list(cases.WEIGHTS).index("bf16_2of4") + 1 + other * len(SEEDS) for other in range(8)]
 """Sparse weights in bfloat16, in several shapes: the provider for them accepts no other of these dtypes and schemes."""
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
 THERE = {"cpu": "cpu", "cuda": "cuda" if torch.cuda.is_available() else "cpu"}

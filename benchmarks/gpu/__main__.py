@@ -89,7 +89,7 @@ def _measure_ours(
 
 def _measure_peer(setup: Setup, works: dict[str, Work], device: torch.device, rows: Rows, report: Report) -> None:
     """The same loads with transformers. A failure is reported and ends nothing."""
-    if setup.quantize is not None or all(work.peer is None for work in works.values()):
+    if setup.quantize is not None or setup.mxfp4 or all(work.peer is None for work in works.values()):
         return
     try:
         peer = TransformersPeer(setup.config, getattr(torch, setup.dtype), device)

@@ -27,6 +27,7 @@ from bankfull.sample.params import SamplingParams
 from bankfull.synthetic.random_weights import RandomWeights, random_model
 from bankfull.synthetic.shapes import shape_config, with_layers
 from bankfull.types import Request, StepPlan
+from benchmarks.gpu.mxfp4 import MXFP4Experts
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -47,6 +48,8 @@ class Setup:
     """Options of denoising, for diffusion models."""
     activations: str = "auto"
     kv_dtype: str = "auto"
+    mxfp4: bool = False
+    """Whether experts are MXFP4."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -63,7 +66,8 @@ class Setup:
         """Storage of the weights, for display."""
         rounded = "" if self.activations == "auto" else f", activations by {self.activations}"
         cached = "" if self.kv_dtype == "auto" else f", {self.kv_dtype} K/V"
-        return f"{self.quantize or self.dtype}{rounded}{cached}"
+        experts = ", MXFP4 experts" if self.mxfp4 else ""
+        return f"{self.quantize or self.dtype}{experts}{rounded}{cached}"
 
 
 @dataclass(slots=True)
@@ -105,17 +109,18 @@ class Session:
         device: str = "auto",
         seed: int = 0,
         strategy: Strategy | None = None,
-        weights: type[RandomWeights] = RandomWeights,
+        weights: type[RandomWeights] | None = None,
     ) -> None:
         self.setup, self._random = setup, random.Random(seed)
         opened = open_device(device)
         begun = perf_counter()
         dtype: torch.dtype = getattr(torch, setup.dtype)
+        drawn = weights or (MXFP4Experts if setup.mxfp4 else RandomWeights)
         if setup.quantize == "2:4":  # the option drops zeros that are there already
             from benchmarks.gpu.sparse24 import PrunedWeights
 
-            weights = PrunedWeights
-        files = random_model(setup.shape, setup.config, dtype, opened.torch, weights=weights)
+            drawn = PrunedWeights
+        files = random_model(setup.shape, setup.config, dtype, opened.torch, weights=drawn)
         run = RunConfig(
             device=device,
             dtype=setup.dtype,

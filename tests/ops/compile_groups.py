@@ -80,7 +80,7 @@ class _SparseShapes(_Shapes):
         if not is_inner_matrix(self, name):
             return _Shapes.get(self, name)
         self._read.add(name)
-        scheme, shape = SCHEMES["bf16_2of4"], self.shape(name)
+        scheme, shape = cases.WEIGHTS["bf16_2of4"], self.shape(name)
         return QTensor(scheme, scheme.empty(shape, META), shape)
 
 
