@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any, cast
 
 import numpy as np
@@ -141,9 +141,7 @@ def quantized(*formats: str) -> Two:
     made = []
     for name in formats:
         for outer, inner in ((6144, 4096), (28672, 4096), (4096, 14336)):
-            weight = QTensor(
-                cases.WEIGHTS[name], cases.moved(cases.WEIGHTS[name].empty((outer, inner)), "meta"), (outer, inner)
-            )
+            weight = QTensor(cases.WEIGHTS[name], cases.WEIGHTS[name].empty((outer, inner), META), (outer, inner))
             gated = outer > 2 * inner
             operation = OPERATIONS["gated_linear" if gated else "linear"]
             kit = kit_for("cuda")
@@ -156,14 +154,37 @@ def quantized(*formats: str) -> Two:
     return made, made
 
 
+def stacked_experts(*formats: str) -> Two:
+    """Experts of gpt-oss-20b, and of Qwen3-30B-A3B where their rows divide into blocks, for every number of tokens with
+    kernels of its own."""
+    made = []
+    for name, (hidden, inner, experts, per_token) in product(formats, ((2880, 2880, 32, 4), (2048, 768, 128, 8))):
+        scheme = cases.WEIGHTS[name]
+        if hidden % scheme.block or inner % scheme.block:
+            continue
+        shapes = ((experts, inner, hidden), (experts, inner, hidden), (experts, hidden, inner))
+        weights = tuple(QTensor(scheme, scheme.empty(shape, META), shape) for shape in shapes)
+        kit, operation = kit_for("cuda"), OPERATIONS["expert_mlp"]
+        facts = {"dtype": DTYPE, "weight": weights[0], "weights": weights}
+        run = kit.bind(operation, **facts)
+        ready = [kit.prepare(operation, weight, **facts) for weight in weights]
+        biases = [torch.empty(experts, outputs, dtype=DTYPE, device=META) for outputs in (inner, inner, hidden)]
+        for tokens in (1, 4, 16, 64, 200, 1000, 8000):
+            x = torch.empty(tokens, hidden, dtype=DTYPE, device=META)
+            chosen, factors = (
+                torch.empty(tokens, per_token, dtype=dtype, device=META) for dtype in (torch.int32, torch.float32)
+            )
+            call = partial(run, x, chosen, factors, *ready, *biases, "clamped_swiglu")
+            made.append((f"{name} {hidden}x{inner}, {tokens} tokens", call))
+    return made, made
+
+
 def heads(*formats: str) -> Two:
     """The argmax of an 8B model's head for one row, with and without a fused norm."""
     made = []
     for name in formats:
         outer, inner = 128256, 4096
-        weight = QTensor(
-            cases.WEIGHTS[name], cases.moved(cases.WEIGHTS[name].empty((outer, inner)), "meta"), (outer, inner)
-        )
+        weight = QTensor(cases.WEIGHTS[name], cases.WEIGHTS[name].empty((outer, inner), META), (outer, inner))
         x = torch.empty(1, inner, dtype=DTYPE, device=META)
         for operation, row in (("best_output", x), ("normed_best_output", Unnormed(x, x, x[0], 1e-5, 0.0, x))):
             kit = kit_for("cuda")
@@ -354,8 +375,13 @@ GROUPS: dict[str, Callable[[], Two]] = {
     "edges": edges,
     "sparse": sparse_kinds,
     "heads": partial(heads, "int4_g128", "int8_row"),
+    "heads-more": partial(heads, "mxfp4", "int3_g128"),
     "quantized": partial(quantized, "int4_g128"),
-    "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
+    "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k", "mxfp4", "int3_g128", "uint3_g64", "int2_g128"),
+    "quantized-experts": partial(stacked_experts, "mxfp4"),
+    "quantized-experts-more": partial(
+        stacked_experts, "int4_g128", "int4_g32", "int3_g64", "uint3_g32", "q4_k", "q6_k"
+    ),
     "generated": partial(generated, range(3)),
     "generated-more": partial(generated, range(3, len(cases.FLOATS) * len(cases.WEIGHTS))),
 }

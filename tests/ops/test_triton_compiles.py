@@ -20,9 +20,19 @@ LONG = pytest.mark.timeout(1800)
         "start",
         "quantized",
         "heads",
+        "quantized-experts",
         *(
             pytest.param(name, marks=FULL)
-            for name in ("two-of-four", "experts", "recurrent", "drafts", "quantized-more", "rounded-pages")
+            for name in (
+                "two-of-four",
+                "experts",
+                "quantized-experts-more",
+                "recurrent",
+                "drafts",
+                "quantized-more",
+                "heads-more",
+                "rounded-pages",
+            )
         ),
     ],
 )
