@@ -31,8 +31,8 @@ def subnormal(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.const
         found = masked(words, 2 * J, 2, 12)
         if BITS == 3:
             third: tl.constexpr = third_bit(J)
-            moved: tl.constexpr = third - 12 if third > 22 else third
-            found += masked(high, third, 1, 12) * power(2 + place(J, BITS) - moved)
+            lowered: tl.constexpr = third - 12 if third > 22 else third
+            found += masked(high, third, 1, 12) * power(2 + place(J, BITS) - lowered)
     else:
         found = masked(words, 4 * J, 4, 12)
         if BITS == 6:
