@@ -114,8 +114,8 @@ class Engine(Generic[RunnerKind]):
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to run or to settle."""
-        return bool(self._inflight) or self.scheduler.unfinished > 0
+        """Whether there is anything to run, to settle or to move between tiers."""
+        return bool(self._inflight) or self.scheduler.unfinished > 0 or self.scheduler.state.moving
 
     def step(self) -> list[Output]:
         """Plan, run and settle once; the outputs of the settled step. Empty when nothing could run: see `wake_at`."""

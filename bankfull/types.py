@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from enum import IntEnum, StrEnum
+from typing import Any, NamedTuple
 
 NULL = 0
 """Page and slot 0 of every pool are never allocated. Page 0 pads page tables; slot 0 is the all-zero initial state."""
@@ -88,13 +88,39 @@ class Work:
         return (self.block or self.drafts + 1) if self.sample else 0
 
 
+class Tier(IntEnum):
+    """Where state lies, the fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    """Pinned host memory beside a device with memory of its own."""
+    DISK = 2
+
+
+class Address(NamedTuple):
+    """A place of a tier: a page, or a slot where the transfer says so."""
+
+    tier: Tier
+    place: int
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copies page `src` to page `dst` before the forward pass of its step; both stay pinned until it completes."""
+    """Copies the content of `src` to `dst`; both stay pinned until its completion is reported. Between two pages of the
+    device it happens before the forward pass of its step. Between tiers it happens beside the steps, at any time, and
+    may fail."""
 
     id: int
-    src: int
-    dst: int
+    src: Address
+    dst: Address
+    slot: bool = False
+    """Whether it copies a recurrent slot instead of a page."""
+    key: bytes = b""
+    """Name of the content on the disk."""
+
+    @property
+    def in_step(self) -> bool:
+        return self.src.tier == self.dst.tier == Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +201,8 @@ class StepResult:
     """Work index -> the error that ends this request, and only this one."""
     completed: list[int] = field(default_factory=list)
     """Ids of completed transfers, possibly of earlier steps."""
+    failed: list[int] = field(default_factory=list)
+    """Ids of transfers between tiers that have ended without a result."""
     drafts: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     """For rows under a grammar, if there are drafts: row -> tokens and parents of the drafts of its next step."""
 

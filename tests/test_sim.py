@@ -42,6 +42,22 @@ def test_a_planted_bug_is_found_within_some_hundred_scenarios(plant: Mutant, mon
             simulate(seed)
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(at, marks=pytest.mark.full) for at in range(250, SEEDS, CHUNK))])
+def test_tiers_that_are_late_fail_or_lose_pages_change_no_output(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + CHUNK):
+        seen.update(asdict(simulate(seed, tiered=True)))
+    assert min(
+        seen[name] for name in ("finished", "aborted", "cached", "evictions", "preemptions", "written", "restored")
+    )
+
+
+@pytest.mark.parametrize("seed", [2426, 2978])
+def test_an_admitted_sequence_does_not_take_the_slot_that_its_tenants_other_one_waits_for(seed: int) -> None:
+    """As it was found: with two slots and competing tenants, a sequence was admitted and preempted forever."""
+    assert simulate(seed, tiered=True).finished
+
+
 SOME_SEEDS = [range(50), pytest.param(range(50, 3000), marks=pytest.mark.full)]
 
 

@@ -12,11 +12,13 @@ at the beginning of the canvas and fixes some of them; when all are fixed, the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bankfull.errors import RequestError
 from bankfull.sched.sequence import Sequence
-from bankfull.state.manager import StateManager
+from bankfull.sched.sketch import Sketch
+from bankfull.state.manager import Reserved, StateManager
 from bankfull.types import CanvasShape, Request, Work
 
 
@@ -55,6 +57,18 @@ class Canvas:
         """Tokens of the smallest step that takes the sequence further."""
         waiting = self.border(len(seq.tokens)) - seq.start
         return self.shape.sight if waiting >= self.shape.sight else self.end(seq) - seq.start
+
+    def serve(self, seq: Sequence, step: Sketch, insist: Callable[[Sequence, int, Sketch], Reserved | None]) -> bool:
+        """Give a sequence a step; False when it could use one but memory is short. `insist` reserves its places up to a
+        token. Its next step depends on the result of the one in flight."""
+        work = None if seq.flying else self.work(seq, step.budget)
+        if work is None:
+            return True
+        if (reserved := insist(seq, seq.start + work.count + work.drafts, step)) is None:
+            return False
+        step.prompts |= not seq.batch and seq.start < self.border(seq.prompt_len)
+        step.give(seq, work, reserved)
+        return True
 
     def work(self, seq: Sequence, budget: int) -> Work | None:
         """The sequence's next step of at most `budget` tokens; None if it does not fit."""

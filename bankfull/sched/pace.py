@@ -102,6 +102,11 @@ class Pace:
         plain = self._plain.seconds
         return None if plain is None else SCORED * plain
 
+    def prefill(self, start: int, end: int) -> float | None:
+        """Predicted seconds of the tokens from `start` to `end` of a prompt; None before any was timed."""
+        each = self.token_seconds(False)
+        return None if each is None else each * (end - start)
+
     def room(self, decoding: int, awaited: bool, shared: bool = False) -> Room | None:
         """Time for the prompts of a step with this many decoding sequences; None for no limit. `awaited`: a user waits
         for the next token of one of them. `shared`: another tenant's request may arrive during the step."""

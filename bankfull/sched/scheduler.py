@@ -17,15 +17,15 @@ from itertools import count
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
+from bankfull.sched.aside import Aside
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
-from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence
+from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, siblings_of
 from bankfull.sched.shares import COMPANY_STEPS, Holdings, Tenants, batch_share, first_of_each
 from bankfull.sched.sketch import Sketch
 from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
-from bankfull.state.prefix import Chain
 from bankfull.types import Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
 Drafts = int | Mapping[int, int]
@@ -52,6 +52,8 @@ class Scheduler:
         """No more requests will come: an incomplete static batch need not wait."""
         self.preemptions = 0
         self.pace, self._clock = Pace(config.step_ms / 1e3), clock
+        self.aside = Aside(state, self.pace, clock)
+        self.pace.measured |= state.tiers is not None
         self._waiting = WaitingQueue(self.policy.gate)
         self._running = OrderedSequences()
         self._free_rows = list(range(config.rows - 1, -1, -1))
@@ -76,17 +78,9 @@ class Scheduler:
             self.canvas.check(request, self.config.step_tokens, self.state)
         now = self._clock()
         batch = self.policy.is_batch(request)
-        siblings = []
-        for child in range(request.samples):
-            if child in request.finished:
-                continue
-            chain = Chain(request.salt, self.state.layout.block_tokens)
-            order = (batch, 0.0, next(self._arrivals))
-            seq = Sequence(request, child, now, chain, list(request.prompt), order, batch)
-            if request.generated:
-                seq.tokens += request.generated[child]
-            seq.order = (batch, self.policy.rank(seq, now), order[-1])
-            siblings.append(seq)
+        siblings = siblings_of(request, self.state.layout.block_tokens, now, batch, self._arrivals)
+        for seq in siblings:
+            seq.order = (batch, self.policy.rank(seq, now), seq.order[-1])
             self._waiting.arrive(seq)
         self._by_request[request.id] = siblings
         self._tenants.add(request.tenant, len(siblings), now)
@@ -116,7 +110,7 @@ class Scheduler:
 
     def wake_at(self) -> float | None:
         """The clock's time at which `plan` may find work although nothing has arrived since."""
-        return self._waiting.wake_at()
+        return self._waiting.wake_at() if self.unfinished else self.state.wake_at()
 
     # -- planning
 
@@ -133,16 +127,18 @@ class Scheduler:
             for seq in self._running:
                 assert seq.state is not None
                 self.state.forget_before(seq.state, seq.start)
+        self.aside.advance(self._waiting, len(self._free_rows))
         self._make_way(step)
         if any(not line[0].batch for line in (self._running, self._waiting) if line):
             self._company = step.plan.step
-        if not self._has_batch():
+        if not any(line[-1].batch for line in (self._running, self._waiting) if line):  # batch work is last in order
             self._fill(self._running, step, drafts)
         elif self._fill([s for s in self._running if not s.batch], step, drafts) and not step.prompts:
             step.batch = True
             self._fill([s for s in self._running if s.batch], step, drafts)
         plan = step.plan
-        if not (plan.work or plan.enter or (self.state.pinned and not self._inflight)):
+        plan.transfers = self.state.moves.take_planned()
+        if not (plan.work or plan.enter or plan.transfers or (self.state.moves and not self._inflight)):
             return None
         plan.leave, self._leaving = self._leaving, []
         self.state.launch(plan.step)
@@ -151,15 +147,10 @@ class Scheduler:
 
     def name_ahead(self) -> None:
         """Hash the blocks that the newest step fills while the device works; otherwise `settle` would do it."""
-        if self.state.prefix_cache:
-            for seq in self._filling:
-                if seq.state is not None:  # else it has ended since
-                    seq.state.chain.extend(seq.tokens, min(seq.start, len(seq.tokens)))
+        for seq in self._filling if self.state.prefix_cache else ():
+            if seq.state is not None:  # else it has ended since
+                seq.state.chain.extend(seq.tokens, min(seq.start, len(seq.tokens)))
         self._filling.clear()
-
-    def _has_batch(self) -> bool:
-        """Whether there is batch work, which is last in order."""
-        return any(line[-1].batch for line in (self._running, self._waiting) if line)
 
     def _fill(self, running: list[Sequence], step: Sketch, drafts: Drafts) -> bool:
         """Serve these, decodes first, then admit more of their kind; False when one of them lacks memory."""
@@ -199,22 +190,26 @@ class Scheduler:
                 stalled |= not self._serve_each([seq for seq in filling if seq.tenant == tenant], step, drafts)
                 shares[tenant] = max(0, step.budget)
         claims = {seq.tenant: seq for seq in step.claims if seq.batch == step.batch}
-        self._admit_in_turn({tenant: shares.pop(tenant, 0) for tenant in claims}, step)
+        unserved = [seq for seq in filling if seq.turn != step.plan.step]
+        self._admit_in_turn({tenant: shares.pop(tenant, 0) for tenant in claims}, step, unserved)
         if not stalled and all(seq.state is not None for seq in claims.values()):
-            self._admit_in_turn(shares, step)
+            self._admit_in_turn(shares, step, unserved)
         # Tokens kept for a sequence that could not be admitted go to those whose share was zero.
         stalled |= not self._serve_each([seq for seq in filling if seq.turn != step.plan.step], step, drafts)
         for seq in step.served[decodes:]:
             self._tenants.served(seq.tenant, step.plan.step)
         return not stalled
 
-    def _admit_in_turn(self, shares: dict[str, int], step: Sketch) -> None:
-        """Each tenant gets its share of the budget and what those before it have left, then what all have left."""
+    def _admit_in_turn(self, shares: dict[str, int], step: Sketch, unserved: list[Sequence]) -> None:
+        """Each tenant gets its share of the budget and what those before it have left, then what all have left. Its
+        running sequences come first: an admitted one could take the memory that they wait for."""
         later = sum(shares.values())
         for tenant, share in (*shares.items(), *((tenant, 0) for tenant in shares)):
             later -= share
             with step.budget_of(step.budget - later):
-                self._admit(step, tenant)
+                own = [seq for seq in unserved if seq.tenant == tenant and seq.turn != step.plan.step]
+                if self._serve_each(own, step, 0):
+                    self._admit(step, tenant)
 
     def _serve_each(self, line: list[Sequence], step: Sketch, drafts: Drafts, most: int | None = None) -> bool:
         """Serve sequences of the line until the budget or `most` is reached; False when one of them lacks memory."""
@@ -230,7 +225,7 @@ class Scheduler:
     def _serve(self, seq: Sequence, step: Sketch, drafts: Drafts) -> bool:
         """Give `seq` its share of the step; False when it could use one but memory is short."""
         if self.canvas is not None:
-            return self._denoise(self.canvas, seq, step)
+            return self.canvas.serve(seq, step, self._insist)
         if seq.children:
             self._fork_children(seq, step)
         missing = seq.missing
@@ -263,17 +258,6 @@ class Scheduler:
             timed.take(size, scored)
         return True
 
-    def _denoise(self, canvas: Canvas, seq: Sequence, step: Sketch) -> bool:
-        """Give a diffusion model's sequence a step. Its next step depends on the result of the one in flight."""
-        work = None if seq.flying else canvas.work(seq, step.budget)
-        if work is None:
-            return True
-        if (reserved := self._insist(seq, seq.start + work.count + work.drafts, step)) is None:
-            return False
-        step.prompts |= not seq.batch and seq.start < canvas.border(seq.prompt_len)
-        step.give(seq, work, reserved)
-        return True
-
     def _share_of(self, seq: Sequence, missing: int, budget: int) -> int:
         """Tokens of `seq` that this step may compute if memory allows; 0 when it has to wait or has enough."""
         request = seq.request
@@ -294,12 +278,14 @@ class Scheduler:
             pages, slots = self.state.shortage(seq.state, upto, 1)
             if self._coming(pages, slots):
                 return None
+            if self.aside.yield_memory(self._waiting):
+                continue
             able = [s for s in self._running if s.row not in step.fixed]
             contested = self._tenants.compete and not slots
             victim = self.policy.victim(seq, able, self._holdings(self._running) if contested else None)
             if victim is None:
                 return None
-            self._preempt(victim)
+            self._preempt(victim, for_memory=True)
         return reserved
 
     def _coming(self, pages: int, slots: int) -> bool:
@@ -330,7 +316,6 @@ class Scheduler:
             gain = sum(self.state.held(s.state) for s in giving if s.state is not None)
             if pages > self.state.pages.coming + gain:
                 return
-            step.displaced.add(giving[-1])
             self._preempt(giving[-1])
 
     def _giving_way_to(self, head: Sequence) -> list[Sequence]:
@@ -365,12 +350,14 @@ class Scheduler:
             index, seq = found, self._waiting[found]
             if seq.batch and not step.batch:
                 return
-            if seq in step.displaced and any(claim.state is None for claim in step.claims):
-                return  # it would take back, from the prefix cache, the pages that it left to a claim
             if step.room is not None and step.room.tokens(seq.request.scored) <= 0:
                 return
-            match = self._match(seq)
-            if self._lack(seq, match) != (0, 0):
+            if seq.parked is not None and seq.parked.step > self.state.pages.settled:
+                return  # a step in flight may still write beside its tokens
+            if self.aside.awaits(seq):  # others may overtake it
+                index += 1
+                continue
+            if (match := self._fitting(seq)) is None:
                 return
             if not seq.admitted:
                 seq.cached = min(match.length, seq.prompt_len)
@@ -380,6 +367,8 @@ class Scheduler:
 
     def _match(self, seq: Sequence) -> Match:
         """The cached prefix (possibly empty) to start from; at least one token always runs."""
+        if seq.parked is not None and (whole := self.state.match_parked(seq.parked, seq.chain)) is not None:
+            return whole
         if not seq.request.reuse:
             return self.state.match(seq.chain, seq.tokens, 0)
         # Siblings fork before the last prompt token, also where this sequence continues tokens of another engine.
@@ -389,6 +378,13 @@ class Scheduler:
         """Tokens that must fit when the sequence enters: the known ones, with the masks of a diffusion model."""
         return len(seq.tokens) if self.canvas is None else self.canvas.end(seq)
 
+    def _fitting(self, seq: Sequence) -> Match | None:
+        """Its cached prefix, if it has room; if need be, those behind it give back what they hold, and then itself."""
+        while self._lack(seq, match := self._match(seq)) != (0, 0):
+            if not (self.aside.yield_memory(self._waiting, seq) or self.aside.yield_memory(self._waiting)):
+                return None
+        return match
+
     def _lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
         # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.
         return self.state.lack(match, self._reach(seq), self.config.step_tokens, self.running)
@@ -396,6 +392,7 @@ class Scheduler:
     def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
         """Give `seq` a row, and describe it to the runner."""
         self._waiting.leave(seq)
+        self.aside.forget(seq)
         if not seq.admitted:
             seq.admitted = True
             step.quota -= 1
@@ -416,11 +413,8 @@ class Scheduler:
         entered = 0
         while seq.children and self._free_rows and (forked := self.state.fork(seq.state, seq.computed)) is not None:
             child = seq.children.pop(0)
-            child.parent = None
-            child.cached = seq.cached
-            state, transfers = forked
-            self._enter(child, state, seq.computed, step)
-            step.plan.transfers.extend(transfers)
+            child.parent, child.cached, child.chain = None, seq.cached, forked.chain
+            self._enter(child, forked, seq.computed, step)
             entered += 1
             if entered == FORKS_PER_STEP and seq.children:
                 return
@@ -429,14 +423,13 @@ class Scheduler:
 
     # -- preemption and ends
 
-    def _preempt(self, seq: Sequence) -> None:
-        self._give_up(seq)
+    def _preempt(self, seq: Sequence, for_memory: bool = False) -> None:
+        self.aside.park(seq, self.canvas is None, for_memory)
+        self._leave_row(seq)
         self._waiting.enter(seq)
         self.preemptions += 1
 
-    def _give_up(self, seq: Sequence) -> None:
-        assert seq.state is not None
-        self.state.release(seq.state)
+    def _leave_row(self, seq: Sequence) -> None:
         self._running.leave(seq)
         self._free_rows.append(seq.row)
         self._leaving.append(seq.row)
@@ -444,9 +437,11 @@ class Scheduler:
 
     def _end(self, seq: Sequence) -> None:
         if seq.state is not None:
-            self._give_up(seq)
+            self.state.release(seq.state)
+            self._leave_row(seq)
         else:
             self._waiting.leave(seq)
+            self.aside.forget(seq)
         adopt(seq.children)
         if seq.parent is not None:
             seq.parent.children.remove(seq)
@@ -460,10 +455,8 @@ class Scheduler:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """The oldest launched step has finished; `seconds`: the time the device spent on it alone."""
-        if self.pace.measured:
-            step, served = self._inflight[0]
-            assert step == plan.step, f"step {plan.step} has taken its time where {step} is due"
-            parts = zip(plan.work, served, strict=True)
+        if self.pace.measured and plan.work:
+            parts = zip(plan.work, self._inflight[0][1], strict=True)
             kinds = kinds_of((w.count, s.request.scored and w.start < s.prompt_len - 1) for w, s in parts)
             self.pace.observe(*kinds, seconds)
 
@@ -471,7 +464,7 @@ class Scheduler:
         """The oldest launched step has finished: its tokens become known, sequences end, pages are released."""
         step, served = self._inflight.popleft()
         assert step == plan.step == result.step, f"step {result.step} settles where {step} is due"
-        self.state.settle(step, result.completed)
+        self.state.settle(step, result.completed, result.failed)
         outputs = []
         extras, errors = result.extras, result.errors
         for i, (work, seq, tokens) in enumerate(zip(plan.work, served, result.tokens, strict=True)):

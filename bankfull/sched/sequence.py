@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from bankfull.state.manager import SequenceState, StateManager
+from bankfull.state.manager import Parked, SequenceState, StateManager
 from bankfull.state.prefix import Chain
+from bankfull.state.tiers import Fetch
 from bankfull.types import Enter, Finish, Output, Request, Work
 
 Order = tuple[bool, float, int]
@@ -52,6 +54,12 @@ class Sequence:
     """Diffusion: steps since it got its row."""
     cached: int = 0
     """Prompt tokens found in the prefix cache at its first admission."""
+    parked: Parked | None = None
+    """The state that it had when it was preempted; None while it runs."""
+    fetch: Fetch | None = None
+    """Its prefix, on the way from a lower tier."""
+    sought: bool = False
+    """Whether lower tiers were asked for its prefix since it began to wait."""
 
     @property
     def priority(self) -> int:
@@ -97,6 +105,7 @@ class Sequence:
 
     def begin(self, row: int, state: SequenceState, computed: int) -> None:
         self.row, self.state, self.computed, self.start, self.denoised = row, state, computed, computed, 0
+        self.parked, self.sought = None, False
 
     def entry(self, slot: int) -> Enter:
         """What the runner learns of the sequence when it takes its row."""
@@ -127,6 +136,23 @@ class OrderedSequences(list[Sequence]):
         OrderedSequences.leave(self, seq)
         seq.order = order
         self.enter(seq)
+
+
+def siblings_of(request: Request, block: int, now: float, batch: bool, arrivals: Iterator[int]) -> list[Sequence]:
+    """The sequences of a new request. `block`: tokens of a block of the prefix cache."""
+    return [
+        Sequence(
+            request,
+            child,
+            now,
+            Chain(request.salt, block),
+            [*request.prompt, *(request.generated[child] if request.generated else ())],
+            (batch, 0.0, next(arrivals)),
+            batch,
+        )
+        for child in range(request.samples)
+        if child not in request.finished
+    ]
 
 
 def adopt(siblings: list[Sequence]) -> None:

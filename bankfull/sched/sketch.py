@@ -27,8 +27,6 @@ class Sketch:
     """Whether batch work is being served."""
     claims: list[Sequence] = field(default_factory=list)
     """Waiting sequences of tenants below their share: until these are admitted, no other tenant's are."""
-    displaced: set[Sequence] = field(default_factory=set)
-    """Sequences that were preempted in this step to admit a waiting one."""
     prompts: bool = False
     """Whether the step carries an online prompt, whose user waits for the first token."""
     served: list[Sequence] = field(default_factory=list)

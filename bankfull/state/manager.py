@@ -15,11 +15,13 @@ from sys import maxsize
 from bankfull.config import StateConfig
 from bankfull.errors import ConfigError
 from bankfull.state.journal import SLOT, KeyJournal
+from bankfull.state.moves import Moves
 from bankfull.state.pages import Census, Pool
 from bankfull.state.policy import GroupPolicy, Hit, Reusable, Snapshots, longest_reusable, policy_of
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
-from bankfull.types import NULL, Transfer
+from bankfull.state.tiers import PRIVATE, Key, Tiers
+from bankfull.types import NULL, Address, Tier
 
 
 @dataclass(slots=True)
@@ -50,6 +52,22 @@ class Match:
     length: int
     tables: tuple[tuple[int, ...], ...] = ()
     slot: int = NULL
+    private: tuple[Key, ...] = ()
+    """Keys that only this sequence may use: their content changes when it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A sequence without a row whose computed tokens are kept, as cached content. It is lost, and computed again, only
+    if memory is short and no lower tier has a copy."""
+
+    computed: int
+    private: tuple[Key, ...]
+    """Keys of its partial pages and of its recurrent state."""
+    slot: Key | None
+    """Key of its recurrent state, private or that of a snapshot; None if it has none."""
+    step: int
+    """The last launched step that may still write beside the computed tokens."""
 
 
 @dataclass(slots=True)
@@ -83,8 +101,10 @@ class StateManager:
         self._one_group = (
             not self.windowed and not layout.recurrent and [block] == [g.page_tokens for g in layout.paged]
         )
-        self._pins: dict[int, tuple[int, ...]] = {}
-        self._transfers = 0
+        self.moves = Moves()
+        self.tiers: Tiers | None = None
+        """Set where there is a tier below the device."""
+        self._parkings = 0
 
     # -- queries, without side effects
 
@@ -173,8 +193,9 @@ class StateManager:
         for table in tables:
             self.pages.share_all(table)
         self.slots.share(match.slot)
+        self.withdraw(match.private)
         live = [policy.first_live(match.length) for policy in self.policies]
-        published = [len(table) for table in tables]
+        published = [match.length // group.page_tokens for group in self.layout.paged]
         return self._opened(chain, tables, live, published, match.length, match.slot)
 
     def reserve(self, state: SequenceState, upto: int, slots: int = 1, ahead: int = 0) -> Reserved | None:
@@ -245,14 +266,14 @@ class StateManager:
         if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len):
             self.slots.publish(state.slot, (SLOT, state.chain.name(computed)))
 
-    def fork(self, state: SequenceState, length: int) -> tuple[SequenceState, list[Transfer]] | None:
+    def fork(self, state: SequenceState, length: int) -> SequenceState | None:
         """A second sequence with the same first `length` tokens: full pages and the slot are shared, partial pages are
         copied by transfers. `state` must have settled exactly there. None when too few pages are available."""
         assert not state.writing, "a sequence is forked only when it has settled"
         copies = self.pages.take(sum(1 for group in self.layout.paged if length % group.page_tokens))
         if copies is None:
             return None
-        tables, transfers = [], []
+        tables = []
         for group, table in zip(self.layout.paged, state.tables, strict=True):
             full = length // group.page_tokens
             child = table[:full]
@@ -260,14 +281,14 @@ class StateManager:
             if length % group.page_tokens:
                 copy = copies.pop()
                 child.append(copy)
-                transfers.append(self._transfer(table[full], copy))
+                self._copy_page(table[full], copy)
             tables.append(child)
         self.slots.share(state.slot)
         chain = Chain(b"", self.layout.block_tokens)
         # Later blocks of the parent may hold tokens that it has generated on another engine.
         chain.names = state.chain.names[: length // self.layout.block_tokens + 1]
         published = [length // group.page_tokens for group in self.layout.paged]
-        return self._opened(chain, tables, list(state.live), published, length, state.slot), transfers
+        return self._opened(chain, tables, list(state.live), published, length, state.slot)
 
     def release(self, state: SequenceState) -> None:
         """Release everything, newest pages first, so that the cache evicts the ends of contexts before their starts."""
@@ -280,23 +301,133 @@ class StateManager:
         self.slots.drop(state.slot, self.launched)
         state.slot = NULL
 
+    # -- parking, and content below the device
+
+    def park(self, state: SequenceState, computed: int, copy: bool) -> Parked | None:
+        """Release everything, but keep the state of the settled `computed` tokens in the cache. `copy`: and on the
+        host, at once. None if there is no cache."""
+        if not self.prefix_cache or not computed:
+            self.release(state)
+            return None
+        self._parkings += 1
+        name = PRIVATE + self._parkings.to_bytes(8, "big")
+        private: list[Key] = []
+        for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
+            if computed % group.page_tokens and self.pages.publish(table[computed // group.page_tokens], (g, name)):
+                private.append((g, name))
+        slot: Key | None = None
+        if self.snapshots is not None:
+            if self.slots.publish(state.slot, (SLOT, name)):
+                private.append((SLOT, name))
+            # It may have a key already: a snapshot's, or that of a fork that is parked at the same token.
+            slot = self.slots.key_of(state.slot)  # type: ignore[assignment]
+        parked = Parked(computed, tuple(private), slot, self.launched)
+        keys = self.keys_of(parked, state.chain) if copy else []
+        self.release(state)
+        if keys and self.tiers is not None:
+            self.tiers.swap_out(keys)
+        return parked
+
+    def keys_of(self, parked: Parked, chain: Chain) -> list[Key]:
+        """The keys of all that a parked sequence needs."""
+        own = [key for key in parked.private if key != parked.slot]
+        return [*self._keys_below(chain, parked.computed), *own, *([] if parked.slot is None else [parked.slot])]
+
+    def match_parked(self, parked: Parked, chain: Chain) -> Match | None:
+        """The whole state of a parked sequence; None if some of it was lost."""
+        own = dict(parked.private)
+        tables = []
+        for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
+            first, size = policy.first_live(parked.computed), group.page_tokens
+            table = [NULL] * -(-parked.computed // size)
+            for page in range(len(table)):
+                if page < first and not policy.keeps(page):
+                    continue
+                whole = (page + 1) * size <= parked.computed
+                name = chain.names[(page + 1) * size // chain.block] if whole else own.get(g)
+                found = None if name is None else self.pages.find((g, name))
+                if found is None:
+                    return None
+                table[page] = found
+            tables.append(tuple(table))
+        slot = None
+        if self.snapshots is not None:
+            slot = None if parked.slot is None else self.slots.find(parked.slot)
+            if slot is None:
+                return None
+        return Match(parked.computed, tuple(tables), slot or NULL, parked.private)
+
+    def unpark(self, parked: Parked) -> None:
+        """The sequence has ended, or starts from less than it had."""
+        self.withdraw(parked.private)
+
+    def withdraw(self, keys: Sequence[Key]) -> None:
+        if self.tiers is not None:
+            self.tiers.withdraw(keys)
+        else:
+            for key in keys:
+                (self.slots if key[0] == SLOT else self.pages).withdraw(key)
+
+    def reach(self, chain: Chain, tokens: Sequence[int], limit: int) -> int:
+        """The longest prefix of at most `limit` tokens whose state is on the device or below it."""
+        if self.tiers is None or not self.prefix_cache or limit < self.layout.block_tokens:
+            return 0
+        rules: list[tuple[Reusable, Hit]] = [
+            (policy, self._hits_anywhere(chain, tokens, g)) for g, policy in enumerate(self.policies)
+        ]
+        if self.snapshots is not None:
+            rules.append((self.snapshots, self._hits_anywhere(chain, tokens, SLOT)))
+        return longest_reusable(limit, rules)
+
+    def keys_for(self, chain: Chain, length: int) -> list[Key]:
+        """The keys of all that a prefix of `length` tokens needs; the chain must have its names."""
+        keys = self._keys_below(chain, length)
+        if self.snapshots is not None:
+            keys.append((SLOT, chain.names[length // chain.block]))
+        return keys
+
+    def _keys_below(self, chain: Chain, length: int) -> list[Key]:
+        """The keys of the full pages that a sequence of `length` tokens still needs."""
+        keys: list[Key] = []
+        for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
+            first, size = policy.first_live(length), group.page_tokens
+            for page in range(length // size):
+                if page >= first or policy.keeps(page):
+                    keys.append((g, chain.names[(page + 1) * size // chain.block]))
+        return keys
+
+    def _hits_anywhere(self, chain: Chain, tokens: Sequence[int], group: int | str) -> Hit:
+        tiers = self.tiers
+        assert tiers is not None
+
+        def hit(end: int) -> bool:
+            name = chain.reach(tokens, end)
+            if name is None:
+                return False
+            key: Key = (group, name)
+            return tiers.device_pool(key).find(key) is not None or tiers.find(key) is not None
+
+        return hit
+
     # -- steps
 
     def launch(self, step: int) -> None:
         self.launched = step
 
-    def settle(self, step: int, completed: Sequence[int] = ()) -> None:
-        """All steps up to `step` have finished. `completed` transfers no longer pin their pages."""
+    def settle(self, step: int, completed: Sequence[int] = (), failed: Sequence[int] = ()) -> None:
+        """All steps up to `step` have finished. Transfers that have ended no longer pin their places."""
         self.pages.settle(step)
         self.slots.settle(step)
-        for transfer in completed:
-            for page in self._pins.pop(transfer):
-                self.pages.drop(page, step)
+        self.moves.settle(completed, failed)
 
     @property
-    def pinned(self) -> bool:
-        """Whether a transfer is in flight whose completion was not reported yet."""
-        return bool(self._pins)
+    def moving(self) -> bool:
+        """Whether content is on its way between tiers, or waits for it."""
+        return bool(self.moves) or (self.tiers is not None and self.tiers.waits)
+
+    def wake_at(self) -> float | None:
+        """When content that waits for its way down may go; None if something is under way, or nothing waits."""
+        return None if self.moves or self.tiers is None else self.tiers.wake_at()
 
     def census(self) -> tuple[Census, Census]:
         return self.pages.census(), self.slots.census()
@@ -306,6 +437,8 @@ class StateManager:
         for name, pool in (("page", self.pages), ("slot", self.slots)):
             census = pool.census()
             assert census.total == pool.size, f"the {name} pool of {pool.size} adds up to {census}"
+        if self.tiers is not None:
+            self.tiers.check()
 
     def forget(self) -> None:
         """Empty the prefix cache."""
@@ -316,13 +449,15 @@ class StateManager:
         """Follow the prefix cache from now on."""
         return KeyJournal((self.pages, self.slots))
 
-    def _transfer(self, src: int, dst: int) -> Transfer:
-        transfer = Transfer(self._transfers, src, dst)
-        self._transfers += 1
-        self._pins[transfer.id] = (src, dst)
-        for page in (src, dst):
-            self.pages.share(page)
-        return transfer
+    def _copy_page(self, src: int, dst: int) -> None:
+        """Pin both pages until the copy is done."""
+        pages = self.pages
+        pages.share_all((src, dst))
+
+        def ended(succeeded: bool) -> None:
+            pages.drop_all((src, dst), pages.settled)
+
+        self.moves.start(Address(Tier.DEVICE, src), Address(Tier.DEVICE, dst), ended)
 
     def _opened(
         self, chain: Chain, tables: list[list[int]], live: list[int], published: list[int], length: int, slot: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Pool:
         self.evictions = 0
         self.journal: KeyJournal | None = None
         """Follows every key that `find` finds; None: not followed."""
+        self.fresh: deque[Hashable] | None = None
+        """Keys in the order of their publication, for whoever copies content to a lower tier; None: nobody does."""
+        self.leaving = 0
+        """Places that are held for a copy to a lower tier only, at most."""
         self._free: list[int] = []
         """Free places that were used before; the newest one is taken first, before places that were never used."""
         # Lists by place grow when a place is first taken, so that a large pool costs what is used of it.
@@ -53,6 +58,9 @@ class Pool:
         """Places in the order in which they became cached. A place that was shared since has stale entries here."""
         self._stale = [0]
         """Stale entries of each place in `_oldest`; they come before its valid one."""
+        self._first: dict[int, None] = {}
+        """Cached places that are evicted before those in `_oldest`, in this order: their content has a copy
+        elsewhere."""
         self._waiting: dict[int, int] = {}
         self._release: deque[tuple[int, int]] = deque()
 
@@ -67,9 +75,15 @@ class Pool:
         return self._cached
 
     @property
+    def clean(self) -> int:
+        """Places that `take` returns without giving up content that is nowhere else."""
+        return len(self._free) + self._unused + len(self._first)
+
+    @property
     def coming(self) -> int:
-        """Quarantined places, which become available when the launched steps have settled."""
-        return len(self._waiting)
+        """Places that become available by themselves: quarantined ones when the launched steps have settled, and those
+        that are copied to a lower tier."""
+        return len(self._waiting) + self.leaving
 
     @property
     def _unused(self) -> int:
@@ -102,9 +116,13 @@ class Pool:
 
     def _evict(self) -> None:
         """The content that has been cached for the longest time is given up; its place is free."""
-        stale, oldest = self._stale, self._oldest
-        while stale[place := oldest.popleft()]:
-            stale[place] -= 1
+        if self._first:
+            place = next(iter(self._first))
+            del self._first[place]
+        else:
+            stale, oldest = self._stale, self._oldest
+            while stale[place := oldest.popleft()]:
+                stale[place] -= 1
         self._cached -= 1
         key, self._key[place] = self._key[place], None
         if key is not RETIRED:
@@ -125,8 +143,11 @@ class Pool:
                 if place in waiting:
                     del waiting[place]
                 else:
-                    self._stale[place] += 1
                     self._cached -= 1
+                    if place in self._first:
+                        del self._first[place]
+                    else:
+                        self._stale[place] += 1
             refs[place] += 1
         refs[0] = 0
 
@@ -183,6 +204,8 @@ class Pool:
                 published.append(key)
         if self.journal is not None:
             self.journal.note(published, True)
+        if self.fresh is not None:
+            self.fresh += published
         return len(published)
 
     def find(self, key: Hashable) -> int | None:
@@ -198,6 +221,11 @@ class Pool:
     def has_key(self, place: int) -> bool:
         """Whether the place's content is published."""
         return self._key[place] is not None
+
+    def key_of(self, place: int) -> Hashable | None:
+        """The key under which the place's content is found; None if there is none."""
+        key = self._key[place]
+        return None if key is RETIRED else key
 
     def idle(self, places: Iterable[int]) -> int:
         """How many of these places, which have keys, count as available now, and no longer once they are shared."""
@@ -216,8 +244,49 @@ class Pool:
             if (place := self._by_key.pop(key, None)) is not None:
                 self._key[place] = RETIRED
 
+    def withdraw(self, key: Hashable) -> None:
+        """The content is no longer what the key says, or nobody may find it again. A held place loses its key and may
+        get another one; a cached one is evicted in its turn."""
+        if (place := self._by_key.pop(key, None)) is not None:
+            self._key[place] = None if self._refs[place] else RETIRED
+            if self.journal is not None:
+                self.journal.note((key,), False)
+
+    def next_evicted(self, count: int) -> list[int]:
+        """Up to `count` cached places that will be evicted next, without those that `evict_first` has named."""
+        found: list[int] = []
+        passed: dict[int, int] = {}
+        for place in islice(self._oldest, 4 * count):
+            if (seen := passed.get(place, 0)) < self._stale[place]:
+                passed[place] = seen + 1
+                continue
+            found.append(place)
+            if len(found) == count:
+                break
+        return found
+
+    def evict_first(self, place: int) -> None:
+        """If the place is cached, its content is given up before any other: there is a copy elsewhere."""
+        if self.is_cached(place) and place not in self._first:
+            self._stale[place] += 1
+            self._first[place] = None
+
+    def adopt(self, keys: Iterable[tuple[int, Hashable]]) -> None:
+        """Places with content from an earlier life, and its keys, oldest first; the pool must be new."""
+        assert len(self._refs) == 1, "places are adopted before any is taken"
+        found = [(place, key) for place, key in keys if 0 < place <= self.size]
+        self._use(max((place for place, _ in found), default=0))
+        for place, key in found:
+            if self._key[place] is None and self._by_key.setdefault(key, place) == place:
+                self._key[place] = key
+                self._oldest.append(place)
+        self._cached = len(self._oldest)
+        self._free = [place for place in self._free if self._key[place] is None]
+
     def forget(self) -> None:
         """Empty the cache: `find` finds nothing; held places stay held."""
+        self._free += self._first
+        self._first.clear()
         while self._oldest:
             place = self._oldest.popleft()
             if self._stale[place]:

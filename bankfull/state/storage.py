@@ -62,8 +62,9 @@ class Storage:
         )
 
     def transfer(self, transfers: Iterable[Transfer]) -> None:
+        """Copy pages of the device, in order with its steps."""
         for transfer in transfers:
-            self.frames[transfer.dst].copy_(self.frames[transfer.src])
+            self.frames[transfer.dst.place].copy_(self.frames[transfer.src.place])
 
     def poison(self, pages: Iterable[int], slots: Iterable[int] = ()) -> None:
         """Fill free places with NaN, so that a stale read shows in its result.

@@ -17,15 +17,10 @@ from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout, PagedGroup
 from bankfull.types import NULL, Request, StepPlan, StepResult, Work
 from tests.sim.oracle import EMPTY, extend, identities, next_token, root
+from tests.sim.promises import SimulationError, demand
+from tests.sim.tiers import LowerTiers
 
-
-class SimulationError(AssertionError):
-    """The engine broke a promise."""
-
-
-def demand(promise: bool, broken: str) -> None:
-    if not promise:
-        raise SimulationError(broken)
+__all__ = ["Device", "Footprint", "Launched", "Row", "SimulationError", "demand"]
 
 
 @dataclass(slots=True)
@@ -90,7 +85,10 @@ def _needed(group: PagedGroup, begin: int, end: int) -> Iterator[tuple[int, Sequ
 class Device:
     """A `Runner`, so that the same loop drives it."""
 
-    def __init__(self, layout: Layout, vocab: int, random: Random, error_rate: float) -> None:
+    def __init__(
+        self, layout: Layout, vocab: int, random: Random, error_rate: float, lower: LowerTiers | None = None
+    ) -> None:
+        self.lower = lower
         self.layout = layout
         self.vocab = vocab
         self.random = random
@@ -102,7 +100,7 @@ class Device:
         self.marks: dict[int, Footprint] = {}
         """Of the steps that have not settled."""
         self.moving: dict[int, tuple[int, ...]] = {}
-        """Transfers whose completion was not reported, and the places that they pin."""
+        """Transfers whose completion was not reported, and the places of the device that they pin."""
         self.free: set[int] = set()
         self.entered = 0
 
@@ -161,10 +159,13 @@ class Device:
                 result.tokens[i] = []
                 result.errors[i] = "the device was told to fail"
         self._check_conflicts(launched)
+        between = {} if self.lower is None else self.lower.under_way
         for transfer in list(self.moving):
-            if self.random.random() < 0.5:
+            if transfer not in between and self.random.random() < 0.5:
                 del self.moving[transfer]
                 result.completed.append(transfer)
+        if self.lower is not None:
+            result.completed += self.lower.end(self, result.failed)
         return result
 
     def _apply(self, plan: StepPlan) -> None:
@@ -189,16 +190,20 @@ class Device:
 
     def _transfer(self, plan: StepPlan, before: list[Footprint]) -> None:
         for transfer in plan.transfers:
-            places = transfer.src, transfer.dst
+            if not transfer.in_step:
+                assert self.lower is not None
+                self.lower.start(self, transfer)
+                continue
+            places = transfer.src.place, transfer.dst.place
             demand(NULL not in places, "a transfer to or from the null page")
             for mark in before:
                 busy = places[-1] in mark.writes or places[-1] in mark.reads
                 demand(not busy, f"a transfer writes place {places[-1]} while step {mark.step} may touch it")
                 demand(places[0] not in mark.writes, f"a transfer reads place {places[0]}, still in flight")
             self.moving[transfer.id] = places
-            demand(transfer.src in self.pages, f"a transfer reads page {transfer.src}, which holds nothing")
-            group, content = self.pages[transfer.src]
-            self.pages[transfer.dst] = (group, list(content))
+            demand(places[0] in self.pages, f"a transfer reads page {places[0]}, which holds nothing")
+            group, content = self.pages[places[0]]
+            self.pages[places[1]] = (group, list(content))
 
     def _read(self, work: Work, launched: Launched) -> int:
         """All that `work` must find of the past, before anything of this step is written."""
@@ -287,6 +292,10 @@ class Device:
     def _check_conflicts(self, launched: Launched) -> None:
         """Steps that were in flight together may touch a place for one sequence only, if one of them writes it."""
         mark = launched.mark
+        if self.lower is not None:
+            filled = self.lower.filled()
+            touched = filled.intersection(mark.writes) | filled.intersection(mark.reads)
+            demand(not touched, f"step {mark.step} touches {touched}, which transfers from below still fill")
         lost = self.free.intersection(mark.writes) | self.free.intersection(mark.reads)
         demand(not lost, f"step {mark.step} touches {lost}, which were released before it has settled")
         for place, key in mark.writes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from pytest import MonkeyPatch
@@ -11,11 +12,13 @@ from bankfull.sched.pace import Pace, Room
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.sketch import Sketch
-from bankfull.state.manager import Match, SequenceState, StateManager
+from bankfull.state.manager import Match, Parked, SequenceState, StateManager
+from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
 from bankfull.state.policy import Window
 from bankfull.state.prefix import Chain
-from bankfull.types import Transfer, Work
+from bankfull.state.tiers import Key, Tiers
+from bankfull.types import Address, Tier, Work
 
 Mutant = Callable[[MonkeyPatch], None]
 
@@ -58,21 +61,18 @@ def window_forgets_one_page_early(patch: MonkeyPatch) -> None:
 
 
 def fork_shares_the_partial_page(patch: MonkeyPatch) -> None:
-    def fork(manager: StateManager, state: SequenceState, length: int) -> tuple[SequenceState, list[Transfer]]:
-        forked = original(manager, state, length)
-        if forked is None:
-            return None  # type: ignore[return-value]
-        child, transfers = forked
+    def fork(manager: StateManager, state: SequenceState, length: int) -> SequenceState | None:
+        child = original(manager, state, length)
+        if child is None:
+            return None
         for table, theirs in zip(child.tables, state.tables, strict=True):
             for i, page in enumerate(theirs[: len(table)]):
                 if table[i] != page:
                     manager.pages.drop(table[i], manager.launched)
                     manager.pages.share(page)
                     table[i] = page
-        for transfer in transfers:
-            for place in manager._pins.pop(transfer.id):
-                manager.pages.drop(place, manager.launched)
-        return child, []
+        manager.moves.settle([transfer.id for transfer in manager.moves.take_planned()])
+        return child
 
     original = StateManager.fork
     patch.setattr(StateManager, "fork", fork)
@@ -87,20 +87,46 @@ def sharing_takes_no_reference(patch: MonkeyPatch) -> None:
 
 
 def transfers_pin_nothing(patch: MonkeyPatch) -> None:
-    def pin(manager: StateManager, src: int, dst: int) -> Transfer:
-        transfer = original(manager, src, dst)
-        for place in manager._pins[transfer.id]:
-            manager.pages.drop(place, manager.launched)
-        manager._pins[transfer.id] = ()
-        return transfer
+    def copy(manager: StateManager, src: int, dst: int) -> None:
+        manager.moves.start(Address(Tier.DEVICE, src), Address(Tier.DEVICE, dst), lambda succeeded: None)
 
-    original = StateManager._transfer
-    patch.setattr(StateManager, "_transfer", pin)
+    patch.setattr(StateManager, "_copy_page", copy)
+
+
+def a_failed_transfer_is_published(patch: MonkeyPatch) -> None:
+    def settle(moves: Moves, completed: Iterable[int], failed: Iterable[int] = ()) -> None:
+        original(moves, [*completed, *failed])
+
+    original = Moves.settle
+    patch.setattr(Moves, "settle", settle)
+
+
+def a_fetched_prefix_is_used_before_it_arrives(patch: MonkeyPatch) -> None:
+    def copy_up(tiers: Tiers, key: Key) -> None:
+        original(tiers, key)
+        move = list(tiers._moves._under_way.values())[-1]
+        tiers.device_pool(key).publish(move.transfer.dst.place, key)
+
+    original = Tiers._copy_up
+    patch.setattr(Tiers, "_copy_up", copy_up)
+
+
+def a_parked_page_keeps_its_key(patch: MonkeyPatch) -> None:
+    patch.setattr(StateManager, "withdraw", lambda manager, keys: None)
+
+
+def a_parked_sequence_goes_on_one_token_later(patch: MonkeyPatch) -> None:
+    def park(manager: StateManager, state: SequenceState, computed: int, copy: bool) -> Parked | None:
+        parked = original(manager, state, computed, copy)
+        return None if parked is None else replace(parked, computed=computed + 1)
+
+    original = StateManager.park
+    patch.setattr(StateManager, "park", park)
 
 
 def preemption_drops_the_last_token(patch: MonkeyPatch) -> None:
-    def preempt(sched: Scheduler, seq: Sequence) -> None:
-        original(sched, seq)
+    def preempt(sched: Scheduler, seq: Sequence, for_memory: bool = False) -> None:
+        original(sched, seq, for_memory)
         if len(seq.tokens) > seq.prompt_len:
             seq.tokens.pop()
 
@@ -204,15 +230,6 @@ def batch_work_gives_no_way(patch: MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_serve", serve)
 
 
-def a_displaced_sequence_takes_its_pages_back(patch: MonkeyPatch) -> None:
-    def make_way_for(sched: Scheduler, head: Sequence, step: Sketch) -> None:
-        original(sched, head, step)
-        step.displaced.clear()
-
-    original = Scheduler._make_way_for
-    patch.setattr(Scheduler, "_make_way_for", make_way_for)
-
-
 def a_prompt_takes_no_time(patch: MonkeyPatch) -> None:
     patch.setattr(Room, "take", lambda room, tokens, scored: None)
 
@@ -229,6 +246,10 @@ MUTANTS: list[Mutant] = [
     fork_shares_the_partial_page,
     sharing_takes_no_reference,
     transfers_pin_nothing,
+    a_failed_transfer_is_published,
+    a_fetched_prefix_is_used_before_it_arrives,
+    a_parked_page_keeps_its_key,
+    a_parked_sequence_goes_on_one_token_later,
     preemption_drops_the_last_token,
     results_of_given_up_work_count,
     salt_is_not_part_of_the_name,
@@ -241,7 +262,6 @@ MUTANTS: list[Mutant] = [
     a_page_is_named_by_its_own_tokens_only,
     a_parent_starts_behind_the_fork,
     batch_work_gives_no_way,
-    a_displaced_sequence_takes_its_pages_back,
     a_prompt_takes_no_time,
     time_is_left_beside_slow_decodes,
 ]

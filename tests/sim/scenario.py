@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
@@ -11,7 +11,7 @@ from bankfull.sched.policies import POLICIES
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout, Paged, Recurrent, Shared, StateSpec, TensorSpec, layout_of
-from bankfull.types import Request
+from bankfull.types import Request, Tier
 from tests.sim.oracle import expected
 
 
@@ -19,6 +19,14 @@ from tests.sim.oracle import expected
 class Arrival:
     time: float
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class TierScenario:
+    lower: tuple[tuple[Tier, int, int, float], ...]
+    """Tier, its pages and slots, and bytes per second of write-behind (0: no limit)."""
+    fails: float
+    late: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class Scenario:
     token_seconds: float
     """Seconds of a step, and of each of its tokens."""
     arrivals: tuple[Arrival, ...]
+    tiers: TierScenario | None = None
 
 
 def scenario_of(seed: int, mixed: bool = False) -> Scenario:
@@ -82,7 +91,33 @@ def scenario_of(seed: int, mixed: bool = False) -> Scenario:
         step_seconds=speeds.choice((0.0, 0.001, 0.1, 1.0)),
         token_seconds=speeds.choice((0.0, 1e-5, 3e-4, 0.003, 0.02)),
         arrivals=arrivals,
+        tiers=_tiers(Random(seed + 7), ((), (), (), (), (Tier.HOST,), (Tier.HOST, Tier.DISK))),
     )
+
+
+def tiered_of(seed: int) -> Scenario:
+    """The scenario of `seed` with many conversations that come back, little memory and tiers below the device."""
+    base, random = scenario_of(seed), Random(seed + 9)
+    arrivals = _arrivals(random, base.vocab, base.sched.rows, fewest=6, most=14)
+    need = max(_most_pages(base.layout, a.request.limit, base.sched.step_tokens) for a in arrivals)
+    return replace(
+        base,
+        arrivals=arrivals,
+        frames=need + random.choice((0, 0, 1, 4)),
+        state=replace(base.state, prefix_cache=True),
+        tiers=_tiers(random, ((Tier.HOST,), (Tier.DISK,), (Tier.HOST, Tier.DISK))),
+    )
+
+
+def _tiers(random: Random, choices: tuple[tuple[Tier, ...], ...]) -> TierScenario | None:
+    kinds = random.choice(choices)
+    if not kinds:
+        return None
+    lower = tuple(
+        (kind, random.choice((1, 3, 10, 200)), random.choice((1, 4, 50)), random.choice((0.0, 0.0, 60.0, 1000.0)))
+        for kind in kinds
+    )
+    return TierScenario(lower, random.choice((0.0, 0.0, 0.1, 0.5)), random.choice((0.0, 0.3, 0.9)))
 
 
 def _specs(random: Random) -> list[StateSpec]:
@@ -126,13 +161,13 @@ def _mixed(random: Random, layers: list[tuple[StateSpec, ...]]) -> list[tuple[St
     return [*random.sample(extra, random.randint(1, 3)), *(one for one in layers if not isinstance(one[0], Shared))]
 
 
-def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
+def _arrivals(random: Random, vocab: int, rows: int, fewest: int = 1, most: int = 7) -> tuple[Arrival, ...]:
     arrivals: list[Arrival] = []
     time = 0.0
     haste = random.choice((0.0, 1.0, 4.0, 15.0))
     salts = (b"", b"", b"", b"a", b"b")
     tenants = random.choice((("",), ("",), ("a", "b"), ("a", "a", "a", "b", "c")))
-    for number in range(random.randint(1, 7)):
+    for number in range(random.randint(fewest, most)):
         time += random.random() * haste
         prompt, salt = _prompt(random, arrivals, vocab), random.choice(salts)
         generates = random.random() < 0.9

@@ -13,10 +13,12 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Order, Sequence
 from bankfull.sched.shares import COMPANY_STEPS, batch_share
 from bankfull.state.manager import StateManager
-from bankfull.types import NULL, Finish, Output, Request, StepPlan
+from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.types import NULL, Finish, Output, Request, StepPlan, Tier
 from tests.sim.device import Device, Launched, SimulationError, demand
 from tests.sim.oracle import expected
-from tests.sim.scenario import Scenario, scenario_of
+from tests.sim.scenario import Scenario, scenario_of, tiered_of
+from tests.sim.tiers import LowerTiers
 
 __all__ = ["SimulationError", "Summary", "simulate"]
 
@@ -40,6 +42,12 @@ class Summary:
     """Steps in which batch work held a row and yielded."""
     bounded: int = 0
     """Steps with decodes whose prompts fit into the time bound."""
+    written: int = 0
+    """Places copied to a lower tier."""
+    restored: int = 0
+    """Places copied from a lower tier."""
+    parked: int = 0
+    """Sequences that went on from where they were preempted, in the middle of a page or of a stride of snapshots."""
 
 
 @dataclass(slots=True)
@@ -51,10 +59,10 @@ class Receipt:
     cached: int | None = None
 
 
-def simulate(seed: int, mixed: bool = False) -> Summary:
+def simulate(seed: int, mixed: bool = False, tiered: bool = False) -> Summary:
     """Run the scenario of `seed`; a broken invariant raises a SimulationError with the command that replays it."""
     try:
-        return World(scenario_of(seed, mixed)).run()
+        return World(tiered_of(seed) if tiered else scenario_of(seed, mixed)).run()
     except Exception as problem:
         raise SimulationError(f"seed {seed}: {problem!r}; replay it with: python -m tests.sim {seed}") from problem
 
@@ -65,9 +73,10 @@ class World:
         self.random = Random(scenario.seed + 1)
         self.clock = 0.0
         self.state = StateManager(scenario.layout, scenario.frames, scenario.slots, scenario.state)
+        lower = self._lower_tiers()
         self.sched = Scheduler(scenario.sched, self.state, lambda: self.clock)
         self.sched.pace = Pace(self.sched.pace.bound, least=1 + scenario.seed % 3)  # its prompts are short
-        self.device = Device(scenario.layout, scenario.vocab, Random(scenario.seed + 2), scenario.error_rate)
+        self.device = Device(scenario.layout, scenario.vocab, Random(scenario.seed + 2), scenario.error_rate, lower)
         self.runner: Runner[Launched] = self.device
         self.inflight: deque[tuple[StepPlan, Launched]] = deque()
         self.arrivals = deque(scenario.arrivals)
@@ -77,6 +86,26 @@ class World:
         self.patience = 0
         self.admitted: set[tuple[object, int]] = set()
         self.last_admitted: Order = (False, 0.0, -1)
+
+    def _lower_tiers(self) -> LowerTiers | None:
+        """Tiers that are tiny and slow, so that they are full and late most of the time."""
+        made, recurrent = self.scenario.tiers, self.scenario.layout.recurrent
+        if made is None:
+            return None
+        lower = [
+            LowerTier(tier, pages, slots if recurrent else 0, eager=tier == Tier.DISK, rate=rate)
+            for tier, pages, slots, rate in made.lower
+        ]
+        self.state.tiers = Tiers(
+            self.state.pages,
+            self.state.slots,
+            lower,
+            self.state.moves,
+            page_bytes=100,
+            slot_bytes=100,
+            clock=lambda: self.clock,
+        )
+        return LowerTiers(Random(self.scenario.seed + 8), made.fails, made.late)
 
     def run(self) -> Summary:
         self._watch_preemption()
@@ -113,7 +142,8 @@ class World:
                     before = list(request.generated[child]) if request.generated else []
                     self.receipts[request.id, child] = Receipt(before)  # type: ignore[index]
                     self.summary.resumed += bool(before)
-            self.patience += 40 + 6 * request.samples * request.limit * (2 + len(self.receipts))
+            slow = 40 if self.scenario.tiers is None else 1000
+            self.patience += slow + 6 * request.samples * request.limit * (2 + len(self.receipts))
         self.sched.sealed = not self.arrivals
 
     def _abort(self) -> None:
@@ -212,12 +242,17 @@ class World:
         demand(all(0 <= row < config.rows for row in rows), "a row beyond the configured ones")
         demand(self.sched.running <= config.rows, "more running sequences than rows")
         self.summary.drafts += sum(work.drafts for work in plan.work)
-        self.summary.forks += len(plan.transfers)
+        self.summary.forks += sum(transfer.in_step for transfer in plan.transfers)
+        for transfer in plan.transfers:
+            self.summary.restored += not transfer.in_step and transfer.dst.tier == Tier.DEVICE
+            self.summary.written += not transfer.in_step and transfer.src.tier == Tier.DEVICE
         demand(all(work.drafts <= drafts for work in plan.work), "more drafts than the strategy offers")
         by_row = {seq.row: seq for seq in self.sched._running}
         holders = self._page_holders()
         for work in plan.work:
             self._check_writes(by_row[work.row], holders)
+        block = self.scenario.layout.block_tokens
+        self.summary.parked += sum(1 for enter in plan.enter if enter.computed % block and not enter.child)
         served = {by_row[row].order for row in rows}
         self._check_batch(plan, by_row)
         self._check_time(plan, by_row)
@@ -282,8 +317,8 @@ class World:
 
     def _check_order(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
         """First come, first served: among first samples, admission follows arrival."""
-        if self.scenario.sched.policy != "fcfs":
-            return
+        if self.scenario.sched.policy != "fcfs" or self.scenario.tiers is not None:
+            return  # a prefix on its way from a lower tier lets others pass
         for enter in plan.enter:
             seq = by_row[enter.row]
             first_time = (seq.request.id, seq.child) not in self.admitted
@@ -314,9 +349,13 @@ class World:
             for written in seq.state.writing:
                 for slot in written:
                     slots[slot] += 1
-        for ends in state._pins.values():
-            for page in ends:
-                pages[page] += 1
+        for move in state.moves._under_way.values():
+            for tier, place in (move.transfer.src, move.transfer.dst):
+                if tier == Tier.DEVICE:
+                    (slots if move.transfer.slot else pages)[place] += 1
+        for seq in self.sched._waiting:
+            for pool, place in () if seq.fetch is None else seq.fetch.held:
+                (pages if pool is state.pages else slots)[place] += 1
         pages[NULL] = slots[NULL] = 0
         for name, pool, held in (("pages", state.pages, pages), ("slots", state.slots, slots)):
             counted = [*pool._refs, *[0] * (len(held) - len(pool._refs))]  # the others were never taken
@@ -332,7 +371,10 @@ class World:
             demand(receipt.finish is not None, f"request {request}, sample {child} never ended")
         demand(not self.sched.unfinished and not self.sched._by_request, "the scheduler remembers ended sequences")
         demand(len(self.sched._free_rows) == self.scenario.sched.rows, "a row was lost")
-        demand(not self.state.pinned and not self.device.moving, "a transfer never ended")
+        demand(not self.state.moves and not self.device.moving, "a transfer never ended")
+        for tier in () if self.state.tiers is None else self.state.tiers.lower:
+            for pool in (tier.pages, tier.slots):
+                demand(not pool.census().held, f"{tier.tier.name} still holds {pool.census()}")
         for pool in (self.state.pages, self.state.slots):
             census = pool.census()
             demand(census.free + census.cached == pool.size, f"after the last request the pool still holds {census}")
@@ -342,10 +384,10 @@ class World:
     def _watch_preemption(self) -> None:
         preempt = self.sched._preempt
 
-        def watched(seq: Sequence) -> None:
+        def watched(seq: Sequence, for_memory: bool = False) -> None:
             others = [s for s in (*self.sched._running, *self.sched._waiting) if s is not seq]
             alone = {s.request.tenant for s in (seq, *others)} == {seq.request.tenant}
             demand(any(s.order < seq.order for s in others) or not alone, "the first in order is preempted")
-            preempt(seq)
+            preempt(seq, for_memory)
 
         self.sched._preempt = watched  # type: ignore[method-assign]

@@ -1,0 +1,54 @@
+"""Transfers that are under way: what they pin, and what follows when they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bankfull.types import Address, Transfer
+
+Ended = Callable[[bool], None]
+"""Called once when a transfer has ended, with whether it succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    transfer: Transfer
+    ended: Ended
+
+
+class Moves:
+    """The ids of one state manager's transfers. Whoever starts one pins both of its ends, and releases them in
+    `ended`."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, Move] = {}
+        self._planned: list[Transfer] = []
+        self._count = 0
+
+    def start(self, src: Address, dst: Address, ended: Ended, *, slot: bool = False, key: bytes = b"") -> Transfer:
+        """The next plan carries the transfer."""
+        transfer = Transfer(self._count, src, dst, slot, key)
+        self._count += 1
+        self._under_way[transfer.id] = Move(transfer, ended)
+        self._planned.append(transfer)
+        return transfer
+
+    def take_planned(self) -> list[Transfer]:
+        """Transfers that no plan carries yet."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def settle(self, completed: Iterable[int], failed: Iterable[int] = ()) -> None:
+        """Transfers have ended, with or without success."""
+        for succeeded, ids in ((True, completed), (False, failed)):
+            for number in ids:
+                self._under_way.pop(number).ended(succeeded)
+
+    @property
+    def planned(self) -> bool:
+        return bool(self._planned)
+
+    def __bool__(self) -> bool:
+        """Whether a transfer's end was not reported yet."""
+        return bool(self._under_way)

@@ -1,0 +1,364 @@
+"""Tiers below the device: pinned host memory and a file, each a pair of pools, with the same keys as the device.
+
+Content moves down by write-behind: to the disk as soon as it is published, to the host when its eviction is near, and a
+parked sequence's state at once. It moves up for a sequence that waits (`Fetch`): pages of the device are taken, filled
+beside the steps, and published there, so that admission finds the prefix on the device. A key names the same content
+everywhere, so the copies of a tier need no other bookkeeping than its pools.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bankfull.state.journal import SLOT
+from bankfull.state.moves import Moves
+from bankfull.state.pages import Pool
+from bankfull.types import Address, Tier
+
+Key = tuple[int | str, bytes]
+"""A paged group's number, or SLOT, and the name of a block of the chain."""
+PRIVATE = b"parked"
+"""The names of a parked sequence's own state begin with it: it is worth nothing after a restart."""
+IN_FLIGHT_BYTES = 64 << 20
+"""Bytes of one tier's write-behind that are under way at once: more would delay the transfers that somebody waits
+for."""
+NEAR = 0.125
+"""Content is copied to the host when fewer than this fraction of the device's places are free."""
+PAUSE_SECONDS = 10.0
+"""A tier that could not be written, because it is full for example, is left alone for this time."""
+
+
+def disk_key(key: Key) -> bytes:
+    """The name of content in a file: the group, or 255 for a slot, and the name of the block."""
+    group, name = key
+    return bytes((255 if group == SLOT else int(group),)) + name
+
+
+def key_from_disk(name: bytes) -> Key:
+    return (SLOT if name[0] == 255 else name[0]), name[1:]
+
+
+class Rates:
+    """Measured bytes per second from one tier to another."""
+
+    FIRST = {Tier.HOST: 10e9, Tier.DISK: 500e6}  # noqa: RUF012
+    """Assumed before anything was measured."""
+    WEIGHT = 0.2
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Tier, Tier], float] = {}
+
+    def observe(self, src: Tier, dst: Tier, nbytes: int, seconds: float) -> None:
+        if seconds > 0 and nbytes:
+            rate, before = nbytes / seconds, self._found.get((src, dst))
+            self._found[src, dst] = rate if before is None else before + self.WEIGHT * (rate - before)
+
+    def of(self, src: Tier, dst: Tier) -> float:
+        return self._found.get((src, dst)) or self.FIRST[max(src, dst)]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters of one tier."""
+
+    written: int = 0
+    """Bytes."""
+    read: int = 0
+    failed: int = 0
+    """Transfers."""
+
+
+class LowerTier:
+    """`eager`: content is copied as soon as it is published. `rate`: bytes per second of write-behind; 0 = no limit."""
+
+    def __init__(self, tier: Tier, pages: int, slots: int, *, eager: bool = False, rate: float = 0.0) -> None:
+        self.tier, self.eager, self.rate = tier, eager, rate
+        self.pages, self.slots = Pool(pages), Pool(slots)
+        self.traffic = Traffic()
+        self.writing = 0
+        """Bytes of write-behind under way."""
+        self._credit, self._credited = 0.0, 0.0
+        self._paused_until = 0.0
+        self._dirty: deque[Key] = deque()
+
+    def pool(self, key: Key) -> Pool:
+        return self.slots if key[0] == SLOT else self.pages
+
+    def find(self, key: Key) -> int | None:
+        return self.pool(key).find(key)
+
+    def wish(self, key: Key) -> None:
+        """This content shall be copied here soon."""
+        self._dirty.append(key)
+
+    def wishes(self) -> Sequence[Key]:
+        return self._dirty
+
+    def next_wish(self) -> Key:
+        return self._dirty.popleft()
+
+    def may_write(self, nbytes: int, now: float) -> bool:
+        """Whether so many bytes of write-behind may start now."""
+        if now < self._paused_until or (self.writing and self.writing + nbytes > IN_FLIGHT_BYTES):
+            return False
+        if not self.rate:
+            return True
+        self._credit = min(max(self.rate * 0.1, nbytes), self._credit + self.rate * (now - self._credited))
+        self._credited = now
+        return self._credit >= nbytes
+
+    def wrote(self, nbytes: int) -> None:
+        """So many bytes have started."""
+        self.writing += nbytes
+        if self.rate:
+            self._credit -= nbytes
+
+    def pause(self, now: float) -> None:
+        self._paused_until = now + PAUSE_SECONDS
+
+    def wake_at(self, now: float) -> float | None:
+        """When write-behind that has to wait may go on; None if nothing waits."""
+        if not self._dirty:
+            return None
+        return max(self._paused_until, now + 0.02)
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A prefix on its way to the device."""
+
+    length: int
+    """Tokens whose state is on the device when all has arrived."""
+    expected: float
+    """Predicted seconds."""
+    begun: float
+    held: list[tuple[Pool, int]] = field(default_factory=list)
+    """Places of the device that it holds until the sequence is admitted."""
+    pending: int = 0
+    """Transfers under way that it waits for."""
+    released: bool = False
+
+    @property
+    def done(self) -> bool:
+        return not self.pending
+
+
+class Tiers:
+    """Moves content between the device's pools and the tiers below. `page_bytes`, `slot_bytes`: of one place."""
+
+    def __init__(
+        self,
+        pages: Pool,
+        slots: Pool,
+        lower: Sequence[LowerTier],
+        moves: Moves,
+        *,
+        page_bytes: int,
+        slot_bytes: int,
+        rates: Rates | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lower = tuple(sorted(lower, key=lambda tier: tier.tier))
+        self.rates = rates or Rates()
+        self._pages, self._slots, self._moves, self._clock = pages, slots, moves, clock
+        self._page_bytes, self._slot_bytes = page_bytes, slot_bytes
+        self._eager = [tier for tier in self.lower if tier.eager]
+        self._near = [tier for tier in self.lower if not tier.eager]
+        self._arriving: dict[Key, list[Fetch]] = {}
+        """Keys on their way to the device, and the fetches that wait for them."""
+        for pool in (pages, slots):
+            pool.fresh = deque() if self._eager else None
+
+    def device_pool(self, key: Key) -> Pool:
+        return self._slots if key[0] == SLOT else self._pages
+
+    def bytes_of(self, key: Key) -> int:
+        return self._slot_bytes if key[0] == SLOT else self._page_bytes
+
+    # -- down
+
+    def write_behind(self) -> None:
+        """Start the copies whose time has come; the next plan carries them."""
+        now = self._clock()
+        for pool in (self._pages, self._slots):
+            while pool.fresh:
+                key = pool.fresh.popleft()
+                if not key[1].startswith(PRIVATE):  # type: ignore[index]
+                    for tier in self._eager:
+                        tier.wish(key)  # type: ignore[arg-type]
+        for tier in self.lower:
+            while tier.wishes() and tier.may_write(self.bytes_of(tier.wishes()[0]), now):
+                self._copy_down(tier, tier.next_wish())
+        for tier in self._near:
+            for pool, nbytes in ((self._pages, self._page_bytes), (self._slots, self._slot_bytes)):
+                self._copy_oldest(tier, pool, nbytes, now)
+
+    def _copy_oldest(self, tier: LowerTier, pool: Pool, nbytes: int, now: float) -> None:
+        """Copy what the device will evict soon."""
+        lack = int(NEAR * pool.size) + 1 - pool.clean
+        if lack <= 0 or not pool.size:
+            return
+        for place in pool.next_evicted(min(lack, max(1, IN_FLIGHT_BYTES // nbytes))):
+            if not tier.may_write(nbytes, now):
+                return
+            key = pool.key_of(place)
+            if key is None or tier.find(key) is not None:  # type: ignore[arg-type]
+                pool.evict_first(place)
+            elif not self._copy_down(tier, key):  # type: ignore[arg-type]
+                return
+
+    def _copy_down(self, tier: LowerTier, key: Key) -> bool:
+        """False if the tier has no room."""
+        pool, below, nbytes = self.device_pool(key), tier.pool(key), self.bytes_of(key)
+        place = pool.find(key)
+        if place is None or below.find(key) is not None:
+            return True
+        taken = below.take(1)
+        if taken is None:
+            return False
+        pool.share(place)
+        pool.leaving += not tier.eager
+        tier.wrote(nbytes)
+
+        def ended(succeeded: bool) -> None:
+            pool.leaving -= not tier.eager
+            tier.writing -= nbytes
+            if succeeded:
+                tier.traffic.written += nbytes
+                if pool.key_of(place) == key:  # else it was withdrawn meanwhile
+                    below.publish(taken[0], key)
+            else:
+                tier.traffic.failed += 1
+                tier.pause(self._clock())
+            below.drop(taken[0], -1)
+            pool.drop(place, -1)
+            if succeeded and not tier.eager:
+                pool.evict_first(place)
+
+        src, dst = Address(Tier.DEVICE, place), Address(tier.tier, taken[0])
+        name = disk_key(key) if tier.tier == Tier.DISK else b""
+        self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name)
+        return True
+
+    def swap_out(self, keys: Sequence[Key]) -> None:
+        """Copy these to the host at once: their places are needed, and a parked sequence will come back to them."""
+        for tier in self._near:
+            for key in keys:
+                if not self._copy_down(tier, key):
+                    return
+
+    @property
+    def waits(self) -> bool:
+        """Whether write-behind has more to do."""
+        fresh = bool(self._pages.fresh) or bool(self._slots.fresh)
+        return fresh or any(tier.wishes() for tier in self.lower)
+
+    def wake_at(self) -> float | None:
+        """When write-behind may go on although nothing else happens; None if it need not."""
+        now = self._clock()
+        if self._pages.fresh or self._slots.fresh:
+            return now
+        return min((at for tier in self.lower if (at := tier.wake_at(now)) is not None), default=None)
+
+    # -- up
+
+    def find(self, key: Key) -> tuple[LowerTier, int] | None:
+        """The fastest tier that has this content, and its place there."""
+        for tier in self.lower:
+            if (place := tier.find(key)) is not None:
+                return tier, place
+        return None
+
+    def seconds_up(self, keys: Sequence[Key]) -> float:
+        """Predicted seconds until these are on the device."""
+        total = 0.0
+        for key in keys:
+            if self.device_pool(key).find(key) is None and (found := self.find(key)) is not None:
+                total += self.bytes_of(key) / self.rates.of(found[0].tier, Tier.DEVICE)
+        return total
+
+    def seconds_down_and_up(self, pages: int, slots: int) -> float | None:
+        """Predicted seconds to copy so much to the host and back; None without a host tier."""
+        for tier in self._near:
+            nbytes = pages * self._page_bytes + slots * self._slot_bytes
+            down, up = self.rates.of(Tier.DEVICE, tier.tier), self.rates.of(tier.tier, Tier.DEVICE)
+            return nbytes / down + nbytes / up
+        return None
+
+    def fetch(self, keys: Sequence[Key], length: int, expected: float) -> Fetch | None:
+        """Bring this content to the device, and hold it there until `release`; None when the device has no room, or
+        something of it is nowhere."""
+        there: list[tuple[Pool, int]] = []
+        lacking: list[Key] = []
+        for key in keys:
+            pool = self.device_pool(key)
+            if (place := pool.find(key)) is not None:
+                there.append((pool, place))
+            elif key in self._arriving or self.find(key) is not None:
+                lacking.append(key)
+            else:
+                return None
+        for pool in (self._pages, self._slots):
+            taken = sum(1 for key in lacking if self.device_pool(key) is pool and key not in self._arriving)
+            if taken > pool.available - sum(1 for own, place in there if own is pool and pool.is_cached(place)):
+                return None
+        made = Fetch(length, expected, self._clock())
+        for pool, place in there:
+            pool.share(place)
+            made.held.append((pool, place))
+        for key in lacking:
+            made.pending += 1
+            if key in self._arriving:
+                self._arriving[key].append(made)
+            else:
+                self._arriving[key] = [made]
+                self._copy_up(key)
+        return made
+
+    def _copy_up(self, key: Key) -> None:
+        found, pool, nbytes = self.find(key), self.device_pool(key), self.bytes_of(key)
+        taken = pool.take(1)
+        assert found is not None and taken is not None, "fetch() has counted"
+        (tier, below), (place,) = found, taken
+        source = tier.pool(key)
+        source.share(below)
+
+        def ended(succeeded: bool) -> None:
+            if succeeded:
+                tier.traffic.read += nbytes
+                pool.publish(place, key)
+            else:  # damaged: it is computed again
+                tier.traffic.failed += 1
+                source.withdraw(key)
+            for fetch in self._arriving.pop(key):
+                fetch.pending -= 1
+                if succeeded and not fetch.released:
+                    pool.share(place)
+                    fetch.held.append((pool, place))
+            source.drop(below, -1)
+            pool.drop(place, -1)
+
+        name = disk_key(key) if tier.tier == Tier.DISK else b""
+        self._moves.start(Address(tier.tier, below), Address(Tier.DEVICE, place), ended, slot=key[0] == SLOT, key=name)
+
+    def release(self, fetch: Fetch) -> None:
+        """The sequence was admitted, or does not wait for it any longer."""
+        fetch.released = True
+        for pool, place in fetch.held:
+            pool.drop(place, -1)
+        fetch.held.clear()
+
+    def withdraw(self, keys: Sequence[Key]) -> None:
+        """Nobody will look for this content again."""
+        for key in keys:
+            for pool in (self.device_pool(key), *(tier.pool(key) for tier in self.lower)):
+                pool.withdraw(key)
+
+    def check(self) -> None:
+        for tier in self.lower:
+            for pool in (tier.pages, tier.slots):
+                census = pool.census()
+                assert census.total == pool.size, f"{tier.tier.name}: {pool.size} places add up to {census}"
