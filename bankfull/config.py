@@ -77,15 +77,68 @@ class StateConfig:
     too."""
     snapshot_slots: int = 64
     """Recurrent models: slots for snapshots, beyond those that the rows need."""
+    kv_host: str | int | None = None
+    """Bytes of pinned host memory for state that leaves a GPU ("8GiB"); None = no host tier."""
+    kv_disk: str | None = None
+    """Bytes of the disk tier, and its directory after a colon ("100GiB", "100GiB:/var/cache/kv"); without a directory
+    it is in the cache directory. None = no disk tier."""
+    kv_host_rate: str | int | None = None
+    """Bytes per second that write-behind to the host may take; None = no limit."""
+    kv_disk_rate: str | int | None = None
+    """Bytes per second that write-behind to the disk may take; None = no limit."""
+    kv_disk_age: float | None = None
+    """Hours after which content of the disk tier is not used any longer; None = no limit."""
 
     def __post_init__(self) -> None:
         _positive(self, "page_tokens", "snapshot_every")
         if self.snapshot_slots < 0:
             raise ConfigError(f"snapshot_slots={self.snapshot_slots!r} must not be negative.")
         parse_memory(self.memory, 0)
+        for name in ("kv_host", "kv_host_rate", "kv_disk_rate"):
+            parse_bytes(name, getattr(self, name))
+        self.disk()
+        age = self.kv_disk_age
+        if age is not None and not (isinstance(age, int | float) and 0 < age < float("inf")):
+            raise ConfigError(f"kv_disk_age={age!r} must be a number of hours above 0.")
+        if not self.prefix_cache and (self.kv_host is not None or self.kv_disk is not None):
+            raise ConfigError("kv_host and kv_disk need the prefix cache, whose keys name their content; switch it on.")
+
+    def disk(self) -> tuple[int, str] | None:
+        """Bytes and directory of the disk tier; an empty directory means the usual one."""
+        if self.kv_disk is None:
+            return None
+        if not isinstance(self.kv_disk, str):
+            raise ConfigError(f"kv_disk={self.kv_disk!r} must be a text such as '100GiB' or '100GiB:/var/cache/kv'.")
+        size, _, directory = self.kv_disk.partition(":")
+        return parse_bytes("kv_disk", size.strip()) or 0, directory.strip()
 
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "tb": 10**12,
+}
+
+
+MOST_BYTES = 1 << 60
+
+
+def parse_bytes(name: str, value: str | int | None) -> int | None:
+    """Bytes from "8GiB" or a number; None stays None."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", "" if isinstance(value, bool) else str(value))
+    size = 0.0 if match is None else float(match[1]) * _UNITS.get(match[2].lower(), 0)
+    if not 1 <= size <= MOST_BYTES:
+        raise ConfigError(f"{name}={value!r} is not a size; give bytes, such as '8GiB' or {8 << 30}.")
+    return int(size)
 
 
 def parse_memory(value: str | int | float | None, free: int) -> int | None:

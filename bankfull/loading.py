@@ -43,6 +43,7 @@ from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
+from bankfull.runtime.tiering import add_tiers, state_facts
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
@@ -60,7 +61,7 @@ from bankfull.weights.streams import read_streams
 
 log = logging.getLogger("bankfull")
 
-OFFERED: frozenset[str] = frozenset()
+OFFERED = frozenset[str]()
 """Features that a strategy may need beyond hidden states and logits: none so far."""
 AUTO_GAIN = 1.05
 """Expected gain from which on `speculative=auto` verifies draft tokens."""
@@ -153,10 +154,9 @@ def assemble(
     choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
     strategy = strategy or own_strategy(choice, files, run, device) or Plain()
     files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
-    if strategy.needs - OFFERED:
+    if missing := ", ".join(sorted(strategy.needs - OFFERED)):
         raise ConfigError(
-            f"The strategy {type(strategy).__name__} needs {', '.join(sorted(strategy.needs - OFFERED))}, which this "
-            "engine does not offer; choose another strategy."
+            f"{type(strategy).__name__} needs {missing}, which this engine does not offer; choose another strategy."
         )
     if run.threads is not None:
         native.set_threads(run.threads)
@@ -223,9 +223,9 @@ def assemble(
             widths=widths,
         )
     except (RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
-        ) from error
+        size = shown(sizes.nbytes(layout))
+        raise ConfigError(f"The {size} of {sizes.frames} pages could not be allocated; lower memory.") from error
+    add_tiers(manager, runner, state, state_facts(files, build, run))
     phases.end("state and captured steps")
     canvas = None if strategy.canvas is None else Canvas(strategy.canvas, sizes.max_len)
     scheduler = Scheduler(sched, manager, ahead=strategy.ahead, canvas=canvas)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -27,6 +28,8 @@ log = logging.getLogger("bankfull")
 MOST_COMPILERS = 16
 """The most threads that compile kernels: each may take some hundred megabytes, and a model has about fifty kernels."""
 
+COPY_POLL_SECONDS = 1e-4
+"""An event cannot be waited for with a time limit, so it is asked so often."""
 MoveTokens = Callable[..., None]
 """The operation `move_tokens`, as the runner has bound it."""
 T = TypeVar("T")
@@ -36,6 +39,31 @@ Value = TypeVar("Value", covariant=True)
 class Future(Protocol[Value]):
     def wait(self) -> Value:
         """Block until the work is done; its value."""
+        ...
+
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Targets and sources of copies."""
+CopyNow = Callable[[Pairs], None]
+
+
+class Copying(Protocol):
+    """Copies that were started together."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, seconds: float | None) -> None:
+        """Until they are done, at most this long."""
+        ...
+
+    def seconds(self) -> float:
+        """The time that they took, once they are done."""
+        ...
+
+
+class Copier(Protocol):
+    def copy(self, pairs: Pairs, down: bool) -> Copying:
+        """Start copies, all from the device (`down`) or all to it. Nothing that was launched before is waited for."""
         ...
 
 
@@ -89,6 +117,18 @@ class Device(Protocol):
         """The ids of all transfers that are done. Called once with the `transfers` of each step, when it settles."""
         ...
 
+    def copier(self) -> Copier:
+        """Copies between the device and the host beside the launched work."""
+        ...
+
+    def blocking_copy(self) -> CopyNow:
+        """The same for a thread of its own, which waits for each copy. Called on that thread."""
+        ...
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialized host memory that the device copies from and to at full speed."""
+        ...
+
     def free_memory(self) -> int: ...
 
     def peak(self, work: Callable[[], object]) -> int:
@@ -102,6 +142,35 @@ class Done(Generic[T]):
 
     def wait(self) -> T:
         return self._value
+
+
+class CopiedNow:
+    """Copies of a device whose memory is the host's: they are done when they were started."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        begun = time.perf_counter()
+        copy_now(pairs)
+        self._seconds = time.perf_counter() - begun
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, seconds: float | None) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class CopierNow:
+    def copy(self, pairs: Pairs, down: bool) -> Copying:
+        return CopiedNow(pairs)
+
+
+def copy_now(pairs: Pairs) -> None:
+    with torch.inference_mode():
+        for target, source in pairs:
+            target.copy_(source)
 
 
 class Cpu:
@@ -146,6 +215,15 @@ class Cpu:
 
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
+
+    def copier(self) -> Copier:
+        return CopierNow()
+
+    def blocking_copy(self) -> CopyNow:
+        return copy_now
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def free_memory(self) -> int:
         return available_memory()
@@ -230,6 +308,23 @@ class Cuda:
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
+    def copier(self) -> Copier:
+        return CudaCopier(self.torch)
+
+    def blocking_copy(self) -> CopyNow:
+        stream = torch.cuda.Stream(self.torch)
+
+        def copy(pairs: Pairs) -> None:
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+            stream.synchronize()
+
+        return copy
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
     def free_memory(self) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch)[0])
@@ -277,6 +372,42 @@ def native_chooser(kit: Kit) -> Chooser | None:
     from bankfull.ops.native.sampling import choose
 
     return choose
+
+
+class CudaCopier:
+    """One stream for each direction: the copy engines of both then work at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {down: torch.cuda.Stream(device) for down in (True, False)}
+
+    def copy(self, pairs: Pairs, down: bool) -> Copying:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._streams[down]):
+            begun.record()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            ended.record()
+        return CudaCopies(begun, ended)
+
+
+class CudaCopies:
+    def __init__(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._begun, self._ended = begun, ended
+
+    def done(self) -> bool:
+        return bool(self._ended.query())
+
+    def wait(self, seconds: float | None) -> None:
+        if seconds is None:
+            self._ended.synchronize()
+            return
+        until = time.monotonic() + seconds
+        while not self._ended.query() and time.monotonic() < until:
+            time.sleep(COPY_POLL_SECONDS)
+
+    def seconds(self) -> float:
+        return float(self._begun.elapsed_time(self._ended)) / 1e3
 
 
 class _Event(Generic[T]):

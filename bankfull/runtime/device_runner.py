@@ -22,7 +22,8 @@ from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch, newest_lines
 from bankfull.runtime.device import Device, Future, commits, spread
-from bankfull.runtime.forward import Eager, Forward, Model, Replaying
+from bankfull.runtime.forward import Eager, Forward, Model, Replaying, checked_taps
+from bankfull.runtime.mover import Mover
 from bankfull.runtime.observer import ObservedHead, RunObserver, drafting, observed
 from bankfull.runtime.owned import OwnedSteps, RunStep
 from bankfull.runtime.rows import Rows
@@ -36,6 +37,8 @@ from bankfull.types import NULL, StepDrafts, StepPlan, StepResult, Work
 SCORE_BLOCK = 64
 """Prompt positions whose logits are in memory at once while a prompt is scored."""
 
+IDLE_SECONDS = 1e-3
+"""The longest time that a step without work waits for transfers: new requests wait as long."""
 NOTHING_LEFT = (
     "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, logit_bias) "
     "forbid all, or the model gave no finite score; relax the constraints."
@@ -78,7 +81,10 @@ class Step:
     def wait(self) -> StepResult:
         """Block until the step is done; its values on the host."""
         assert self.landed is not None, "a step is waited for after `finish`"
-        return self.runner.result(self.plan, self.landed.wait())
+        landed = self.landed.wait()
+        if not self.plan.work and self.runner.mover is not None:
+            self.runner.mover.wait(IDLE_SECONDS)  # the step is there to learn of a transfer's end
+        return self.runner.result(self.plan, landed)
 
 
 @dataclass(slots=True)
@@ -123,6 +129,8 @@ class DeviceRunner:
                 "the one token before it. Choose a strategy without trees."
             )
         self.storage = Storage(layout, frames, slots, device.torch)
+        self.mover: Mover | None = None
+        """Set where there are tiers below the device."""
         spread(self.storage.frames)
         self._commit_frames = commits(self.storage.frames)
         eager = Eager(model, layout, self.storage.layers, taps=checked_taps(strategy, len(model.mixers)))
@@ -162,11 +170,13 @@ class DeviceRunner:
         skips = plan.proposes == 0 and all(w.count == 1 and w.sample and not w.drafts for w in plan.work)
         simple = plan.work and (skips or strategy.idle) and self._only_simple(plan.work)
         choosing = self._choosing if simple else None
+        if self.mover is not None and plan.transfers:
+            self.mover.start([transfer for transfer in plan.transfers if not transfer.in_step])
 
         def run() -> Landed:
             landed = Landed()
             if plan.transfers:
-                self.storage.transfer(plan.transfers)
+                self.storage.transfer([transfer for transfer in plan.transfers if transfer.in_step])
             if plan.pages and self._commit_frames is not None:
                 self._commit_frames(max(max(edit.pages) for edit in plan.pages))
             self.rows.apply(plan)
@@ -420,7 +430,10 @@ class DeviceRunner:
         """The host's values of a step that is done."""
         count = len(plan.work)
         result = StepResult(plan.step, [[] for _ in range(count)], [None] * count)
-        result.completed = self.device.completed([t.id for t in plan.transfers])
+        result.completed = self.device.completed([t.id for t in plan.transfers if t.in_step])
+        if self.mover is not None:
+            completed, result.failed = self.mover.ended()
+            result.completed += completed
         if landed.chosen is not None:
             chosen = landed.chosen if isinstance(landed.chosen, list) else landed.chosen.tolist()
             result.tokens = [[token] for token in chosen]
@@ -448,17 +461,6 @@ class DeviceRunner:
             parents = [chain] * len(constrained) if above is None else above.tolist()
             result.drafts = dict(zip(constrained, zip(drafted.tolist(), parents, strict=True), strict=True))
         return result
-
-
-def checked_taps(strategy: Strategy, layers: int) -> tuple[int, ...]:
-    """The strategy's taps in ascending order; raises ConfigError where the model has no such layer."""
-    taps = tuple(sorted(set(strategy.taps)))
-    if taps and not 0 <= taps[0] <= taps[-1] < layers:
-        raise ConfigError(
-            f"The strategy {type(strategy).__name__} reads the layers {', '.join(map(str, taps))}, but the model's "
-            f"layers go from 0 to {layers - 1}; use a strategy that was made for this model."
-        )
-    return taps
 
 
 def captured_widths(strategy: Strategy, widths: Sequence[int] = ()) -> list[int]:

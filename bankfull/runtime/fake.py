@@ -16,11 +16,16 @@ from torch import Tensor
 
 from bankfull.ops.registry import Kit
 from bankfull.runtime.device import (
+    Copier,
+    Copying,
+    CopyNow,
     Cpu,
     Future,
     MoveTokens,
+    Pairs,
     available_memory,
     choosing_on_tape,
+    copy_now,
     native_chooser,
     record_on_tape,
 )
@@ -82,6 +87,15 @@ class Late:
         reported, self._moving = self._moving[:done], self._moving[done:]
         return reported
 
+    def copier(self) -> Copier:
+        return LateCopier(self._random)
+
+    def blocking_copy(self) -> CopyNow:
+        return copy_now
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     def free_memory(self) -> int:
         return available_memory()
 
@@ -95,6 +109,36 @@ class Late:
     def run_until(self, task: _Task[Any]) -> None:
         while not task.done:
             self._run_one()
+
+
+class LateCopier:
+    def __init__(self, random: random.Random) -> None:
+        self._random = random
+
+    def copy(self, pairs: Pairs, down: bool) -> Copying:
+        return LateCopies(pairs, self._random.randint(0, 6))
+
+
+class LateCopies:
+    """Happens when it was asked for often enough, or waited for."""
+
+    def __init__(self, pairs: Pairs, left: int) -> None:
+        self._pairs, self._left = pairs, left
+
+    def done(self) -> bool:
+        self._left -= 1
+        if self._left >= 0:
+            return False
+        self.wait(None)
+        return True
+
+    def wait(self, seconds: float | None) -> None:
+        if seconds is None or self._left < 0:
+            copy_now(self._pairs)
+            self._pairs, self._left = (), -1
+
+    def seconds(self) -> float:
+        return 1e-3
 
 
 class _Task(Future[T]):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.rope import Rope
@@ -14,7 +15,7 @@ from bankfull.state.spec import Layout, StateSpec
 from bankfull.state.storage import LayerStates
 
 if TYPE_CHECKING:
-    from bankfull.decode.strategy import Verdict
+    from bankfull.decode.strategy import Strategy, Verdict
     from bankfull.runtime.rows import Rows
     from bankfull.sample.table import Chooser
     from bankfull.types import Work
@@ -135,3 +136,14 @@ class Eager:
     def best(self, batch: Batch) -> Tensor:
         """The most likely next token after each token of the batch."""
         return self.model.best(batch, self.states, plan_mixers(self.model, self.layout, batch))
+
+
+def checked_taps(strategy: Strategy, layers: int) -> tuple[int, ...]:
+    """The strategy's taps in ascending order; raises ConfigError where the model has no such layer."""
+    taps = tuple(sorted(set(strategy.taps)))
+    if taps and not 0 <= taps[0] <= taps[-1] < layers:
+        raise ConfigError(
+            f"The strategy {type(strategy).__name__} reads the layers {', '.join(map(str, taps))}, but the model's "
+            f"layers go from 0 to {layers - 1}; use a strategy that was made for this model."
+        )
+    return taps

@@ -1,0 +1,237 @@
+"""Copies pages and slots between the device, host memory and the disk, beside the steps.
+
+The engine's thread starts transfers and collects their ends; it never waits for them while there is work. Copies to and
+from the host are enqueued on streams of their own (`Device.copier`). The disk is read and written by threads, through a
+buffer of one place each, which may block for as long as the disk does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ConfigError
+from bankfull.runtime.device import Copying, CopyNow, Device
+from bankfull.state.disk import DamagedPlace, DiskStore
+from bankfull.state.spec import Layout
+from bankfull.state.storage import Storage
+from bankfull.state.tiers import Rates
+from bankfull.types import Address, Tier, Transfer
+
+log = logging.getLogger("bankfull")
+
+DISK_THREADS = 2
+CHUNK_BYTES = 1 << 30
+"""Host memory is allocated in pieces of at most this size: pinned memory of other sizes is rounded up to a power of
+two."""
+TOGETHER = 16
+"""Copies between device and host whose end is reported together."""
+TRIAL_BYTES = 64 << 20
+"""Copied once in each direction at the start, to measure the rate."""
+COMPLAINTS_SECONDS = 60.0
+
+
+class HostPlaces:
+    """The places of the host tier as tensors; place 0 does not exist."""
+
+    def __init__(self, layout: Layout, storage: Storage, pages: int, slots: int, device: Device) -> None:
+        per_chunk = max(1, CHUNK_BYTES // max(1, layout.frame_bytes))
+        self._per_chunk = per_chunk
+        try:
+            self._pages = [
+                device.host_memory((min(per_chunk, pages - first), layout.frame_bytes), torch.uint8)
+                for first in range(0, pages, per_chunk)
+            ]
+            self._slots = [device.host_memory((slots, *tensor.shape[1:]), tensor.dtype) for tensor in storage.slots]
+        except RuntimeError as error:
+            size = pages * layout.frame_bytes
+            raise ConfigError(f"The host tier's {size} bytes could not be allocated; lower kv_host.") from error
+
+    def page(self, place: int) -> Tensor:
+        chunk, within = divmod(place - 1, self._per_chunk)
+        return self._pages[chunk][within]
+
+    def slot(self, place: int) -> list[Tensor]:
+        return [tensor[place - 1] for tensor in self._slots]
+
+
+class Mover:
+    def __init__(
+        self,
+        storage: Storage,
+        device: Device,
+        rates: Rates,
+        host: HostPlaces | None = None,
+        disk: DiskStore | None = None,
+    ) -> None:
+        self._storage, self._device, self._rates, self._host, self._disk = storage, device, rates, host, disk
+        self._copier = device.copier()
+        self._copying: deque[tuple[list[Transfer], Copying]] = deque()
+        self._tasks: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._queued = 0
+        """Transfers that the threads have not ended."""
+        self._ended: deque[tuple[int, bool]] = deque()
+        self._ring = threading.Event()
+        self._complained = -COMPLAINTS_SECONDS
+        self._threads = [
+            threading.Thread(target=self._serve_disk, name=f"kv-disk-{i}", daemon=True)
+            for i in range(DISK_THREADS if disk is not None else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+        if host is not None:
+            self._try_copies(host)
+
+    def start(self, transfers: Iterable[Transfer]) -> None:
+        between: dict[bool, list[Transfer]] = {True: [], False: []}
+        for transfer in transfers:
+            if Tier.DISK in (transfer.src.tier, transfer.dst.tier):
+                self._queued += 1
+                self._tasks.put(transfer)
+            else:
+                between[transfer.src.tier == Tier.DEVICE].append(transfer)
+        for down, line in between.items():
+            for first in range(0, len(line), TOGETHER):
+                own = line[first : first + TOGETHER]
+                pairs = [pair for transfer in own for pair in zip(*self._tensors(transfer), strict=True)]
+                self._copying.append((own, self._copier.copy(pairs, down)))
+
+    def ended(self) -> tuple[list[int], list[int]]:
+        """The transfers that have completed and those that have failed since the last call."""
+        completed: list[int] = []
+        failed: list[int] = []
+        left: deque[tuple[list[Transfer], Copying]] = deque()
+        for own, copying in self._copying:
+            if copying.done():
+                completed += [transfer.id for transfer in own]
+                nbytes = sum(self._bytes_of(transfer) for transfer in own)
+                self._rates.observe(own[0].src.tier, own[0].dst.tier, nbytes, copying.seconds())
+            else:
+                left.append((own, copying))
+        self._copying = left
+        while self._ended:
+            number, succeeded = self._ended.popleft()
+            self._queued -= 1
+            (completed if succeeded else failed).append(number)
+        return completed, failed
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a transfer has ended, at most this long."""
+        if self._ended:
+            return
+        if self._copying:
+            self._copying[0][1].wait(seconds)
+        elif self._queued:
+            self._ring.wait(seconds)
+            self._ring.clear()
+
+    def close(self) -> None:
+        """Wait for the transfers that are under way, and end the threads."""
+        for _, copying in self._copying:
+            copying.wait(None)
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+
+    def _tensors(self, transfer: Transfer) -> tuple[list[Tensor], list[Tensor]]:
+        """The targets and the sources."""
+        return self._place(transfer.dst, transfer.slot), self._place(transfer.src, transfer.slot)
+
+    def _place(self, address: Address, slot: bool) -> list[Tensor]:
+        tier, place = address
+        if tier == Tier.DEVICE:
+            return [tensor[place] for tensor in self._storage.slots] if slot else [self._storage.frames[place]]
+        assert tier == Tier.HOST and self._host is not None
+        return self._host.slot(place) if slot else [self._host.page(place)]
+
+    def _bytes_of(self, transfer: Transfer) -> int:
+        recurrent = self._storage.layout.recurrent
+        return recurrent.slot_bytes if transfer.slot and recurrent is not None else self._storage.layout.frame_bytes
+
+    def _try_copies(self, host: HostPlaces) -> None:
+        """Measure the rates of both directions with content that nobody needs yet."""
+        count = min(max(1, TRIAL_BYTES // max(1, self._storage.layout.frame_bytes)), self._storage.frames.shape[0] - 1)
+        count = min(count, sum(len(chunk) for chunk in host._pages))
+        for down in (True, False, True, False) if count else ():
+            pairs = [(host.page(place), self._storage.frames[place]) for place in range(1, count + 1)]
+            copying = self._copier.copy([(a, b) if down else (b, a) for a, b in pairs], down)
+            copying.wait(None)
+            tiers = (Tier.DEVICE, Tier.HOST) if down else (Tier.HOST, Tier.DEVICE)
+            self._rates.observe(*tiers, count * self._storage.layout.frame_bytes, copying.seconds())
+
+    # -- on the threads of the disk
+
+    def _serve_disk(self) -> None:
+        copy = self._device.blocking_copy()
+        buffers = {
+            slot: self._device.host_memory((size,), torch.uint8)
+            for slot, size in ((False, self._storage.layout.frame_bytes), (True, self._slot_bytes()))
+        }
+        while (transfer := self._tasks.get()) is not None:
+            begun, succeeded = time.monotonic(), True
+            try:
+                self._move(transfer, buffers[transfer.slot], copy)
+            except (OSError, DamagedPlace) as error:
+                succeeded = False
+                self._complain(error)
+            except Exception:
+                succeeded = False
+                log.exception("a transfer to or from the disk failed")
+            else:
+                together = min(DISK_THREADS, self._queued) or 1
+                seconds = (time.monotonic() - begun) / together
+                self._rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)
+            self._ended.append((transfer.id, succeeded))
+            self._ring.set()
+
+    def _move(self, transfer: Transfer, buffer: Tensor, copy: CopyNow) -> None:
+        assert self._disk is not None
+        file = self._disk.files["slots" if transfer.slot else "pages"]
+        reads = transfer.src.tier == Tier.DISK
+        other = self._place(transfer.dst if reads else transfer.src, transfer.slot)
+        # A page in host memory is one run of bytes, which needs no buffer.
+        direct = not transfer.slot and other[0].device.type == "cpu"
+        whole = other[0] if direct else buffer
+        content = memoryview(whole.numpy())
+        if reads:
+            file.read(transfer.src.place, transfer.key, content)
+            if not direct:
+                copy(list(zip(other, _parts(buffer, other), strict=True)))
+        else:
+            if not direct:
+                copy(list(zip(_parts(buffer, other), other, strict=True)))
+            file.write(transfer.dst.place, transfer.key, content)
+
+    def _slot_bytes(self) -> int:
+        recurrent = self._storage.layout.recurrent
+        return 0 if recurrent is None else recurrent.slot_bytes
+
+    def _complain(self, error: Exception) -> None:
+        """At most once a minute: a full disk would fail thousands of times."""
+        now = time.monotonic()
+        if now - self._complained >= COMPLAINTS_SECONDS:
+            self._complained = now
+            why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            log.warning("the disk tier: %s; what is lost is computed again.", why)
+
+
+def _parts(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of the buffer, one after the other, with the shapes and types of these tensors."""
+    parts, at = [], 0
+    for tensor in like:
+        size = tensor.numel() * tensor.element_size()
+        parts.append(buffer[at : at + size].view(tensor.dtype).view(tensor.shape))
+        at += size
+    return parts

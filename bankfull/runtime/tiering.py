@@ -1,0 +1,131 @@
+"""The tiers of an engine, from its options: sizes, files, and who copies."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import bankfull
+from bankfull.config import RunConfig, StateConfig, parse_bytes
+from bankfull.errors import ConfigError
+from bankfull.layers.build import Build
+from bankfull.paths import cache_dir
+from bankfull.runtime.device import available_memory
+from bankfull.runtime.device_runner import DeviceRunner
+from bankfull.runtime.memory import shown
+from bankfull.runtime.mover import HostPlaces, Mover
+from bankfull.state.disk import DiskStore, identity_of, make_room
+from bankfull.state.manager import StateManager
+from bankfull.state.spec import Layout
+from bankfull.state.tiers import LowerTier, Rates, Tiers, key_from_disk
+from bankfull.types import Tier
+from bankfull.weights.fingerprint import weights_fingerprint
+from bankfull.weights.source import ModelFiles
+
+log = logging.getLogger("bankfull")
+
+HOST_SHARE = 0.9
+"""Largest fraction of the free memory that the host tier may take."""
+
+
+def disk_root(directory: str) -> Path:
+    """The directory of the disk tier; the usual one if none is named."""
+    return Path(directory).expanduser() if directory else cache_dir() / "kv"
+
+
+def state_facts(files: ModelFiles, build: Build, run: RunConfig) -> dict[str, Any]:
+    """What the numbers in the state depend on, beside the layout: it names the files of the disk tier."""
+    if not files.path.exists():  # random weights have no files
+        return {"model": files.path.name}
+    return {
+        "model": files.path.name,
+        "weights": weights_fingerprint(files.path),
+        "config": files.config,
+        "dtype": str(build.dtype),
+        "activations": build.kit.activations,
+        "quantize": run.quantize,
+        "speculative": run.speculative,
+        "device": build.kit.device,
+    }
+
+
+def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, about: dict[str, Any]) -> None:
+    """Give the engine the tiers that `config` asks for. `about`: what the content of the state depends on."""
+    if config.kv_host is None and config.kv_disk is None:
+        return
+    layout, device = manager.layout, runner.device
+    lower: list[LowerTier] = []
+    host = None
+    if (size := parse_bytes("kv_host", config.kv_host)) is not None:
+        if device.ship is None:
+            raise ConfigError(
+                "kv_host has no use here: the state is in host memory already; give memory more, or use kv_disk."
+            )
+        if size > HOST_SHARE * (free := available_memory()):
+            raise ConfigError(f"kv_host={config.kv_host!r} does not fit: {shown(free)} of memory are free; give less.")
+        pages, slots = places_of(layout, manager, size, "kv_host")
+        host = HostPlaces(layout, runner.storage, pages, slots, device)
+        lower.append(LowerTier(Tier.HOST, pages, slots, rate=parse_bytes("kv_host_rate", config.kv_host_rate) or 0))
+    store = None
+    if (found := config.disk()) is not None:
+        store, tier = _disk(manager, config, *found, about)
+        lower.append(tier)
+    rates = Rates()
+    runner.mover = Mover(runner.storage, device, rates, host, store)
+    manager.tiers = Tiers(
+        manager.pages,
+        manager.slots,
+        lower,
+        manager.moves,
+        page_bytes=layout.frame_bytes,
+        slot_bytes=layout.recurrent.slot_bytes if layout.recurrent else 0,
+        rates=rates,
+    )
+
+
+def _disk(
+    manager: StateManager, config: StateConfig, size: int, directory: str, about: dict[str, Any]
+) -> tuple[DiskStore, LowerTier]:
+    layout, root = manager.layout, disk_root(directory)
+    pages, slots = places_of(layout, manager, size, "kv_disk")
+    whole = {**about, "version": bankfull.__version__, "layout": layout_facts(layout)}
+    store = DiskStore(
+        root,
+        identity_of(whole),
+        about,
+        {"pages": pages, "slots": slots},
+        {"pages": layout.frame_bytes, "slots": layout.recurrent.slot_bytes if layout.recurrent else 0},
+    )
+    others = make_room(root, store.path, max(0, size - held_bytes(store)))
+    if others > size:
+        log.warning("%s of other models in %s are in use and cannot be deleted.", shown(others), root)
+    tier = LowerTier(Tier.DISK, pages, slots, eager=True, rate=parse_bytes("kv_disk_rate", config.kv_disk_rate) or 0)
+    oldest = 0.0 if config.kv_disk_age is None else time.time() - 3600 * config.kv_disk_age
+    for kind, pool in (("pages", tier.pages), ("slots", tier.slots)):
+        pool.adopt((entry.place, key_from_disk(entry.key)) for entry in store.files[kind].entries(oldest))
+    log.info("disk tier: %d pages from earlier in %s", tier.pages.cached, store.path)
+    return store, tier
+
+
+def held_bytes(store: DiskStore) -> int:
+    return sum(len(file.entries()) * file.place_bytes for file in store.files.values())
+
+
+def places_of(layout: Layout, manager: StateManager, size: int, name: str) -> tuple[int, int]:
+    """Pages and slots of a tier of `size` bytes, in the proportion that they have on the device."""
+    page, slot = layout.frame_bytes, layout.recurrent.slot_bytes if layout.recurrent else 0
+    on_pages, on_slots = manager.pages.size * page, manager.slots.size * slot
+    pages = size * on_pages // (on_pages + on_slots) // page if page else 0
+    slots = (size - pages * page) // slot if slot else 0
+    if (page and not pages) or (slot and not slots):
+        least = (page * (on_pages + on_slots) // on_pages if on_pages else 0) + slot
+        raise ConfigError(f"{name} is too small: a page takes {shown(page)}; give at least {shown(least)}.")
+    return pages, slots
+
+
+def layout_facts(layout: Layout) -> list[Any]:
+    """The layout as JSON, for the identity of files."""
+    groups = [[group.members, repr(group.tensors), repr(group.window), group.page_tokens] for group in layout.paged]
+    return [layout.frame_bytes, layout.block_tokens, groups, repr(layout.recurrent)]
