@@ -44,11 +44,29 @@ class SchedConfig:
     """Dynamic batching: seconds after which an incomplete batch starts, counted from its first queued request."""
     max_waiting: int = 100_000
     """Maximum sequences in the queue; further requests are refused."""
+    prefill_tokens: int = 0
+    """Maximum prompt tokens in one step; 0 = as many as step_tokens leaves."""
+    prefill_rows: int = 0
+    """Maximum sequences whose prompts one step computes; 0 = all."""
+    decode_rows: int = 0
+    """Maximum sequences that decode in one step, in turns; 0 = all."""
+    quantum_ms: float = 10.0
+    """mlfq and skip-join-mlfq: milliseconds of the first queue's quantum; each next one is twice as long."""
+    starvation: float = 3.0
+    """mlfq, skip-join-mlfq and lpm: seconds of waiting after which a sequence comes first."""
+    weights: tuple[tuple[str, float], ...] = ()
+    """fair: names of tenants (API keys) and their weights; others have 1."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "step_tokens"):
+        for name in ("rows", "step_tokens", "prefill_tokens", "prefill_rows", "decode_rows"):
             if getattr(self, name) != 0:
                 _positive(self, name)
+        for name, unit in (("quantum_ms", "milliseconds"), ("starvation", "seconds")):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a number of {unit} above 0.")
+        for tenant, weight in self.weights:
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"The weight {weight!r} of {tenant!r} must be a number above 0.")
         _positive(self, "batch_size", "max_waiting")
         for name in ("policy", "batching"):
             if not isinstance(getattr(self, name), str):
@@ -57,6 +75,11 @@ class SchedConfig:
             raise ConfigError(f"step_ms={self.step_ms!r} must be a finite number of milliseconds, or 0 for no bound.")
         if not 0 <= self.batch_delay < float("inf"):
             raise ConfigError(f"batch_delay={self.batch_delay!r} must be a finite number of seconds, 0 or more.")
+
+    @property
+    def prompt_limits(self) -> tuple[int, int]:
+        """Prompt tokens, and sequences with prompts, of a step."""
+        return self.prefill_tokens or self.step_tokens, self.prefill_rows or self.rows
 
     def suited(self, rows: int = 64, step_tokens: int = 512) -> SchedConfig:
         """A copy with these values where rows or step_tokens is 0."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,16 +26,21 @@ from bankfull.ops import Kit
 from bankfull.runtime.device import Cpu, Cuda, Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.fake import Late
+from bankfull.runtime.mover import HostPlaces, Mover
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
+from bankfull.state.disk import DiskStore
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
-from bankfull.types import Output, Request
+from bankfull.state.tiers import LowerTier, Rates, Tiers
+from bankfull.types import Output, Request, Tier
 from tests.tiny import DEVICE
 
 GREEDY = SamplingParams(temperature=0.0)
+LONG = 96
+"""Tokens of a long sequence."""
 
 
 @dataclass
@@ -53,11 +60,16 @@ class Bench:
     lookup: GuessLookup | None = None
     """Finds drafts on the host, beside the strategy."""
     adaptive: AdaptiveWidth | None = None
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    tiers: str = ""
+    """Tiers below the device: host, disk, both. The device then has pages for two long sequences."""
 
     def __post_init__(self) -> None:
         self.strategy.prepare(self.model)
         states = joined_states(self.model.states(), self.strategy.states())
         layout = layout_of(states, self.state.page_tokens)
+        if self.tiers:
+            self.frames = 2 * layout.frames_for(LONG, self.sched.step_tokens)
         lookup = self.strategy if isinstance(self.strategy, GuessLookup) else self.lookup
         guesses = 0 if lookup is None else lookup.most
         width = max(self.strategy.width(0), guesses)
@@ -76,6 +88,8 @@ class Bench:
             step_tokens=self.sched.step_tokens or 0,
             guesses=guesses,
         )
+        if self.tiers:
+            self._add_tiers()
         drafting = None if lookup is None else Drafting(lookup, lookup.most, self.depth, None)
         shape = self.strategy.canvas
         canvas = None if shape is None else Canvas(shape, self.max_len)
@@ -89,6 +103,37 @@ class Bench:
         self.prompts: dict[object, list[int]] = {}
         self.extras: dict[tuple[object, int], list[Any]] = {}
         self.poison()
+
+    def _add_tiers(self) -> None:
+        layout, manager, slot = self.manager.layout, self.manager, 0
+        if layout.recurrent is not None:
+            slot = layout.recurrent.slot_bytes
+        pages, slots = (600 if layout.paged else 0), (300 if slot else 0)
+        lower, host, disk = [], None, None
+        if self.tiers in ("host", "both"):
+            host = HostPlaces(layout, self.runner.storage, pages, slots, self.device)
+            lower.append(LowerTier(Tier.HOST, pages, slots))
+        if self.tiers in ("disk", "both"):
+            self.folder = tempfile.TemporaryDirectory()
+            sizes = {"pages": pages, "slots": slots}, {"pages": layout.frame_bytes, "slots": slot}
+            disk = DiskStore(Path(self.folder.name), bytes(32), {}, *sizes)
+            lower.append(LowerTier(Tier.DISK, pages, slots, eager=True))
+        self.runner.mover = Mover(self.runner.storage, self.device, rates := Rates(), host, disk)
+        manager.tiers = Tiers(
+            manager.pages,
+            manager.slots,
+            lower,
+            manager.moves,
+            page_bytes=layout.frame_bytes,
+            slot_bytes=slot,
+            rates=rates,
+        )
+
+    def close(self) -> None:
+        if self.runner.mover is not None:
+            self.runner.mover.close()
+        if self.folder is not None:
+            self.folder.cleanup()
 
     def add(
         self,
@@ -137,14 +182,14 @@ class Bench:
                 return
             if preempt is not None and left and scheduler._running and preempt.random() < 0.15:
                 left -= 1
-                scheduler._preempt(preempt.choice(scheduler._running))
+                scheduler._preempt(preempt.choice(scheduler._running), for_memory=left % 2 == 0)
             self.step()
         raise AssertionError(f"not finished after {most} steps")
 
     def settled(self) -> None:
         pages, slots = self.manager.census()
         assert pages.held == pages.quarantined == slots.held == slots.quarantined == 0, f"left behind: {pages} {slots}"
-        assert not self.manager.pinned
+        assert not self.manager.moves
 
     def poison(self) -> None:
         poison(self.engine)

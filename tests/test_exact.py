@@ -87,6 +87,7 @@ SETTINGS: dict[str, Sequence[object]] = {
     "page": (1, 4, 16),
     "strategy": tuple(STRATEGIES),
     "resumed": (False, True),
+    "tiers": ("", "host", "disk", "both"),
 }
 Case = tuple[object, ...]
 EVERY_STRATEGY = ("llama", "gemma", "mamba", "latent")
@@ -169,6 +170,7 @@ def check(
     page: int,
     strategy: str,
     resumed: bool = False,
+    tiers: str = "",
     dtype: torch.dtype = torch.float64,
     providers: str = "torch",
     kv_dtype: torch.dtype | None = None,
@@ -202,6 +204,7 @@ def check(
         StateConfig(page_tokens=page, prefix_cache=cache != "off", snapshot_every=2),
         chosen,
         kit=kit_of(shape, *(how or (dtype, providers))),
+        tiers=tiers if cache != "off" else "",
     )
     if moody:
         bench.engine.scheduler.pace = Moody(chunk)
@@ -230,6 +233,7 @@ def check(
         assert chosen.accepted > 0, "no draft was ever accepted"
     if isinstance(chosen, GuessLookup) and not preempt and sum(bench.engine.totals.drafted) >= FEWEST_GUESSES:
         assert sum(bench.engine.totals.accepted) > 0, "no draft was ever accepted"
+    bench.close()
 
 
 FEW = frozenset(pairwise(SETTINGS, allowed=in_ci))
@@ -269,13 +273,15 @@ def test_greedy_tokens_equal_the_naive_loop(
     page: int,
     strategy: str,
     resumed: bool,
+    tiers: str,
 ) -> None:
-    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed)
+    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, tiers)
 
 
 def check_kernels(shape: str, depth: int, strategies: Sequence[str]) -> None:
     for resumed, strategy in itertools.product((False, True), strategies):
-        check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, torch.float32, "auto")
+        tiers = "both" if resumed else ""
+        check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, tiers, torch.float32, "auto")
 
 
 @pytest.mark.parametrize("shape", SETTINGS["shape"])
@@ -306,7 +312,7 @@ class Moody(Pace):
 @pytest.mark.parametrize("depth", (0, 1))
 def test_chunks_cut_by_time_change_no_token(shape: str, depth: int) -> None:
     check(shape, "warm", 64, depth, True, 4, 1, 4, "drafts", moody=True)
-    check(shape, "off", 64, depth, False, 4, 1, 4, "plain", False, torch.float32, "auto", moody=True)
+    check(shape, "off", 64, depth, False, 4, 1, 4, "plain", False, "", torch.float32, "auto", moody=True)
 
 
 @pytest.mark.parametrize("page", (1, 4))

@@ -52,6 +52,8 @@ class MoveCounts:
 class Aside:
     def __init__(self, state: StateManager, prices: Prices, clock: Callable[[], float]) -> None:
         self._state, self.prices, self._clock = state, prices, clock
+        self.next_turn: Callable[[Sequence, float], float] = lambda seq, now: 0.0
+        """The policy's estimate of when a waiting sequence runs again."""
         self.counts = MoveCounts()
 
     # -- parking
@@ -96,10 +98,29 @@ class Aside:
         tiers = self._state.tiers
         if tiers is None:
             return
+        if self._swap_out(waiting):
+            return  # what comes in would take the room that is being made
         tiers.write_behind()
         for seq in islice(waiting, free_rows + AHEAD):
             if seq.parent is None and not seq.sought and seq.request.reuse:
                 self._seek(seq)
+
+    def _swap_out(self, waiting: Iterable[Sequence]) -> bool:
+        """When free places run short, copy the parked sequence that runs again last to the host, so that its places are
+        evicted before others. True if copies have started."""
+        state, tiers = self._state, self._state.tiers
+        assert tiers is not None
+        if not tiers.short:
+            return False
+        now = self._clock()
+        parked = [seq for seq in waiting if seq.parked is not None and not seq.swapped and seq.fetch is None]
+        for seq in sorted(parked, key=lambda one: -self.next_turn(one, now)):
+            assert seq.parked is not None
+            seq.swapped = True
+            keys = [key for key in state.keys_of(seq.parked, seq.chain) if tiers.device_pool(key).find(key) is not None]
+            if seq.parked.step <= state.pages.settled and self._copies(len(keys), 0, seq.parked.computed):
+                return tiers.swap_out(keys)
+        return False
 
     def _seek(self, seq: Sequence) -> None:
         state, tiers = self._state, self._state.tiers

@@ -16,8 +16,24 @@ BATCH_PRIORITY = 1_000_000
 """Requests of this priority number and above are batch work: no user waits for their next token."""
 
 
+class Outlook(Protocol):
+    """What a policy may ask beside the sequences."""
+
+    def prefill(self, start: int, end: int) -> float | None:
+        """Predicted seconds to compute the tokens from `start` to `end` of one sequence; None if nothing is known."""
+        ...
+
+    def cached(self, sequence: Sequence) -> int:
+        """Leading tokens of a waiting sequence whose state is on the device."""
+        ...
+
+    def waiting(self) -> Iterable[Sequence]:
+        """The sequences that wait for a row, in their order."""
+        ...
+
+
 class Policy(Protocol):
-    """Decides from sequences alone; the scheduler owns queues, memory and token budgets."""
+    """Decides from sequences and the outlook; the scheduler owns queues, memory and token budgets."""
 
     gate: Gate
     """How many sequences may be admitted in a step."""
@@ -25,6 +41,10 @@ class Policy(Protocol):
     """Whether running sequences give way to waiting ones (`giving_way`)."""
     fair: bool
     """Whether tenants that compete get equal shares of rows, pages and step tokens."""
+    reserves_limit: bool
+    """Whether a sequence is admitted only if memory suffices for all sequences at their largest length."""
+    outlook: Outlook
+    """Set by the scheduler."""
 
     def is_batch(self, request: Request) -> bool:
         """Whether the request is batch work: served after all other work, and not in a step with an online prompt."""
@@ -46,7 +66,16 @@ class Policy(Protocol):
         `needy` has to wait. `holdings`: what each tenant holds, where tenants compete and pages are short."""
         ...
 
-    def after(self, plan: StepPlan, served: list[Sequence], now: float) -> Iterable[Sequence]:
-        """Called when a step has settled; `served[i]` had `plan.work[i]`. Returns the sequences whose rank has changed;
-        those that have ended are ignored."""
+    def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
+        """Called when a step has settled; `served[i]` had `plan.work[i]`, and the device spent `seconds` on it. Returns
+        the sequences whose rank has changed; those that have ended are ignored."""
+        ...
+
+    def next_turn(self, sequence: Sequence, now: float) -> float:
+        """Estimated seconds until a waiting sequence runs again: the last one leaves the device first, and the first
+        one comes back first."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """The sequence will not be seen again."""
         ...

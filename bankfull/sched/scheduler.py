@@ -17,15 +17,17 @@ from itertools import count
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
+from bankfull.sched.admission import Admission
 from bankfull.sched.aside import Aside
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
+from bankfull.sched.outlook import SchedulerOutlook
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
 from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, siblings_of
 from bankfull.sched.shares import COMPANY_STEPS, Holdings, Tenants, batch_share, first_of_each
 from bankfull.sched.sketch import Sketch
-from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
+from bankfull.state.manager import Reserved, SequenceState, StateManager
 from bankfull.types import Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
 Drafts = int | Mapping[int, int]
@@ -55,7 +57,12 @@ class Scheduler:
         self.aside = Aside(state, self.pace, clock)
         self.pace.measured |= state.tiers is not None
         self._waiting = WaitingQueue(self.policy.gate)
+        self.aside.next_turn = self.policy.next_turn
+        self.policy.outlook = SchedulerOutlook(state, self.aside, self._waiting)
+        self._seconds = 0.0
+        """The device's time for the step that settles next."""
         self._running = OrderedSequences()
+        self._room = Admission(config, state, self.policy, self.aside, self._running, canvas)
         self._free_rows = list(range(config.rows - 1, -1, -1))
         self._leaving: list[int] = []
         self._inflight: deque[tuple[int, list[Sequence]]] = deque()
@@ -121,7 +128,7 @@ class Scheduler:
     def plan(self, drafts: Drafts = 0) -> StepPlan | None:
         """The next step with up to `drafts` draft tokens per decoding row; None when nothing can run now."""
         quota = self._waiting.quota(self.running, self._clock(), self.sealed) if self._waiting else 0
-        step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota)
+        step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota, *self.config.prompt_limits)
         self._filling.clear()
         if self.state.windowed:
             for seq in self._running:
@@ -159,6 +166,9 @@ class Scheduler:
             decodes = seq.missing <= 1 if self.canvas is None else self.canvas.decodes(seq)
             (decoding if decodes else filling).append(seq)
         rows = len(decoding)
+        if 0 < self.config.decode_rows < rows:
+            decoding.sort(key=lambda seq: seq.turn)  # in turns
+            rows = self.config.decode_rows
         if step.batch:
             rows, tokens = batch_share(self.config.step_tokens, rows, step.plan.step - self._company < COMPANY_STEPS)
             if self.canvas is not None:  # a block, or a sequence, runs as a whole or not at all
@@ -231,7 +241,7 @@ class Scheduler:
         missing = seq.missing
         timed, scored = (step.room, seq.scored) if missing > 1 else (None, False)
         budget = step.budget if timed is None else min(step.budget, timed.tokens(scored))
-        size = self._share_of(seq, missing, budget)
+        size = self._share_of(seq, missing, budget if missing <= 1 else min(budget, step.prompt_budget))
         if size <= 0:
             return True
         assert seq.state is not None
@@ -309,8 +319,7 @@ class Scheduler:
 
     def _make_way_for(self, head: Sequence, step: Sketch) -> None:
         while giving := self._giving_way_to(head):
-            match = self._match(head)
-            pages, slots = self._lack(head, match)
+            pages, slots = self._room.lack(head, self._room.match(head))
             if self._free_rows and self._coming(pages, slots):
                 return  # it fits, or soon will
             gain = sum(self.state.held(s.state) for s in giving if s.state is not None)
@@ -327,7 +336,7 @@ class Scheduler:
 
     def _entitled(self, head: Sequence) -> bool:
         """Whether what its tenant holds and what `head` needs stay within the tenant's share."""
-        need = self.state.frames_for(self._reach(head), self.config.step_tokens)
+        need = self.state.frames_for(self._room.reach(head), self.config.step_tokens)
         return self._holdings(self._peers(head)).entitled(head.tenant, need)
 
     def _peers(self, head: Sequence) -> list[Sequence]:
@@ -357,37 +366,13 @@ class Scheduler:
             if self.aside.awaits(seq):  # others may overtake it
                 index += 1
                 continue
-            if (match := self._fitting(seq)) is None:
+            if (match := self._room.fitting(seq, self._waiting)) is None:
                 return
             if not seq.admitted:
                 seq.cached = min(match.length, seq.prompt_len)
             self._enter(seq, self.state.open(seq.chain, match), match.length, step)
             if not self._serve(seq, step, 0):
                 return
-
-    def _match(self, seq: Sequence) -> Match:
-        """The cached prefix (possibly empty) to start from; at least one token always runs."""
-        if seq.parked is not None and (whole := self.state.match_parked(seq.parked, seq.chain)) is not None:
-            return whole
-        if not seq.request.reuse:
-            return self.state.match(seq.chain, seq.tokens, 0)
-        # Siblings fork before the last prompt token, also where this sequence continues tokens of another engine.
-        return self.state.match(seq.chain, seq.tokens, (seq.prompt_len if seq.children else len(seq.tokens)) - 1)
-
-    def _reach(self, seq: Sequence) -> int:
-        """Tokens that must fit when the sequence enters: the known ones, with the masks of a diffusion model."""
-        return len(seq.tokens) if self.canvas is None else self.canvas.end(seq)
-
-    def _fitting(self, seq: Sequence) -> Match | None:
-        """Its cached prefix, if it has room; if need be, those behind it give back what they hold, and then itself."""
-        while self._lack(seq, match := self._match(seq)) != (0, 0):
-            if not (self.aside.yield_memory(self._waiting, seq) or self.aside.yield_memory(self._waiting)):
-                return None
-        return match
-
-    def _lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
-        # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.
-        return self.state.lack(match, self._reach(seq), self.config.step_tokens, self.running)
 
     def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
         """Give `seq` a row, and describe it to the runner."""
@@ -446,6 +431,7 @@ class Scheduler:
         if seq.parent is not None:
             seq.parent.children.remove(seq)
         self._tenants.end(seq.tenant)
+        self.policy.ended(seq)
         siblings = self._by_request[seq.request.id]
         siblings.remove(seq)
         if not siblings:
@@ -455,6 +441,7 @@ class Scheduler:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """The oldest launched step has finished; `seconds`: the time the device spent on it alone."""
+        self._seconds = seconds
         if self.pace.measured and plan.work:
             parts = zip(plan.work, self._inflight[0][1], strict=True)
             kinds = kinds_of((w.count, s.request.scored and w.start < s.prompt_len - 1) for w, s in parts)
@@ -482,7 +469,7 @@ class Scheduler:
             if output.tokens or output.finish is not None or output.extra is not None:
                 outputs.append(output)
         now = self._clock()
-        for seq in self.policy.after(plan, served, now):
+        for seq in self.policy.after(plan, served, now, self._seconds):
             self._rank_again(seq, now)
         return outputs
 

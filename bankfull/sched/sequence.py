@@ -54,10 +54,16 @@ class Sequence:
     """Diffusion: steps since it got its row."""
     cached: int = 0
     """Prompt tokens found in the prefix cache at its first admission."""
+    entered: int = 0
+    """Known tokens when it got its row."""
+    fruitless: int = 0
+    """Times in a row that it was preempted without a new token."""
     parked: Parked | None = None
     """The state that it had when it was preempted; None while it runs."""
     fetch: Fetch | None = None
     """Its prefix, on the way from a lower tier."""
+    swapped: bool = False
+    """Whether its parked state was considered for the host."""
     sought: bool = False
     """Whether lower tiers were asked for its prefix since it began to wait."""
 
@@ -105,7 +111,7 @@ class Sequence:
 
     def begin(self, row: int, state: SequenceState, computed: int) -> None:
         self.row, self.state, self.computed, self.start, self.denoised = row, state, computed, computed, 0
-        self.parked, self.sought = None, False
+        self.parked, self.sought, self.swapped, self.entered = None, False, False, len(self.tokens)
 
     def entry(self, slot: int) -> Enter:
         """What the runner learns of the sequence when it takes its row."""
@@ -116,6 +122,7 @@ class Sequence:
 
     def give_up(self) -> None:
         """Loses its row and state; the tokens stay, and will be computed again."""
+        self.fruitless = 0 if len(self.tokens) > self.entered else self.fruitless + 1
         self.row, self.state, self.computed, self.start, self.sampled, self.drafted = -1, None, 0, 0, 0, 0
         self.flying.clear()
 

@@ -19,6 +19,10 @@ class Sketch:
     """Tokens that may still be given out."""
     quota: int
     """New sequences that the gate still admits."""
+    prompt_tokens: int
+    """Tokens of prompts that may still be given out."""
+    prompt_rows: int
+    """Sequences that may still get tokens of their prompts."""
     room: Room | None = None
     """Time that is left for prompts; None if only the token budget limits them."""
     spare: int = 0
@@ -34,6 +38,11 @@ class Sketch:
     fixed: set[int] = field(default_factory=set)
     """Rows that the plan already mentions: their sequences can no longer be preempted in this step."""
 
+    @property
+    def prompt_budget(self) -> int:
+        """Tokens that one more prompt may get."""
+        return self.prompt_tokens if self.prompt_rows > 0 else 0
+
     def give(self, seq: Sequence, work: Work, reserved: Reserved) -> None:
         """Make `work` part of the step, in the places reserved for it."""
         work.slots = reserved.slots
@@ -42,6 +51,9 @@ class Sketch:
         self.served.append(seq)
         self.fixed.add(seq.row)
         self.budget -= work.count + work.drafts
+        if work.count > 1:
+            self.prompt_tokens -= work.count
+            self.prompt_rows -= 1
         self.spare -= work.drafts
         seq.turn = self.plan.step
         seq.launch(work)

@@ -49,6 +49,6 @@ class Moves:
     def planned(self) -> bool:
         return bool(self._planned)
 
-    def __bool__(self) -> bool:
-        """Whether a transfer's end was not reported yet."""
-        return bool(self._under_way)
+    def __len__(self) -> int:
+        """Transfers whose end was not reported yet."""
+        return len(self._under_way)

@@ -243,12 +243,22 @@ class Tiers:
         self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name)
         return True
 
-    def swap_out(self, keys: Sequence[Key]) -> None:
-        """Copy these to the host at once: their places are needed, and a parked sequence will come back to them."""
+    def swap_out(self, keys: Sequence[Key]) -> bool:
+        """Copy these to the host at once: their places are needed, and a parked sequence will come back to them. True if
+        a copy has started."""
+        before = len(self._moves)
         for tier in self._near:
             for key in keys:
                 if not self._copy_down(tier, key):
-                    return
+                    break
+        return len(self._moves) > before
+
+    @property
+    def short(self) -> bool:
+        """Whether the device has few places that can be taken without losing content, and there is a host tier."""
+        return bool(self._near) and any(
+            pool.size and pool.clean < NEAR * pool.size for pool in (self._pages, self._slots)
+        )
 
     @property
     def waits(self) -> bool:

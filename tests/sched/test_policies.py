@@ -26,7 +26,7 @@ class LeastServed(FirstCome):
     def rank(self, sequence: Sequence, now: float) -> float:
         return len(sequence.tokens) - sequence.prompt_len
 
-    def after(self, plan: StepPlan, served: list[Sequence], now: float) -> Iterable[Sequence]:
+    def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
         return served
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
+from bankfull.sched.admission import Admission
 from bankfull.sched.pace import Pace, Room
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
@@ -184,10 +185,10 @@ def waiting_for_memory_never_ends(patch: MonkeyPatch) -> None:
 
 
 def the_last_prompt_token_is_reused(patch: MonkeyPatch) -> None:
-    def match(sched: Scheduler, seq: Sequence) -> Match:
-        return sched.state.match(seq.chain, seq.tokens, len(seq.tokens))
+    def match(room: Admission, seq: Sequence) -> Match:
+        return room._state.match(seq.chain, seq.tokens, len(seq.tokens))
 
-    patch.setattr(Scheduler, "_match", match)
+    patch.setattr(Admission, "match", match)
 
 
 def drafts_take_the_budget_of_decodes(patch: MonkeyPatch) -> None:
@@ -214,10 +215,10 @@ def a_page_is_named_by_its_own_tokens_only(patch: MonkeyPatch) -> None:
 
 
 def a_parent_starts_behind_the_fork(patch: MonkeyPatch) -> None:
-    def match(sched: Scheduler, seq: Sequence) -> Match:
-        return sched.state.match(seq.chain, seq.tokens, len(seq.tokens) - 1 if seq.request.reuse else 0)
+    def match(room: Admission, seq: Sequence) -> Match:
+        return room._state.match(seq.chain, seq.tokens, len(seq.tokens) - 1 if seq.request.reuse else 0)
 
-    patch.setattr(Scheduler, "_match", match)
+    patch.setattr(Admission, "match", match)
 
 
 def batch_work_gives_no_way(patch: MonkeyPatch) -> None:

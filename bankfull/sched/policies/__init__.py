@@ -6,11 +6,24 @@ from collections.abc import Callable
 
 from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
-from bankfull.sched.policies.fcfs import FirstCome
+from bankfull.sched.policies.fair import Fair
+from bankfull.sched.policies.fcfs import FirstCome, Orca
+from bankfull.sched.policies.lpm import LongestPrefix
+from bankfull.sched.policies.mlfq import Mlfq, SkipJoinMlfq
 from bankfull.sched.policies.priority import Priority
+from bankfull.sched.policies.srpt import Srpt
 from bankfull.sched.policy import Policy
 
-POLICIES: dict[str, Callable[[SchedConfig], Policy]] = {"fcfs": FirstCome, "priority": Priority}
+POLICIES: dict[str, Callable[[SchedConfig], Policy]] = {
+    "fcfs": FirstCome,
+    "priority": Priority,
+    "mlfq": Mlfq,
+    "skip-join-mlfq": SkipJoinMlfq,
+    "srpt": Srpt,
+    "lpm": LongestPrefix,
+    "fair": Fair,
+    "orca": Orca,
+}
 
 
 def policy_of(config: SchedConfig) -> Policy:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from bankfull.config import SchedConfig
 from bankfull.sched.gates import gate_of
+from bankfull.sched.policy import Outlook
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.shares import Holdings
 from bankfull.types import Request, StepPlan
@@ -16,6 +17,8 @@ class FirstCome:
 
     preemptive = False
     fair = False
+    reserves_limit = False
+    outlook: Outlook
 
     def __init__(self, config: SchedConfig) -> None:
         self.gate = gate_of(config)
@@ -32,5 +35,20 @@ class FirstCome:
     def victim(self, needy: Sequence, able: list[Sequence], holdings: Holdings | None) -> Sequence | None:
         return able[-1] if able and able[-1].order > needy.order else None
 
-    def after(self, plan: StepPlan, served: list[Sequence], now: float) -> Iterable[Sequence]:
+    def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
         return ()
+
+    def next_turn(self, sequence: Sequence, now: float) -> float:
+        """By the order alone: the numbers mean no seconds, but their order is right."""
+        _, rank, arrival = sequence.order
+        return rank + arrival * 1e-9
+
+    def ended(self, sequence: Sequence) -> None:
+        pass
+
+
+class Orca(FirstCome):
+    """Orca's scheduler: sequences are admitted in the order of arrival, with memory for their largest lengths, and run
+    to their ends."""
+
+    reserves_limit = True

@@ -1,0 +1,59 @@
+"""Whether a waiting sequence has room, and the state that it starts from."""
+
+from __future__ import annotations
+
+from bankfull.config import SchedConfig
+from bankfull.sched.aside import Aside
+from bankfull.sched.canvas import Canvas
+from bankfull.sched.gates import WaitingQueue
+from bankfull.sched.policy import Policy
+from bankfull.sched.sequence import Sequence
+from bankfull.state.manager import Match, StateManager
+
+
+class Admission:
+    def __init__(
+        self,
+        config: SchedConfig,
+        state: StateManager,
+        policy: Policy,
+        aside: Aside,
+        running: list[Sequence],
+        canvas: Canvas | None,
+    ) -> None:
+        self._config, self._state, self._policy, self._aside = config, state, policy, aside
+        self._running, self._canvas = running, canvas
+
+    def match(self, seq: Sequence) -> Match:
+        """What it had when it was preempted, or the cached prefix (possibly empty); at least one token always runs."""
+        if seq.parked is not None and (whole := self._state.match_parked(seq.parked, seq.chain)) is not None:
+            return whole
+        if not seq.request.reuse:
+            return self._state.match(seq.chain, seq.tokens, 0)
+        # Siblings fork before the last prompt token, also where this sequence continues tokens of another engine.
+        return self._state.match(seq.chain, seq.tokens, (seq.prompt_len if seq.children else len(seq.tokens)) - 1)
+
+    def reach(self, seq: Sequence) -> int:
+        """Tokens that must fit when the sequence enters: the known ones, with the masks of a diffusion model."""
+        return len(seq.tokens) if self._canvas is None else self._canvas.end(seq)
+
+    def fitting(self, seq: Sequence, waiting: WaitingQueue) -> Match | None:
+        """What it starts from, if it has room; if need be, those that wait give back what they hold, itself last."""
+        while self.lack(seq, match := self.match(seq)) != (0, 0):
+            if not (self._aside.yield_memory(waiting, seq) or self._aside.yield_memory(waiting)):
+                return None
+        return match
+
+    def lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
+        """Pages and slots that are missing for it."""
+        # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.
+        reach, headroom = self.reach(seq), len(self._running)
+        if self._policy.reserves_limit:
+            reach, headroom = seq.request.limit, sum(map(self._growth, self._running))
+        return self._state.lack(match, reach, self._config.step_tokens, headroom)
+
+    def _growth(self, seq: Sequence) -> int:
+        """Pages that a running sequence may still need."""
+        assert seq.state is not None
+        largest = self._state.frames_for(seq.request.limit, self._config.step_tokens)
+        return max(0, largest - self._state.held(seq.state))

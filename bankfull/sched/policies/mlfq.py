@@ -1,0 +1,142 @@
+"""Multi-level feedback queues, as FastServe has them (2305.05920): short jobs first, without knowing which are short.
+
+Queue i has a quantum of `quantum` x 2^i seconds. A sequence is charged the time of every step that serves it. When its
+quantum is used up, it moves to the end of the next queue; sequences of higher queues preempt it. A sequence that has
+waited for `starvation` seconds returns to the end of the first queue. It is then behind those that are there already
+and, because queues are served in the order of joining, before all that come later: with k sequences there and r rows it
+waits for at most ceil(k / r) quanta of the first queue, and the end of a step.
+
+Plain MLFQ starts every job in the first queue. Its quantum ends in the middle of a long prefill, and the job is demoted
+before it has a single token. Skip-join puts a job into the first queue whose quantum covers its predicted prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from bankfull.config import SchedConfig
+from bankfull.sched.policies.fcfs import FirstCome
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.sched.sequence import Sequence
+from bankfull.sched.shares import Holdings
+from bankfull.types import Request, StepPlan
+
+SPREAD = 2.0**40
+"""Ranks of one queue: more sequences than ever join one."""
+MOST_FRUITLESS = 2
+"""A sequence that was preempted so often without a new token keeps its row until it has one: where memory is short, it
+would lose what it has computed each time, and never get any."""
+DEEPEST = 12
+"""The last queue; its sequences stay in it."""
+
+
+@dataclass(slots=True)
+class Job:
+    level: int
+    place: int
+    """Order of joining the queue."""
+    since: float
+    """Time at which it was served last, or joined."""
+    used: float = 0.0
+    """Seconds of its quantum."""
+
+
+class Mlfq(FirstCome):
+    preemptive = True
+
+    def __init__(self, config: SchedConfig) -> None:
+        super().__init__(config)
+        self.quantum, self.starvation = config.quantum_ms / 1e3, config.starvation
+        self.rows = max(1, config.rows)
+        self.promotions = self.demotions = 0
+        self._jobs: dict[Sequence, Job] = {}
+        self._places = count()
+        self._checked = 0.0
+
+    def is_batch(self, request: Request) -> bool:
+        return request.priority >= BATCH_PRIORITY
+
+    def quantum_of(self, level: int) -> float:
+        return self.quantum * 2.0**level
+
+    def level_of(self, sequence: Sequence) -> int:
+        return self._jobs[sequence].level
+
+    def rank(self, sequence: Sequence, now: float) -> float:
+        job = self._jobs.get(sequence)
+        if job is None:
+            job = self._jobs[sequence] = Job(self.first_level(sequence), next(self._places), now)
+        return job.level * SPREAD + job.place
+
+    def first_level(self, sequence: Sequence) -> int:
+        return 0
+
+    def giving_way(self, head: Sequence, running: list[Sequence], beyond: list[Sequence] | None) -> list[Sequence]:
+        level = self._jobs[head].level
+        able = (s for s in running if s.fruitless < MOST_FRUITLESS or len(s.tokens) > s.entered)
+        return [s for s in able if s.batch > head.batch or (s.batch == head.batch and self._jobs[s].level > level)]
+
+    def victim(self, needy: Sequence, able: list[Sequence], holdings: Holdings | None) -> Sequence | None:
+        return super().victim(needy, able, None)
+
+    def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
+        changed = []
+        for seq in served:
+            job = self._jobs.get(seq)
+            if job is None:  # it has ended
+                continue
+            job.used += seconds
+            job.since = now
+            if job.used >= self.quantum_of(job.level) and job.level < DEEPEST:
+                self._move(job, job.level + 1)
+                self.demotions += 1
+                changed.append(seq)
+        if now - self._checked >= self.starvation / 8:
+            self._checked = now
+            changed += self._promoted(now)
+        return changed
+
+    def _promoted(self, now: float) -> list[Sequence]:
+        """Sequences that have waited too long, the one that has waited longest first."""
+        starving = [
+            seq
+            for seq, job in self._jobs.items()
+            if job.level and seq.state is None and seq.parent is None and now - job.since >= self.starvation
+        ]
+        starving.sort(key=lambda seq: self._jobs[seq].since)
+        for seq in starving:
+            self._move(self._jobs[seq], 0)
+            self._jobs[seq].since = now
+            self.promotions += 1
+        return starving
+
+    def _move(self, job: Job, level: int) -> None:
+        job.level, job.place, job.used = level, next(self._places), 0.0
+
+    def next_turn(self, sequence: Sequence, now: float) -> float:
+        """FastServe's estimate: the time until its promotion, or until all jobs before it have used up their quanta
+        down to its queue, if that is sooner."""
+        own = self._jobs[sequence]
+        ahead = 0.0
+        for seq, job in self._jobs.items():
+            if seq is not sequence and (job.level, job.place) < (own.level, own.place):
+                quanta = sum(self.quantum_of(level) for level in range(job.level, own.level + 1))
+                ahead += quanta - job.used
+        promotion = self.starvation - (now - own.since)
+        return max(0.0, min(promotion, ahead / self.rows))
+
+    def ended(self, sequence: Sequence) -> None:
+        self._jobs.pop(sequence, None)
+
+
+class SkipJoinMlfq(Mlfq):
+    def first_level(self, sequence: Sequence) -> int:
+        """The first queue whose quantum covers the predicted prefill."""
+        cached = self.outlook.cached(sequence)
+        seconds = self.outlook.prefill(cached, len(sequence.tokens)) or 0.0
+        level = 0
+        while level < DEEPEST and self.quantum_of(level) < seconds:
+            level += 1
+        return level
