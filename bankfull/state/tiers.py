@@ -244,8 +244,8 @@ class Tiers:
         return True
 
     def swap_out(self, keys: Sequence[Key]) -> bool:
-        """Copy these to the host at once: their places are needed, and a parked sequence will come back to them. True if
-        a copy has started."""
+        """Copy these to the host at once: their places are needed, and a parked sequence will come back to them. It is
+        True if a copy has started."""
         before = len(self._moves)
         for tier in self._near:
             for key in keys:
