@@ -129,6 +129,19 @@ def _rounding(own: str) -> Reading:
     return read
 
 
+def _gigabytes(own: str) -> Reading:
+    """A size in GiB; 0 = none."""
+
+    def read(name: str, value: Any) -> Own:
+        if value is None or value == 0:
+            return {}
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ValueError("must be a number of GiB")
+        return {own: int(value * 2**30)}
+
+    return read
+
+
 def _quantization_config(name: str, value: Any) -> Own:
     """transformers' BitsAndBytesConfig, or a dict of the same names."""
     if value is None:
@@ -258,7 +271,9 @@ ENGINE: dict[str, Reading] = {
     "load_format": _only("auto", None, else_="is not supported: the format is detected automatically; leave it out"),
     "enable_lora": _only(False, None, else_=_NO_ADAPTERS),
     "speculative_config": _never(_NO_DRAFTS),
-    "swap_space": _only(0, None, else_="is not supported: preempted sequences are recomputed; leave it out"),
+    "swap_space": _gigabytes("kv_host"),
+    "hicache_size": _gigabytes("kv_host"),
+    "kv_offloading_size": _gigabytes("kv_host"),
     "cpu_offload_gb": _only(0, None, else_="is not supported: weights stay on the device; quantize, or leave it out"),
 }
 

@@ -38,7 +38,7 @@ COMMANDS = (
     "make-model",
 )
 """Commands: each is a function in the module of the same name, with an underscore for a dash."""
-GROUPS = ("batch", "bench", "cluster", "data", "train")
+GROUPS = ("batch", "bench", "cache", "cluster", "data", "train")
 """Groups of commands: each is a `typer.Typer` in the module of the same name."""
 
 

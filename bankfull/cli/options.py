@@ -84,6 +84,35 @@ class EngineOptions:
             help="Memory for the KV cache and other state: 2GiB, or 50% of the free memory.", show_default="automatic"
         ),
     ] = None
+    kv_host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Pinned host memory for state that leaves a GPU: cached prefixes and preempted sequences (8GiB).",
+            show_default="none",
+        ),
+    ] = None
+    kv_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE[:PATH]",
+            help="Disk space for cached prefixes, which then survive a restart (100GiB, 100GiB:/var/cache/kv). The "
+            "files are private to the user; `bankfull cache` lists and deletes them.",
+            show_default="none",
+        ),
+    ] = None
+    kv_host_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes per second written to --kv-host at most.", show_default="no limit"),
+    ] = None
+    kv_disk_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes per second written to --kv-disk at most.", show_default="no limit"),
+    ] = None
+    kv_disk_age: Annotated[
+        float | None,
+        typer.Option(metavar="HOURS", help="Do not use older content of --kv-disk.", show_default="no limit"),
+    ] = None
     rows: Annotated[
         int | None, typer.Option(help="Most sequences in the batch.", show_default="64 on a CPU, 256 on a GPU")
     ] = None

@@ -4,6 +4,7 @@ They are parts of the messages in `serve.engine.wire`.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,6 +36,34 @@ class Facts(msgspec.Struct):
     weights: str = ""
     """Fingerprint of the weights (`weights.fingerprint`): a request that has tokens of some weights must not continue
     with others. Empty without replicas."""
+
+
+class TierLoad(msgspec.Struct, array_like=True):
+    """A tier below the device."""
+
+    tier: str
+    bytes_used: int
+    bytes_total: int
+    written: int
+    """Bytes copied to it so far."""
+    read: int
+    failed: int
+    """Transfers that failed so far."""
+
+
+class MoveLoad(msgspec.Struct, array_like=True):
+    """Decisions about state below the device, and about preempted sequences, so far. Seconds are predictions."""
+
+    fetches: int
+    fetched_tokens: int
+    fetch_seconds: float
+    saved_seconds: float
+    refused: int
+    late: int
+    parked: int
+    park_seconds: float
+    recomputed: int
+    recompute_seconds: float
 
 
 class Load(msgspec.Struct, array_like=True):
@@ -69,6 +98,9 @@ class Load(msgspec.Struct, array_like=True):
     """Draft tokens that were verified and accepted so far, by their position after a known token."""
     sampled: int = 0
     """Tokens generated so far."""
+    tiers: list[TierLoad] = []
+    moves: MoveLoad | None = None
+    """None where there is no tier below the device."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):
@@ -85,3 +117,22 @@ def routing_figures(scheduler: Scheduler) -> tuple[float, float, int]:
     """The fields of `Load` for routing: prefill_ms_per_token, step_ms and pages_cached. The pace must be measured."""
     token, step = scheduler.pace.token_seconds(False), scheduler.pace.decode_seconds(scheduler.running + 1)
     return 1e3 * (token or 0.0), 1e3 * step, scheduler.state.pages.cached
+
+
+def tier_figures(scheduler: Scheduler) -> tuple[list[TierLoad], MoveLoad | None]:
+    """The fields of `Load` for tiers."""
+    tiers = scheduler.state.tiers
+    if tiers is None:
+        return [], None
+    loads = [
+        TierLoad(
+            tier.tier.name.lower(),
+            *tiers.bytes_in(tier),
+            tier.traffic.written,
+            tier.traffic.read,
+            tier.traffic.failed,
+        )
+        for tier in tiers.lower
+    ]
+    counts = scheduler.aside.counts
+    return loads, MoveLoad(**{field.name: getattr(counts, field.name) for field in fields(counts)})

@@ -83,6 +83,7 @@ def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, 
         slot_bytes=layout.recurrent.slot_bytes if layout.recurrent else 0,
         rates=rates,
     )
+    manager.tiers.erase = None if store is None else store.erase
 
 
 def _disk(

@@ -62,7 +62,7 @@ class PlaceFile:
         self._index = _open_private(directory / f"{kind}.index")
         self._lock = threading.Lock()
         self._entries: dict[int, Entry] = {}
-        self._stamp = 0
+        self._stamp = self._erased = 0
         if os.pread(self._index, HEADER.size, 0) != self._header:
             os.ftruncate(self._index, 0)
             os.ftruncate(self._data, 0)
@@ -95,14 +95,24 @@ class PlaceFile:
         with self._lock:
             self._entries.pop(place, None)
             self._stamp += 1
-            stamp = self._stamp
+            stamp, erased = self._stamp, self._erased
         at = HEADER.size + (place - 1) * ENTRY.size
         _write_all(self._index, bytes(ENTRY.size), at)
         _write_all(self._data, content, (place - 1) * self.place_bytes)
         entry = Entry(place, key, stamp, time.time(), len(content), zlib.crc32(content))
-        _write_all(self._index, _packed(entry), at)
         with self._lock:
-            self._entries[place] = entry
+            if erased == self._erased:
+                _write_all(self._index, _packed(entry), at)
+                self._entries[place] = entry
+
+    def erase(self) -> None:
+        """Forget everything; what threads are writing now is forgotten, too."""
+        with self._lock:
+            self._entries.clear()
+            self._erased += 1
+            os.ftruncate(self._index, HEADER.size)
+            os.ftruncate(self._index, HEADER.size + self.places * ENTRY.size)
+            os.ftruncate(self._data, 0)
 
     def read(self, place: int, key: bytes, into: memoryview) -> None:
         """Raises DamagedPlace, or OSError if the disk cannot be read."""
@@ -139,6 +149,10 @@ class DiskStore:
             self.files = {kind: PlaceFile(self.path, kind, places[kind], place_bytes[kind], identity) for kind in KINDS}
         except OSError as error:
             raise _unusable(self.path, error) from error
+
+    def erase(self) -> None:
+        for file in self.files.values():
+            file.erase()
 
     def close(self) -> None:
         for file in self.files.values():

@@ -440,10 +440,12 @@ class StateManager:
         if self.tiers is not None:
             self.tiers.check()
 
-    def forget(self) -> None:
-        """Empty the prefix cache."""
+    def forget(self, everywhere: bool = False) -> None:
+        """Empty the prefix cache, on the device or on all tiers."""
         self.pages.forget()
         self.slots.forget()
+        if self.tiers is not None and everywhere:
+            self.tiers.forget()
 
     def journal(self) -> KeyJournal:
         """Follow the prefix cache from now on."""

@@ -67,7 +67,12 @@ class Pool:
     @property
     def available(self) -> int:
         """Places that `take` could return now."""
-        return len(self._free) + self._unused + self._cached
+        return self.free + self._cached
+
+    @property
+    def free(self) -> int:
+        """Places without content."""
+        return len(self._free) + self._unused
 
     @property
     def cached(self) -> int:
@@ -77,7 +82,7 @@ class Pool:
     @property
     def clean(self) -> int:
         """Places that `take` returns without giving up content that is nowhere else."""
-        return len(self._free) + self._unused + len(self._first)
+        return self.free + len(self._first)
 
     @property
     def coming(self) -> int:
@@ -296,6 +301,8 @@ class Pool:
         self._cached = 0
         self._key = [None] * len(self._key)
         self._by_key.clear()
+        if self.fresh is not None:
+            self.fresh.clear()
         if self.journal is not None:
             self.journal.reset()
 

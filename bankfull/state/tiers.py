@@ -90,6 +90,11 @@ class LowerTier:
     def find(self, key: Key) -> int | None:
         return self.pool(key).find(key)
 
+    def forget(self) -> None:
+        self.pages.forget()
+        self.slots.forget()
+        self._dirty.clear()
+
     def wish(self, key: Key) -> None:
         """This content shall be copied here soon."""
         self._dirty.append(key)
@@ -167,10 +172,25 @@ class Tiers:
         self._page_bytes, self._slot_bytes = page_bytes, slot_bytes
         self._eager = [tier for tier in self.lower if tier.eager]
         self._near = [tier for tier in self.lower if not tier.eager]
+        self.erase: Callable[[], None] | None = None
+        """Clears what outlives the process."""
         self._arriving: dict[Key, list[Fetch]] = {}
         """Keys on their way to the device, and the fetches that wait for them."""
         for pool in (pages, slots):
             pool.fresh = deque() if self._eager else None
+
+    def bytes_in(self, tier: LowerTier) -> tuple[int, int]:
+        """Bytes that a tier holds, and that it could hold."""
+        sizes = ((tier.pages, self._page_bytes), (tier.slots, self._slot_bytes))
+        used = sum((pool.size - pool.free) * nbytes for pool, nbytes in sizes)
+        return used, sum(pool.size * nbytes for pool, nbytes in sizes)
+
+    def forget(self) -> None:
+        """Forget the content of all lower tiers; on the disk, too."""
+        for tier in self.lower:
+            tier.forget()
+        if self.erase is not None:
+            self.erase()
 
     def device_pool(self, key: Key) -> Pool:
         return self._slots if key[0] == SLOT else self._pages

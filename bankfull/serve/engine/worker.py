@@ -15,20 +15,19 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bankfull.collector import garbage_collector_off
 from bankfull.errors import BankfullError, RequestError
 from bankfull.fleet.prefix_report import PrefixReporter
-from bankfull.fleet.reports import routing_figures
 from bankfull.outputs import Delta
 from bankfull.progress import PROGRESS
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.engine.begin_report import BeginReporter
+from bankfull.serve.engine.gauge import Gauge
 from bankfull.serve.engine.loaded_weights import LoadedWeights
 from bankfull.serve.engine.wire import (
     Abort,
@@ -40,7 +39,6 @@ from bankfull.serve.engine.wire import (
     FromEngine,
     Inbox,
     Later,
-    Load,
     LoadingPhase,
     MessageHead,
     NotAMessage,
@@ -58,11 +56,8 @@ from bankfull.serve.engine.wire import (
 )
 
 if TYPE_CHECKING:
-    from bankfull.engine import Engine
     from bankfull.frontend import Pending
-    from bankfull.limits.meter.closed_form import ClosedForm
     from bankfull.llm import LLM
-    from bankfull.types import StepPlan
 
 NICENESS = 5
 """Added to the API's niceness: the engine uses all cores."""
@@ -74,81 +69,6 @@ SWITCH_SECONDS = 0.0005
 STEP_MS = 250.0
 """Milliseconds that running requests wait at most for the prefill of another one; the default of step_ms."""
 WARM_PROMPT, WARM_TOKENS = 64, 4
-
-
-class Gauge:
-    """Counters of the engine's load and work, updated step by step so that reading them costs nothing. `form`: the cost
-    model of a step; without it bytes and arithmetic are not counted. `paced`: the load has the pace of the last steps
-    and the cached pages, for routing."""
-
-    def __init__(self, engine: Engine[Any], form: ClosedForm | None, paced: bool = False) -> None:
-        self._engine = engine
-        self._form = form
-        self._waiting: dict[Hashable, int] = {}
-        self._waiting_tokens = 0
-        self._queries = self._hits = 0
-        self._bytes = self._flops = 0.0
-        self._decode_busy = self._decode_bytes = self._decode_flops = 0.0
-        self._busy = self._engine.totals.busy
-        self._decodes = False
-        self._engine.on_launch.append(self._note)
-        self._paced = paced
-        if paced:
-            self._engine.scheduler.pace.measured = True
-
-    def queued(self, request: Hashable, tokens: int) -> None:
-        self._waiting[request] = tokens
-        self._waiting_tokens += tokens
-
-    def gone(self, request: Hashable) -> None:
-        """A request has left the queue: it runs, or was aborted."""
-        self._waiting_tokens -= self._waiting.pop(request, 0)
-
-    def load(self) -> Load:
-        """The load after a step."""
-        engine, scheduler, pages = self._engine, self._engine.scheduler, self._engine.scheduler.state.pages
-        if self._decodes:
-            self._decode_busy += engine.totals.busy - self._busy
-        self._busy = engine.totals.busy
-        return Load(
-            scheduler.running,
-            scheduler.waiting,
-            self._waiting_tokens,
-            pages.size - pages.available,
-            pages.size,
-            self._queries,
-            self._hits,
-            scheduler.preemptions,
-            engine.totals.steps,
-            self._busy,
-            self._bytes,
-            self._flops,
-            self._decode_busy,
-            self._decode_bytes,
-            self._decode_flops,
-            *(routing_figures(engine.scheduler) if self._paced else (0.0, 0.0, 0)),
-            list(engine.totals.drafted),
-            list(engine.totals.accepted),
-            engine.totals.sampled,
-        )
-
-    def _note(self, plan: StepPlan) -> None:
-        for enter in plan.enter:
-            self.gone(enter.request)
-            if not enter.child and len(enter.tokens) == enter.prompt_len:
-                self._queries += enter.prompt_len
-                self._hits += enter.computed
-        self._decodes = all(work.count == 1 for work in plan.work)
-        if self._form is None or not plan.work:
-            return
-        from bankfull.limits.meter.step import StepShape
-
-        cost = self._form.cost(StepShape.of(plan.work))
-        self._bytes += cost.bytes
-        self._flops += cost.flops
-        if self._decodes:
-            self._decode_bytes += cost.bytes
-            self._decode_flops += cost.flops
 
 
 class Worker:
@@ -367,7 +287,7 @@ class Worker:
     def _reset(self, question: int) -> None:
         state = self._front.engine.scheduler.state
         freed = state.pages.census().cached
-        state.forget()
+        state.forget(everywhere=True)
         self._say(Forgotten(question, freed))
 
     def _tell(self, deltas: list[Delta]) -> None:

@@ -1,0 +1,102 @@
+"""`bankfull cache`: the disk tier's files (`--kv-disk`), which outlive the processes that wrote them."""
+
+from __future__ import annotations
+
+import json as json_text
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bankfull.cli.options import Json
+
+if TYPE_CHECKING:
+    from bankfull.state.disk import Stored
+
+cache = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="List and delete cached prefixes on disk (--kv-disk)."
+)
+Where = Annotated[
+    Path | None, typer.Option(help="The directory given to --kv-disk.", show_default="kv in the cache directory")
+]
+
+
+def _found(path: Path | None) -> tuple[Path, list[Stored]]:
+    from bankfull.errors import ConfigError
+    from bankfull.paths import cache_dir
+    from bankfull.state.disk import stored
+
+    root = cache_dir() / "kv" if path is None else path.expanduser()
+    if path is not None and not root.is_dir():
+        raise ConfigError(f"{root} is not a directory; give the one that --kv-disk named.")
+    return root, list(stored(root))
+
+
+def _fields(one: Stored) -> dict[str, Any]:
+    return {
+        "path": str(one.path),
+        "model": one.about.get("model"),
+        "dtype": one.about.get("dtype"),
+        "device": one.about.get("device"),
+        "bytes": one.nbytes,
+        "entries": one.entries,
+        "used": one.used,
+        "in_use": one.locked,
+    }
+
+
+@cache.command()
+def info(*, path: Where = None, json: Json = False) -> None:
+    """What is stored, by model."""
+    from bankfull.runtime.memory import shown
+
+    root, found = _found(path)
+    if json:
+        print(json_text.dumps({"path": str(root), "caches": [_fields(one) for one in found]}))
+        return
+    if not found:
+        print(f"Nothing is stored in {root}.")
+        return
+    print(f"{root}: {shown(sum(one.nbytes for one in found))}")
+    for one in found:
+        age = "" if not one.used else f", last used {_ago(time.time() - one.used)}"
+        now = ", in use" if one.locked else ""
+        print(f"  {one.about.get('model') or 'unknown'}: {one.entries} entries, {shown(one.nbytes)}{age}{now}")
+        print(f"    {one.path.name}")
+
+
+@cache.command()
+def clear(
+    model: Annotated[
+        str | None, typer.Argument(help="Delete only what belongs to this model, as `info` names it.")
+    ] = None,
+    *,
+    path: Where = None,
+    json: Json = False,
+) -> None:
+    """Delete what is stored. A cache that a process uses is left alone."""
+    from bankfull.errors import ConfigError
+    from bankfull.runtime.memory import shown
+    from bankfull.state.disk import remove
+
+    root, found = _found(path)
+    wanted = [one for one in found if model is None or one.about.get("model") == model]
+    if model is not None and not wanted:
+        known = ", ".join(sorted({str(one.about.get("model")) for one in found})) or "none"
+        raise ConfigError(f"{root} has no cache of {model[:80]!r}; it has: {known}.")
+    removed = [one for one in wanted if remove(one)]
+    kept = [one for one in wanted if one not in removed]
+    if json:
+        print(json_text.dumps({"removed": [_fields(one) for one in removed], "in_use": [_fields(one) for one in kept]}))
+        return
+    print(f"Deleted {shown(sum(one.nbytes for one in removed))} in {root}.")
+    for one in kept:
+        print(f"{one.about.get('model') or one.path.name} is in use: stop the process, or reset its prefix cache.")
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return "just now"
