@@ -104,6 +104,7 @@ class Aside:
         for seq in islice(waiting, free_rows + AHEAD):
             if seq.parent is None and not seq.sought and seq.request.reuse:
                 self._seek(seq)
+        tiers.advance()
 
     def _swap_out(self, waiting: Iterable[Sequence]) -> bool:
         """When free places run short, copy the parked sequence that runs again last to the host, so that its places are

@@ -27,6 +27,8 @@ IN_FLIGHT_BYTES = 64 << 20
 for."""
 NEAR = 0.125
 """Content is copied to the host when fewer than this fraction of the device's places are free."""
+STARTED_AT_ONCE = 64
+"""Transfers to the device that one plan starts."""
 PAUSE_SECONDS = 10.0
 """A tier that could not be written, because it is full for example, is left alone for this time."""
 
@@ -142,13 +144,15 @@ class Fetch:
     begun: float
     held: list[tuple[Pool, int]] = field(default_factory=list)
     """Places of the device that it holds until the sequence is admitted."""
+    todo: deque[Key] = field(default_factory=deque)
+    """Content whose transfer has not started."""
     pending: int = 0
     """Transfers under way that it waits for."""
     released: bool = False
 
     @property
     def done(self) -> bool:
-        return not self.pending
+        return not self.pending and not self.todo
 
 
 class Tiers:
@@ -174,6 +178,8 @@ class Tiers:
         self._near = [tier for tier in self.lower if not tier.eager]
         self.erase: Callable[[], None] | None = None
         """Clears what outlives the process."""
+        self._fetches: deque[Fetch] = deque()
+        """With content whose transfer has not started."""
         self._arriving: dict[Key, list[Fetch]] = {}
         """Keys on their way to the device, and the fetches that wait for them."""
         for pool in (pages, slots):
@@ -282,14 +288,14 @@ class Tiers:
 
     @property
     def waits(self) -> bool:
-        """Whether write-behind has more to do."""
-        fresh = bool(self._pages.fresh) or bool(self._slots.fresh)
+        """Whether there are copies that have not started."""
+        fresh = bool(self._pages.fresh) or bool(self._slots.fresh) or bool(self._fetches)
         return fresh or any(tier.wishes() for tier in self.lower)
 
     def wake_at(self) -> float | None:
         """When write-behind may go on although nothing else happens; None if it need not."""
         now = self._clock()
-        if self._pages.fresh or self._slots.fresh:
+        if self._pages.fresh or self._slots.fresh or self._fetches:
             return now
         return min((at for tier in self.lower if (at := tier.wake_at(now)) is not None), default=None)
 
@@ -320,9 +326,9 @@ class Tiers:
 
     def fetch(self, keys: Sequence[Key], length: int, expected: float) -> Fetch | None:
         """Bring this content to the device, and hold it there until `release`; None when the device has no room, or
-        something of it is nowhere."""
+        something of it is nowhere. The keys are in the order of their tokens."""
         there: list[tuple[Pool, int]] = []
-        lacking: list[Key] = []
+        lacking: deque[Key] = deque()
         for key in keys:
             pool = self.device_pool(key)
             if (place := pool.find(key)) is not None:
@@ -335,23 +341,45 @@ class Tiers:
             taken = sum(1 for key in lacking if self.device_pool(key) is pool and key not in self._arriving)
             if taken > pool.available - sum(1 for own, place in there if own is pool and pool.is_cached(place)):
                 return None
-        made = Fetch(length, expected, self._clock())
+        made = Fetch(length, expected, self._clock(), todo=lacking)
         for pool, place in there:
             pool.share(place)
             made.held.append((pool, place))
-        for key in lacking:
-            made.pending += 1
-            if key in self._arriving:
-                self._arriving[key].append(made)
-            else:
-                self._arriving[key] = [made]
-                self._copy_up(key)
+        self._fetches.append(made)
         return made
+
+    def advance(self) -> None:
+        """Start the next copies of the fetches. Only a few start in each plan, so that the device copies while the host
+        prepares the next ones."""
+        left = STARTED_AT_ONCE
+        while self._fetches and left:
+            fetch = self._fetches[0]
+            while fetch.todo and left:
+                left -= 1
+                self._bring(fetch.todo.popleft(), fetch)
+            if fetch.todo:
+                return
+            self._fetches.popleft()
+
+    def _bring(self, key: Key, fetch: Fetch) -> None:
+        pool = self.device_pool(key)
+        if (place := pool.find(key)) is not None:  # it has come by other ways
+            pool.share(place)
+            fetch.held.append((pool, place))
+        elif key in self._arriving:
+            fetch.pending += 1
+            self._arriving[key].append(fetch)
+        elif self.find(key) is None or not pool.available:
+            fetch.todo.clear()  # what comes after it is worth nothing
+        else:
+            fetch.pending += 1
+            self._arriving[key] = [fetch]
+            self._copy_up(key)
 
     def _copy_up(self, key: Key) -> None:
         found, pool, nbytes = self.find(key), self.device_pool(key), self.bytes_of(key)
         taken = pool.take(1)
-        assert found is not None and taken is not None, "fetch() has counted"
+        assert found is not None and taken is not None, "_bring() has looked"
         (tier, below), (place,) = found, taken
         source = tier.pool(key)
         source.share(below)
@@ -377,6 +405,7 @@ class Tiers:
     def release(self, fetch: Fetch) -> None:
         """The sequence was admitted, or does not wait for it any longer."""
         fetch.released = True
+        fetch.todo.clear()
         for pool, place in fetch.held:
             pool.drop(place, -1)
         fetch.held.clear()
