@@ -37,11 +37,12 @@ def test_lossy_pages_lose_the_same_with_every_feature(
     page: int,
     strategy: str,
     resumed: bool,
+    tiers: str,
     kv: str,
     kit: str,
 ) -> None:
     made = (torch.float64, "torch") if kit == "bodies" else (torch.float32, "auto")
-    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, *made, LOSSY[kv])
+    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, tiers, *made, LOSSY[kv])
 
 
 @pytest.mark.parametrize("kv", LOSSY)

@@ -44,7 +44,7 @@ def state_facts(files: ModelFiles, build: Build, run: RunConfig) -> dict[str, An
         "weights": weights_fingerprint(files.path),
         "config": files.config,
         "dtype": str(build.dtype),
-        "activations": build.kit.activations,
+        "activations": build.activations.name,
         "quantize": run.quantize,
         "speculative": run.speculative,
         "device": build.kit.device,
