@@ -225,7 +225,10 @@ def check(
             assert bench.finish[i, child] == "length"
     longest = max((group.page_tokens for group in bench.runner.layout.paged), default=0)
     if cache == "warm" and longest < len(asked[0]):  # a small draft model has more tokens in a page than the target
-        assert bench.cached[0] > 0, "the prefix cache was never hit"
+        hits = [
+            bench.cached[i] for i in range(len(asked))
+        ]  # with tiers, the device's pool is too small for all of them
+        assert max(hits if tiers else hits[:1]) > 0, "the prefix cache was never hit"
     if cache == "off":
         assert not any(bench.cached.values())
     # One token a step leaves no room for guesses; a sample that was nearly complete elsewhere leaves only a few.
@@ -246,9 +249,9 @@ def cases() -> Iterator[object]:
 
 def other_cases(shape: str, strategy: str) -> Iterator[Case]:
     """The rest of the product for a shape and a strategy: too many for one test each, which pytest would collect in
-    every run."""
+    every run. Host memory and disk come together here; each alone is among the pairs."""
     place = {name: i for i, name in enumerate(SETTINGS)}
-    for case in itertools.product(*SETTINGS.values()):
+    for case in itertools.product(*(SETTINGS | {"tiers": ("", "both")}).values()):
         if case[place["shape"]] == shape and case[place["strategy"]] == strategy and case not in FEW:
             yield case
 

@@ -190,7 +190,7 @@ def test_a_disk_that_never_answers_is_given_up(
     monkeypatch.setattr(PlaceFile, "read", hanging)
     again = made(tmp_path)
     scheduler = again.loaded.engine.scheduler
-    now = [0.0]
+    now = [time.monotonic()]
     scheduler.aside._clock = lambda: now.__setitem__(0, now[0] + 0.5) or now[0]  # type: ignore[func-returns-value]
     assert answer(again) == (expected, 0)
     assert scheduler.aside.counts.late == 1

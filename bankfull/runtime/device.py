@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch import dtype as DType
 
 from bankfull.config import cpu_step_tokens
 from bankfull.errors import ConfigError
@@ -125,7 +126,7 @@ class Device(Protocol):
         """The same for a thread of its own, which waits for each copy. Called on that thread."""
         ...
 
-    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def host_memory(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Uninitialized host memory that the device copies from and to at full speed."""
         ...
 
@@ -222,7 +223,7 @@ class Cpu:
     def blocking_copy(self) -> CopyNow:
         return copy_now
 
-    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def host_memory(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def free_memory(self) -> int:
@@ -322,7 +323,7 @@ class Cuda:
 
         return copy
 
-    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def host_memory(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def free_memory(self) -> int:

@@ -204,7 +204,7 @@ class Mover:
         # A page in host memory is one run of bytes, which needs no buffer.
         direct = not transfer.slot and other[0].device.type == "cpu"
         whole = other[0] if direct else buffer
-        content = memoryview(whole.numpy())
+        content = memoryview(whole.numpy())  # type: ignore[arg-type]  # numpy's stubs name no Buffer for Python 3.11
         if reads:
             file.read(transfer.src.place, transfer.key, content)
             if not direct:

@@ -24,7 +24,7 @@ def plain_steps(scheduler: Scheduler) -> int:
     state, running = scheduler.state, scheduler._running
     if not running or scheduler.waiting or scheduler._inflight or state.windowed or state.snapshots is not None:
         return 0
-    if state.pinned or running[-1].batch:
+    if state.moving or running[-1].batch:
         return 0
     steps = 1 << 30
     for seq in running:
