@@ -24,6 +24,7 @@ from bankfull.layers.batch import Batch
 from bankfull.runtime.batch import blank_batch, replayed_batch
 from bankfull.runtime.captured_chunks import Chunks, blank_angles, rotation_of
 from bankfull.runtime.forward import ChoosingStep, Eager
+from bankfull.runtime.graphs import record
 from bankfull.runtime.memory import shown
 from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
@@ -222,10 +223,7 @@ class Captured:
     def _record(self, size: int, width: int) -> RecordedStep:
         batch = self._blank(size, width)
         self._launch(batch, size, width)  # compiles the missing kernels, and makes what is made once
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
-            hidden = self._launch(batch, size, width)
+        graph, hidden = record(lambda: self._launch(batch, size, width), self.pool)
         return RecordedStep(graph, batch, hidden, self.eager.tapped)
 
     def _best(self, batch: Batch, size: int) -> None:
@@ -257,11 +255,7 @@ class Captured:
 
     def _record_choice(self, size: int, kind: str) -> torch.cuda.CUDAGraph:
         self._choice(size, kind)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
-            self._choice(size, kind)
-        return graph
+        return record(lambda: self._choice(size, kind), self.pool)[0]
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
         """The step's hidden states if its kind was recorded: prompts, or one known token and some drafts in each

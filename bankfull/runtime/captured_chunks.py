@@ -23,6 +23,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.rope import Rope
 from bankfull.runtime.batch import blank_batch, replayed_batch
 from bankfull.runtime.forward import Eager
+from bankfull.runtime.graphs import record
 from bankfull.runtime.rows import Rows
 from bankfull.types import Work
 
@@ -71,10 +72,7 @@ class Chunks:
         self.prepare(tokens)
         for kind in self.recorded.values():
             self._launch(kind)  # compiles the missing kernels, and makes what is made once
-            torch.cuda.synchronize()
-            kind.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(kind.graph, pool=pool, stream=torch.cuda.current_stream()):
-                self._launch(kind)
+            kind.graph, _ = record(partial(self._launch, kind), pool)
 
     def kinds(self, tokens: int) -> Iterator[Callable[[], None]]:
         """Each step that `capture` would record, as a call that only launches it. Steps with both kinds of attention

@@ -16,6 +16,7 @@ from torch import Tensor
 from bankfull.decode.strategy import Verdict
 from bankfull.runtime.captured import DRAWN, GREEDY, Captured, StepKind
 from bankfull.runtime.device import MoveTokens
+from bankfull.runtime.graphs import record
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import Sampled
 from bankfull.state.storage import Storage
@@ -79,11 +80,7 @@ class CapturedVerify:
     def _record(self, kind: StepKind, choice: str) -> None:
         recorded = self._recorded[kind, choice] = self._blank(kind)
         self._launch(kind, choice, recorded)  # compiles the missing kernels, and makes what is made once
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._steps.pool, stream=torch.cuda.current_stream()):
-            self._launch(kind, choice, recorded)
-        recorded.graph = graph
+        recorded.graph, _ = record(lambda: self._launch(kind, choice, recorded), self._steps.pool)
 
     def _blank(self, kind: StepKind) -> RecordedVerification:
         def zeros(*shape: int) -> Tensor:

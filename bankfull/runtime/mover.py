@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
-from bankfull.runtime.device import Copying, CopyNow, Device
+from bankfull.runtime.device import Copying, CopyNow, Device, usable_cores
 from bankfull.state.disk import DamagedPlace, DiskStore
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
@@ -27,7 +27,8 @@ from bankfull.types import Address, Tier, Transfer
 
 log = logging.getLogger("bankfull")
 
-DISK_THREADS = 2
+DISK_THREADS = max(2, min(4, usable_cores() // 4))
+"""One thread reads at the disk's rate, but checks what it has read in between."""
 CHUNK_BYTES = 1 << 30
 """Host memory is allocated in pieces of at most this size: pinned memory of other sizes is rounded up to a power of
 two."""

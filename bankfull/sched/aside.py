@@ -98,7 +98,7 @@ class Aside:
         tiers = self._state.tiers
         if tiers is None:
             return
-        if self._swap_out(waiting):
+        if tiers.swap_more() or self._swap_out(waiting):
             return  # what comes in would take the room that is being made
         tiers.write_behind()
         for seq in islice(waiting, free_rows + AHEAD):

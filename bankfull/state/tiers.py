@@ -180,6 +180,8 @@ class Tiers:
         """Clears what outlives the process."""
         self._fetches: deque[Fetch] = deque()
         """With content whose transfer has not started."""
+        self._leaving: deque[tuple[Key, int]] = deque()
+        """Content that is swapped out, and its places, which are held until its transfer starts."""
         self._arriving: dict[Key, list[Fetch]] = {}
         """Keys on their way to the device, and the fetches that wait for them."""
         for pool in (pages, slots):
@@ -193,6 +195,7 @@ class Tiers:
 
     def forget(self) -> None:
         """Forget the content of all lower tiers; on the disk, too."""
+        self._let_stay()
         for tier in self.lower:
             tier.forget()
         if self.erase is not None:
@@ -270,14 +273,36 @@ class Tiers:
         return True
 
     def swap_out(self, keys: Sequence[Key]) -> bool:
-        """Copy these to the host at once: their places are needed, and a parked sequence will come back to them. It is
-        True if a copy has started."""
+        """Copy these to the host: their places are needed, and a parked sequence will come back to them. It is True if
+        copies have started; `swap_more` starts the rest."""
+        for key in keys if self._near else ():
+            pool = self.device_pool(key)
+            if (place := pool.find(key)) is not None:
+                pool.share(place)
+                pool.leaving += 1
+                self._leaving.append((key, place))
+        return self.swap_more()
+
+    def swap_more(self) -> bool:
+        """Start the next copies of what is swapped out, as few at once as in `advance`. True if one has started."""
         before = len(self._moves)
-        for tier in self._near:
-            for key in keys:
-                if not self._copy_down(tier, key):
-                    break
+        while self._leaving and len(self._moves) < before + STARTED_AT_ONCE:
+            key, place = self._leaving.popleft()
+            fits = all(self._copy_down(tier, key) for tier in self._near)
+            self._let_go(key, place)
+            if not fits:
+                self._let_stay()
         return len(self._moves) > before
+
+    def _let_stay(self) -> None:
+        """Swap out no more."""
+        while self._leaving:
+            self._let_go(*self._leaving.popleft())
+
+    def _let_go(self, key: Key, place: int) -> None:
+        pool = self.device_pool(key)
+        pool.leaving -= 1
+        pool.drop(place, -1)
 
     @property
     def short(self) -> bool:
@@ -289,13 +314,13 @@ class Tiers:
     @property
     def waits(self) -> bool:
         """Whether there are copies that have not started."""
-        fresh = bool(self._pages.fresh) or bool(self._slots.fresh) or bool(self._fetches)
+        fresh = bool(self._pages.fresh) or bool(self._slots.fresh) or bool(self._fetches) or bool(self._leaving)
         return fresh or any(tier.wishes() for tier in self.lower)
 
     def wake_at(self) -> float | None:
         """When write-behind may go on although nothing else happens; None if it need not."""
         now = self._clock()
-        if self._pages.fresh or self._slots.fresh or self._fetches:
+        if self._pages.fresh or self._slots.fresh or self._fetches or self._leaving:
             return now
         return min((at for tier in self.lower if (at := tier.wake_at(now)) is not None), default=None)
 

@@ -141,6 +141,7 @@ def measure_host(session: TieredSession, length: int, reps: int, report: dict[st
         reach = (length - 1) // state.layout.block_tokens * state.layout.block_tokens
         keys = session.keys(prompt, reach)
         nbytes = sum(tiers.bytes_of(key) for key in keys)
+        session.settle()  # the disk's write-behind
         begun = perf_counter()
         tiers.swap_out(keys)
         session.settle()

@@ -527,7 +527,7 @@ def route(draw: Draw, tokens: int) -> Made:
     """Equal logits among them, which must not change places."""
     for rule in (RoutingRule(128, 8, renormalize=True), RoutingRule(256, 8, "sigmoid", True, 2.5, 8, 4, 2)):
         order = draw.normal(tokens, rule.experts).argsort(-1)
-        logits = (order // 2 * 0.125 - 4).to(draw.dtype)
+        logits = (order // 2 * 0.125 - 8).to(draw.dtype)  # larger ones have sigmoids that float32 cannot tell apart
         yield f"{rule.experts} experts", Case((logits, None, rule), draw.dtype, {"experts": rule.experts})
 
 

@@ -19,6 +19,7 @@ from bankfull.types import CanvasShape, StepPlan, Work
 from tests.sim.device import Device, Footprint, SimulationError, demand
 from tests.sim.oracle import extend, next_token
 from tests.sim.scenario import Scenario, scenario_of
+from tests.sim.tiers import LowerTiers
 from tests.sim.world import Receipt, Summary, World
 
 WHOLE = 1 << 30
@@ -70,8 +71,8 @@ def denoising_of(seed: int) -> DenoisingScenario:
 
 
 class DenoisingDevice(Device):
-    def __init__(self, scenario: Scenario, canvas: CanvasShape) -> None:
-        super().__init__(scenario.layout, scenario.vocab, Random(scenario.seed + 2), scenario.error_rate)
+    def __init__(self, scenario: Scenario, canvas: CanvasShape, lower: LowerTiers | None) -> None:
+        super().__init__(scenario.layout, scenario.vocab, Random(scenario.seed + 2), scenario.error_rate, lower)
         self.canvas = canvas
         self.left: dict[int, int] = {}
         """Masked tokens of the block of a sequence, by its key."""
@@ -123,7 +124,7 @@ class DenoisingWorld(World):
         canvas = Canvas(made.canvas, LONGEST)
         self.sched = Scheduler(made.plain.sched, self.state, lambda: self.clock, canvas=canvas)
         self.sched.pace = Pace(0.0, least=1)
-        self.device = DenoisingDevice(made.plain, made.canvas)
+        self.device = DenoisingDevice(made.plain, made.canvas, self.device.lower)
         self.runner = self.device
 
     def _arrive(self) -> None:

@@ -69,7 +69,7 @@ def prepare(weight: QTensor) -> SparseWeight:
     elif library.fits((outputs, columns)):
         dense = weight.dequantize(dtype).contiguous()
         packed = library.library.compress(dense)
-        kept = packed[: outputs * columns // 2].view(outputs, columns // 2)
+        kept = packed.flatten()[: outputs * columns // 2].view(outputs, columns // 2)
         found = positions_in(kept, dense)
         if found is None:
             _tell_opaque()

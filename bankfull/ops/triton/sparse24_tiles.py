@@ -66,7 +66,7 @@ def sparse_tiles_kernel(
     column = 4 * split * share + tl.arange(0, 4 * WORDS)
     kept = words + 4 * first[:, None] + word[None, :]
     places = positions + first[:, None] + quad[None, :]
-    second = outputs.to(tl.int64) * quads
+    second = tl.cast(outputs, tl.int64) * quads  # a plain number if there is one output
     inputs = x + line[:, None].to(tl.int64) * x_stride + column[None, :]
     wait_for_inputs(OVERLAP)
     total = tl.zeros((OUT, ROWS), tl.float32)
