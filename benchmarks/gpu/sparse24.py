@@ -2,7 +2,7 @@
 
 2:4 sparse linear layers beside dense ones in bfloat16, for the shapes of an 8B model. Chains of launches over more
 weights than any cache holds are captured and replayed in turns. TFLOP/s count the zeros, too, so that both columns mean
-the same work. --sweep times other plans of our kernels, and every algorithm of cuSPARSELt.
+the same work. --sweep times other plans of our kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ ROWS = "1,16,64,256,2048,16384"
 TRAFFIC = 600e6
 """Bytes of dense weights in a chain, at least: several times the cache."""
 PAIRS = 7
-ALGORITHMS = 64
 """More than cuSPARSELt has for one product."""
 Product = Callable[[], object]
 
@@ -52,7 +51,7 @@ class PrunedWeights(RandomWeights):
 
 
 def chain(products: Sequence[Product]) -> torch.cuda.CUDAGraph:
-    for product in products[:2]:  # compiles, and times the library's algorithms
+    for product in products[:2]:  # compiles
         product()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -128,10 +127,9 @@ class Layer:
         for label, product in ways(rows, x, self.sparse[0]):
             try:
                 found.append((alone([partial(product, weight) for weight in self.sparse]), label))
-            except Exception as error:  # a plan that does not fit the device, or an algorithm that there is not
+            except Exception as error:  # a plan that does not fit the device
                 torch.cuda.synchronize()
-                if not label.startswith("algorithm"):
-                    print(f"         {label}: {' '.join(str(error).split())[:100]}")
+                print(f"         {label}: {' '.join(str(error).split())[:100]}")
         for taken, label in sorted(found)[:8]:
             print(f"         {self.shown(rows, taken, self.sparse[0].nbytes)}  {label}", flush=True)
 
@@ -139,11 +137,7 @@ class Layer:
 def ways(rows: int, x: Tensor, first: SparseWeight) -> Iterator[tuple[str, Callable[[SparseWeight], Tensor]]]:
     """Other ways to compute a product."""
     if first.packed is not None and not rows % sparse24_library.ROWS:
-        for algorithm in range(ALGORITHMS):
-            yield (
-                f"algorithm {algorithm}",
-                lambda weight, own=algorithm: sparse24_library.library.multiply(weight.packed, x, None, own),
-            )
+        yield "cuSPARSELt", lambda weight: sparse24_library.library.multiply(weight.packed, x, None)
     if first.words is None:
         return
     if rows == 1:
@@ -178,9 +172,8 @@ def int8_compared(rows: int) -> None:
     try:
         packed = torch._cslt_compress(kept.flatten(-2))
         kind = {"out_dtype": torch.bfloat16, "transpose_result": True}
-        best = int(torch._cslt_sparse_mm_search(packed, x.t(), **kind))
-        again = alone([lambda: torch._cslt_sparse_mm(packed, x.t(), alg_id=best, **kind)] * 4)
-        print(f" | sparse {work / again:7.1f} TOP/s, algorithm {best} | {taken / again:5.2f}x")
+        again = alone([lambda: torch._cslt_sparse_mm(packed, x.t(), **kind)] * 4)
+        print(f" | sparse {work / again:7.1f} TOP/s | {taken / again:5.2f}x")
     except RuntimeError as error:
         print(f" | sparse: {' '.join(str(error).split())[:120]}")
 
@@ -215,7 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rows, (dense, sparse) in totals.items():
             both = f"dense {dense * 1e6:9.1f} us, sparse {sparse * 1e6:9.1f} us"
             print(f"a layer of {rows:>5} rows: {both}, {dense / sparse:.2f}x")
-        print("algorithms:", {key[2:]: found for key, found in sparse24_library.algorithms.items()})
         if asked.sweep and reason is None:
             int8_compared(16384)
     return 0

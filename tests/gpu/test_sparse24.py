@@ -48,7 +48,7 @@ def test_our_kernels_and_the_library_share_the_kept_numbers() -> None:
 def test_a_captured_product_gives_the_bits_of_an_eager_one(rows: int) -> None:
     weight = prepare(weight_of(SCHEMES["bf16_2of4"], OUTER, INNER))
     x = torch.randn(rows, INNER, device=DEVICE, dtype=DTYPE)
-    wanted = sparse24.run_linear(x, weight)  # times the library's algorithms
+    wanted = sparse24.run_linear(x, weight)
     torch.cuda.synchronize()
     with no_waiting():
         again = sparse24.run_linear(x, weight)

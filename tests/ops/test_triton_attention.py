@@ -16,7 +16,7 @@ from bankfull.ops.reference.attention import attend, paged_attention, write_page
 from bankfull.ops.reference.rounded_pages import write_pages_int8
 from bankfull.ops.triton import (
     attention,
-    attention_decode,
+    attention_decode_launch,
     attention_map,
     attention_prefill,
     attention_splits,
@@ -346,7 +346,7 @@ def test_tiles_cover_every_token_once_and_those_with_many_keys_come_first() -> N
 @pytest.mark.parametrize(("longest", "merged"), [(2 * 16, False), (3 * 16, True)])
 def test_a_sequence_is_split_only_if_it_has_enough_tiles(longest, merged, monkeypatch, watched) -> None:
     """Six pairs on four multiprocessors, at least two tiles per split."""
-    for module in (attention_decode, attention_splits):
+    for module in (attention_decode_launch, attention_splits):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
     change_plans(monkeypatch, least=2, programs=4)
     Inputs([1, 1, 1], [longest + 1, 5, 33], monkeypatch).check()

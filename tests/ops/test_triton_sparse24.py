@@ -162,9 +162,8 @@ class HostLibrary:
     reverses: bool = False
     """Whether the kept numbers are in another order."""
     fails: bool = False
-    searched: list[tuple[int, ...]] = field(default_factory=list)
-    used: list[tuple[int, int]] = field(default_factory=list)
-    """Rows and algorithm of each product."""
+    used: list[int] = field(default_factory=list)
+    """Rows of each product."""
     held: dict[int, Tensor] = field(default_factory=dict)
 
     def compress(self, dense: Tensor) -> Tensor:
@@ -179,14 +178,10 @@ class HostLibrary:
         self.held[made.data_ptr()] = dense
         return made
 
-    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None, algorithm: int) -> Tensor:
+    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         assert len(x) % sparse24_library.ROWS == 0 and x.is_contiguous()
-        self.used.append((len(x), algorithm))
+        self.used.append(len(x))
         return torch.nn.functional.linear(x, self.held[packed.data_ptr()], bias)
-
-    def search(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> int:
-        self.searched.append(tuple(x.shape))
-        return 3
 
 
 @pytest.fixture
@@ -195,7 +190,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostLibrary]:
     made = HostLibrary()
     monkeypatch.setattr(sparse24_library, "library", made)
     monkeypatch.setattr(sparse24_library, "missing", lambda device, dtype: None)
-    monkeypatch.setattr(sparse24_library, "algorithms", {})
     yield made
 
 
@@ -226,29 +220,8 @@ def test_many_rows_are_padded_and_multiplied_by_the_library(host: HostLibrary) -
     _, weight = pruned(64, 128)
     x, shift, made = normal(70, 128), normal(64, seed=1), prepare(weight)
     assert_close(sparse24.run_linear(x, made, shift), linear.body(x, weight, shift))
-    assert host.used == [(80, 3)]
+    assert host.used == [80]
     assert_close(sparse24.run_gated_linear(x, made, None, "silu"), gated_linear.body(x, weight, None, "silu"))
-
-
-@WITHOUT_GPU
-def test_algorithms_are_timed_once_for_a_shape_and_a_power_of_two_of_rows(host: HostLibrary) -> None:
-    made, other = prepare(pruned(64, 128)[1]), prepare(pruned(96, 128)[1])
-    for rows in (96, 128, 112, 130, 250):
-        sparse24.run_linear(normal(rows, 128), made)
-    assert host.searched == [(96, 128), (144, 128)]
-    sparse24.run_linear(normal(128, 128), other)
-    assert host.searched[2:] == [(128, 128)]
-    assert {algorithm for _, algorithm in host.used} == {3}
-
-
-@WITHOUT_GPU
-def test_without_a_search_the_default_algorithm_runs(host: HostLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(packed: Tensor, x: Tensor, bias: Tensor | None) -> int:
-        raise RuntimeError("no search")
-
-    monkeypatch.setattr(host, "search", refused)
-    sparse24.run_linear(normal(128, 128), prepare(pruned(64, 128)[1]))
-    assert host.used == [(128, sparse24_library.DEFAULT)]
 
 
 @WITHOUT_GPU
@@ -287,7 +260,7 @@ def test_a_trial_product_tells_why_the_library_is_not_used(monkeypatch: pytest.M
     assert sparse24_library.missing(cpu, torch.bfloat16) == "this is no CUDA device"
     assert sparse24_library.tried(cpu, torch.bfloat16) is None
     with monkeypatch.context() as wrong:
-        wrong.setattr(made, "multiply", lambda packed, x, bias, algorithm: torch.zeros(len(x), 256))
+        wrong.setattr(made, "multiply", lambda packed, x, bias: torch.zeros(len(x), 256))
         assert sparse24_library.tried(cpu, torch.bfloat16) == "cuSPARSELt's product was wrong by 100.0%"
     made.fails = True
     reason = sparse24_library.tried(cpu, torch.bfloat16)

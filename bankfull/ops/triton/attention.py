@@ -25,7 +25,7 @@ from bankfull.ops.reference.attention import (
     paged_attention,
 )
 from bankfull.ops.reference.rounded_pages import FP8, INT4, head_numbers, is_rounded
-from bankfull.ops.triton.attention_decode import MOST_TOKENS, launch_decode
+from bankfull.ops.triton.attention_decode_launch import MOST_TOKENS, launch_decode
 from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
 from bankfull.ops.triton.attention_prefill import launch_prefill
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write

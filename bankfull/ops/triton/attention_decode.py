@@ -10,24 +10,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bankfull.ops.reference.attention import TREE_TOKENS, HeadNorms
-from bankfull.ops.reference.rounded_pages import INT4, head_numbers, int4_group
 from bankfull.ops.triton.attention_rope import normed_and_rotated
 from bankfull.ops.triton.attention_splits import (
-    MERGED,
     merged,
-    most_queries,
-    scratch,
-    split_count,
-    split_plan,
-    tile_keys,
 )
 from bankfull.ops.triton.attention_tile import (
     bit_count,
     capped,
-    dot_dtype,
     halved,
     load_frames,
     offsets,
@@ -35,17 +25,15 @@ from bankfull.ops.triton.attention_tile import (
     online_softmax_one,
     online_softmax_paired,
     repeated,
-    score_factors,
+    split_bytes,
     store_heads,
     unpacked,
     visible_keys,
 )
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
-
-MOST_TOKENS = 16
-"""Sequences with more new tokens use the prefill kernel, unless they may have a tree."""
-WIDTHS = (1, 4, MOST_TOKENS, 32, TREE_TOKENS)
-"""New tokens per sequence that kernels are compiled for: padding rows of queries cost less than another kernel."""
+from bankfull.ops.triton.launch import (
+    start_next,
+    wait_for_inputs,
+)
 
 
 @triton.jit(do_not_specialize=["table_row", "splits", "window"])
@@ -123,10 +111,13 @@ def attention_decode(
     AT_ONCE: tl.constexpr,
     PRODUCT: tl.constexpr,
     GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """GROUP: numbers of a head that share an int4 scale; 0: pages hold no int4 codes. Even and odd numbers are
-    multiplied apart, because a byte holds one of each.
+    """GROUP: numbers of a head that share an int4 scale; 0: pages hold no int4 codes. WORDS: pages hold 8-bit codes,
+    which are read in words of two. Even and odd numbers are then multiplied apart, because a byte or a word holds one
+    of each.
 
     EARLY: load the first KV tile before the previous kernel has ended, which is safe because pages were written by
     earlier steps. (Lengths and page tables were written before the step's first kernel, which no later kernel
@@ -177,6 +168,9 @@ def attention_decode(
             factor = 1.0
         k_base = k_pages + key_head * k_page_head
         v_base = v_pages + key_head * v_page_head
+        if WORDS:
+            k_words = k_base.to(tl.pointer_type(tl.int16))
+            v_words = v_base.to(tl.pointer_type(tl.int16))
         table_base = table + sequence.to(tl.int64) * table_row
         low = base + split * share * BLOCK
         high = tl.minimum(low + share * BLOCK, end)
@@ -246,8 +240,8 @@ def attention_decode(
 
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, PADDED_VALUES // 2 if GROUP else PADDED_VALUES], tl.float32)
-        if GROUP:
+        acc = tl.zeros([ROWS, PADDED_VALUES // 2 if GROUP or WORDS else PADDED_VALUES], tl.float32)
+        if GROUP or WORDS:
             even_queries, odd_queries = halved(queries, ROWS, PADDED)
             odd_acc = tl.zeros([ROWS, PADDED_VALUES // 2], tl.float32)
         if EARLY:
@@ -280,6 +274,19 @@ def attention_decode(
                 even, odd = unpacked(keys, key_scale, BLOCK, PADDED // 2, PADDED // GROUP, PRODUCT)
                 score = tl.dot(even_queries, tl.trans(even), input_precision="ieee")
                 score = tl.dot(odd_queries, tl.trans(odd), score, input_precision="ieee")
+            elif WORDS:
+                floats: tl.constexpr = k_pages.dtype.element_ty != tl.int8
+                pairs = tl.arange(0, PADDED // 2)
+                met = inside[:, None] & (pairs < SIZE // 2)[None, :]
+                keys = tl.load(k_words + (k_places // 2)[:, None] + pairs[None, :], mask=met, other=0)
+                pairs = tl.arange(0, PADDED_VALUES // 2)
+                met = inside[:, None] & (pairs < VALUES // 2)[None, :]
+                values = tl.load(v_words + (v_places // 2)[:, None] + pairs[None, :], mask=met, other=0)
+                even, odd = split_bytes(tl.trans(keys), floats, ASSEMBLED, PRODUCT)
+                score = tl.dot(even_queries, even, input_precision="ieee")
+                score = tl.dot(odd_queries, odd, score, input_precision="ieee")
+                score = score * tl.load(k_scale_places, mask=inside, other=0.0)[None, :]
+                value_scale = tl.load(v_scale_places, mask=inside, other=0.0)
             else:
                 met = inside[:, None] & (dims < SIZE)[None, :]
                 keys = tl.load(k_base + k_places[:, None] + dims[None, :], mask=met, other=0.0)
@@ -297,13 +304,18 @@ def attention_decode(
             if GROUP:
                 even, odd = unpacked(values, value_scale, BLOCK, PADDED // 2, PADDED // GROUP, PRODUCT)
                 peak, total, acc, odd_acc = online_softmax_paired(
-                    score, factor, even, odd, peak, total, acc, odd_acc, True
+                    score, factor, even, odd, None, peak, total, acc, odd_acc, True
+                )
+            elif WORDS:
+                even, odd = split_bytes(values, floats, ASSEMBLED, PRODUCT)
+                peak, total, acc, odd_acc = online_softmax_paired(
+                    score, factor, even, odd, value_scale, peak, total, acc, odd_acc, True
                 )
             else:
                 peak, total, acc = online_softmax(
                     score, factor, values.to(PRODUCT), value_scale, peak, total, acc, True
                 )
-        if GROUP:
+        if GROUP or WORDS:
             acc = tl.interleave(acc, odd_acc)
         if FUSED and NEW == 1:
             # One new token, visible to all queries: no tile product needed.
@@ -375,118 +387,3 @@ def attention_decode(
                 )
                 # Reset for the next launch, which may be a replay of this one.
                 tl.store(arrivals + pair, 0)
-
-
-def launch_decode(
-    q: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    table: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    chosen: Tensor | None,
-    ancestors: Tensor | None,
-    width: int,
-    out: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
-    norms: HeadNorms | None,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    """Decode sequences with at most `width` new tokens: the whole batch, or those `chosen`. `new`: keys and values to
-    be written to their pages; without them, queries are already final."""
-    heads, size = q.shape[1:]
-    page, key_heads = v_pages.shape[1:3]
-    values = head_numbers(v_pages)
-    groups = heads // key_heads
-    width = next(most for most in WIDTHS if width <= most)
-    paired = k_pages.dtype is INT4
-    padded, padded_values = (max(32 if paired else 16, power_of_two(n)) for n in (size, values))
-    largest = max(padded, padded_values)
-    most_rows = most_queries(largest, q.element_size())
-    live = min(power_of_two(groups * width), most_rows)
-    rows = max(16, live)
-    row_tiles = triton.cdiv(groups * width, rows)
-    sequences = len(table) if chosen is None else len(chosen)
-    pairs = sequences * key_heads * row_tiles
-    early = new is not None and pairs <= multiprocessors(q.device)
-    plan = split_plan(pairs, live, multiprocessors(q.device), new is not None)
-    block = tile_keys(largest, q.element_size(), k_pages.element_size(), plan.tile_bytes)
-    most = split_count(pairs, table.shape[1] * page, block, plan.programs * multiprocessors(q.device))
-    splits = min(most, plan.most_splits)
-    own = scratch(q.device, rows, padded_values)
-    k, v = new or (q, q)
-    cos, sin = angles or (None, None)
-    k_scales, v_scales = scales or (None, None)
-    inner, outer = score_factors(scale, cap)
-    attention_decode[(key_heads * row_tiles, most, sequences)](
-        q,
-        k,
-        v,
-        out,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        table,
-        slots,
-        starts,
-        lengths,
-        chosen,
-        ancestors,
-        sinks,
-        cos,
-        sin,
-        norms and norms.q,
-        norms and norms.k,
-        own.acc,
-        own.peak,
-        own.total,
-        own.arrivals,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        out.stride(0),
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        *((0, 0, 0) if k_scales is None else k_scales.stride()[:3]),
-        *((0, 0, 0) if v_scales is None else v_scales.stride()[:3]),
-        table.stride(0),
-        0 if cos is None else cos.stride(0),
-        0 if sin is None else sin.stride(0),
-        inner,
-        outer,
-        norms.eps if norms else 0.0,
-        norms.offset if norms else 0.0,
-        window,
-        splits,
-        groups,
-        size,
-        values,
-        padded,
-        padded_values,
-        1 if cos is None else cos.shape[1],
-        bool(norms and norms.offset),
-        page,
-        cap is not None,
-        new is not None,
-        k_pages.stride()[:2] == v_pages.stride()[:2],
-        rows,
-        live,
-        row_tiles,
-        1 if width == 1 else 16,
-        block,
-        plan.stages,
-        plan.least,
-        early,
-        min(plan.at_once, max(1, MERGED // (live * padded_values))),
-        dot_dtype(q),
-        int4_group(size) if paired else 0,
-        num_warps=plan.warps,
-        **overlapped(q),
-    )

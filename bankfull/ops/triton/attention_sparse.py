@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.triton.attention_decode import WIDTHS, merged
+from bankfull.ops.triton.attention_decode_launch import WIDTHS
 from bankfull.ops.triton.attention_listed import attend_listed, most_listed, numbers_of, sight_of
 from bankfull.ops.triton.attention_prefill import tile_shape
-from bankfull.ops.triton.attention_splits import LATE, MERGED, most_queries, scratch, split_count, tile_keys
+from bankfull.ops.triton.attention_splits import LATE, MERGED, merged, most_queries, scratch, split_count, tile_keys
 from bankfull.ops.triton.attention_tile import bit_count, dot_dtype, score_factors, store_heads
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.state.mask import Mask

@@ -134,6 +134,62 @@ def unpacked(codes, scales, BLOCK: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl
 
 
 @triton.jit
+def split_bytes(words, FLOATS: tl.constexpr, ASSEMBLED: tl.constexpr, PRODUCT: tl.constexpr):
+    """The low and the high bytes of 16-bit words as numbers: int8, or e4m3 if FLOATS.
+
+    Words, unlike bytes, go from shared memory to the operands of a product by one instruction for a matrix of them. And
+    two words of a register are converted at once (ASSEMBLED; other compilers than NVIDIA's get the plain conversion):
+    - int8: the low 7 bits are the mantissa of 128 + code, exact in bfloat16; 128 is subtracted, or 256 if the sign bit
+      is set, which is the lowest exponent bit of 256.
+    - e4m3: sign, exponent and mantissa move to their places in bfloat16; 2^120 is the ratio of the exponents' biases.
+    """
+    if ASSEMBLED and FLOATS:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, f;
+            mov.b32 f, 0x7B807B80;
+            shl.b32 a, $2, 4;
+            shl.b32 b, $2, 8;
+            and.b32 b, b, 0x80008000;
+            lop3.b32 a, a, 0x07F007F0, b, 0xEA;
+            shr.u32 c, $2, 4;
+            and.b32 d, $2, 0x80008000;
+            lop3.b32 c, c, 0x07F007F0, d, 0xEA;
+            mul.rn.bf16x2 $0, a, f;
+            mul.rn.bf16x2 $1, c, f;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, h, m;
+            mov.b32 m, 0x43004300;
+            lop3.b32 a, $2, 0x007F007F, m, 0xEA;
+            lop3.b32 b, $2, 0x00800080, m, 0xEA;
+            shr.u32 h, $2, 8;
+            lop3.b32 c, h, 0x007F007F, m, 0xEA;
+            lop3.b32 d, h, 0x00800080, m, 0xEA;
+            sub.rn.bf16x2 $0, a, b;
+            sub.rn.bf16x2 $1, c, d;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    low, high = words.to(tl.int8), (words >> 8).to(tl.int8)
+    if FLOATS:
+        low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+    return low.to(PRODUCT), high.to(PRODUCT)
+
+
+@triton.jit
 def load_pairs(
     there,
     scales,
@@ -162,7 +218,7 @@ def halved(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def online_softmax_paired(score, factor, even, odd, peak, total, acc, other, GUARDED: tl.constexpr):
+def online_softmax_paired(score, factor, even, odd, value_scale, peak, total, acc, other, GUARDED: tl.constexpr):
     """`online_softmax` for values in two halves: `acc` of the even numbers, `other` of the odd ones."""
     highest = tl.maximum(peak, tl.max(score, 1) * factor)
     base = highest
@@ -171,6 +227,8 @@ def online_softmax_paired(score, factor, even, odd, peak, total, acc, other, GUA
     weight = tl.exp2(score * factor - base[:, None])
     rescale = tl.exp2(peak - base)
     total = total * rescale + tl.sum(weight, 1)
+    if value_scale is not None:
+        weight = weight * value_scale[None, :]
     weight = weight.to(even.dtype)
     acc = tl.dot(weight, even, acc * rescale[:, None], input_precision="ieee")
     other = tl.dot(weight, odd, other * rescale[:, None], input_precision="ieee")

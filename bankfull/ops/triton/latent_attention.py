@@ -17,9 +17,9 @@ from torch import Tensor
 
 from bankfull.ops.reference.attention import TREE_TOKENS, PagedMeta
 from bankfull.ops.reference.latent import latent_attention
-from bankfull.ops.triton.attention_decode import MOST_TOKENS, WIDTHS, merged
+from bankfull.ops.triton.attention_decode_launch import MOST_TOKENS, WIDTHS
 from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
-from bankfull.ops.triton.attention_splits import scratch
+from bankfull.ops.triton.attention_splits import merged, scratch
 from bankfull.ops.triton.attention_tile import (
     FLOATS,
     bit_count,

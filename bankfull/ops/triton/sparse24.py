@@ -73,7 +73,7 @@ def _product(x: Tensor, weight: SparseWeight, bias: Tensor | None) -> Tensor:
     if _is_tiled(len(x), weight):
         return _few(x, weight, bias)
     if weight.packed is not None:
-        return sparse24_library.product(weight.packed, weight.shape[0], x, bias)
+        return sparse24_library.product(weight.packed, x, bias)
     assert weight.words is not None and weight.positions is not None
     return expanded_product(x, weight.words, weight.positions, bias)
 

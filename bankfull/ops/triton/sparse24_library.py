@@ -1,8 +1,7 @@
 """2:4 sparse weights times many rows on sparse tensor cores: NVIDIA's cuSPARSELt, as far as torch offers it.
 
-The library has several algorithms for a product, and its default is often not the fastest: they are timed once for each
-shape and each power of two of rows, at the first product outside of a captured step. So two starts may choose different
-ones, whose sums can differ in the last bit.
+The library's default algorithm runs. A search among its algorithms would run each of them, and on an H200 one of those
+stops with an illegal instruction, after which the process cannot use the device any more.
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bankfull.ops.triton.launch import power_of_two
 from bankfull.weights.sparse_source import KERNEL_COLUMNS
 
 OUTPUTS, ROWS = 32, 16
 """Outputs and rows of a product are multiples of these; rows are padded."""
-DEFAULT = 0
-"""The algorithm of products that were not timed."""
 AMPERE = (8, 0)
 TRIAL = 256
 TOLERANCE = 0.02
@@ -31,12 +27,8 @@ class Library(Protocol):
         """A 2:4 sparse matrix in the layout of the library, as one vector."""
         ...
 
-    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None, algorithm: int) -> Tensor:
+    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (rows, columns) times the transposed matrix, plus the bias."""
-        ...
-
-    def search(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> int:
-        """The fastest algorithm; waits for the device."""
         ...
 
 
@@ -46,11 +38,8 @@ class CuSparseLt:
     def compress(self, dense: Tensor) -> Tensor:
         return torch._cslt_compress(dense)
 
-    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None, algorithm: int) -> Tensor:
-        return torch._cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)
-
-    def search(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> int:
-        return int(torch._cslt_sparse_mm_search(packed, x.t(), bias=bias, transpose_result=True))
+    def multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch._cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True)
 
 
 library: Library = CuSparseLt()
@@ -76,7 +65,7 @@ def tried(device: torch.device, dtype: torch.dtype) -> str | None:
     x = torch.randn(TRIAL, TRIAL, generator=random, device=device)
     dense, x = dense.to(dtype), x.to(dtype)
     try:
-        found = library.multiply(library.compress(dense), x, None, DEFAULT).float()
+        found = library.multiply(library.compress(dense), x, None).float()
     except (RuntimeError, TypeError) as error:
         return f"cuSPARSELt refuses a product: {' '.join(str(error).split())[:160]}"
     wanted = x.float() @ dense.float().t()
@@ -88,27 +77,9 @@ def fits(shape: tuple[int, int]) -> bool:
     return shape[0] % OUTPUTS == 0 and shape[1] % KERNEL_COLUMNS == 0
 
 
-Searched = tuple[torch.device, torch.dtype, int, int, int, bool]
-algorithms: dict[Searched, int] = {}
-"""The fastest algorithm for a device, dtype, outputs, columns, rows up to a power of two, and whether there is a
-bias."""
-
-
-def algorithm_for(packed: Tensor, x: Tensor, outputs: int, bias: Tensor | None) -> int:
-    key = x.device, x.dtype, outputs, x.shape[1], power_of_two(len(x)), bias is not None
-    if key not in algorithms:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return DEFAULT  # a search waits for the device, which a graph cannot hold
-        try:
-            algorithms[key] = library.search(packed, x, bias)
-        except RuntimeError:  # the default was tried and works
-            algorithms[key] = DEFAULT
-    return algorithms[key]
-
-
-def product(packed: Tensor, outputs: int, x: Tensor, bias: Tensor | None) -> Tensor:
+def product(packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """x (rows, columns), contiguous and aligned to 16 bytes, times the weight."""
     rows = len(x)
     if short := -rows % ROWS:
         x = torch.nn.functional.pad(x, (0, 0, 0, short))
-    return library.multiply(packed, x, bias, algorithm_for(packed, x, outputs, bias))[:rows]
+    return library.multiply(packed, x, bias)[:rows]
