@@ -33,7 +33,6 @@ ROWS = "1,16,64,256,2048,16384"
 TRAFFIC = 600e6
 """Bytes of dense weights in a chain, at least: several times the cache."""
 PAIRS = 7
-"""More than cuSPARSELt has for one product."""
 Product = Callable[[], object]
 
 
