@@ -1,4 +1,4 @@
-"""Writes a random model as a Hugging Face directory; one part of a tensor is in memory at a time."""
+"""Writes a random model as a Hugging Face directory; a few parts of tensors are in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bankfull.errors import ConfigError
+from bankfull.synthetic.ahead import ahead
 from bankfull.synthetic.random_weights import RandomWeights, random_model
 from bankfull.synthetic.vocabulary import FEWEST, ByteVocabulary
 from bankfull.weights.conv1d import is_stored_transposed
@@ -108,11 +111,17 @@ def new_folder(folder: Path, need: int) -> Iterator[Path]:
 def _write_shard(
     path: Path, planned: PlannedFile, source: RandomWeights, turned: Collection[str], advance: Callable[[int], None]
 ) -> None:
-    with path.open("xb") as file:
-        file.write(planned.head)
+    def turn(name: str) -> Tensor:
+        return source.get(name).parts["data"].T.contiguous()
+
+    def parts() -> Iterator[Callable[[], Tensor]]:
         for place in planned.places:
             if place.name in turned:
-                advance(file.write(raw_bytes(source.get(place.name).parts["data"].T.contiguous())))
-                continue
-            for part in source.parts(place.name):
-                advance(file.write(raw_bytes(part)))
+                yield partial(turn, place.name)
+            else:
+                yield from source.draws(place.name)
+
+    with path.open("xb") as file:
+        file.write(planned.head)
+        for part in ahead(parts()):
+            advance(file.write(raw_bytes(part)))

@@ -1,14 +1,15 @@
 """Writes a random model as a .gguf file, for comparisons with engines that read nothing else.
 
 Matrices have the wanted type. As is customary, the table that gives the logits has a wider one (Q6_K if its blocks of
-256 divide the width, otherwise Q8_0), and routers and vectors are float32. RoPE scaling is left out: random weights
-have no trained context.
+256 divide the width, otherwise Q8_0), and routers, biases and vectors are float32. With MXFP4, which is a type of
+experts, all other matrices are Q8_0. RoPE scaling is left out: random weights have no trained context.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
+from bankfull.synthetic.ahead import ahead
 from bankfull.synthetic.checkpoint import WrittenModel, new_folder
 from bankfull.synthetic.random_weights import RandomWeights, Shape, random_model
 from bankfull.synthetic.vocabulary import END, END_OF_TURN, MERGE, TEMPLATE, ByteVocabulary
 from bankfull.weights import gguf_names
 from bankfull.weights.fetch import Report
 from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.mxfp4 import BLOCK, MXFP4, from_values
 from bankfull.weights.quantize import quantize
 from bankfull.weights.writing import gguf_fields
 from bankfull.weights.writing.gguf_header import Field, StoredTensor, planned_gguf
@@ -34,7 +37,7 @@ ARCHITECTURES = {
     if kind != "smollm3"
 }
 """GGUF architecture by model_type."""
-TYPES = ("f32", "q4_0", "q4_1", "q8_0", "q5_0", "q5_1")
+TYPES = ("f32", "q4_0", "q4_1", "q8_0", "q5_0", "q5_1", MXFP4)
 """Types for matrices."""
 WIDE, NARROW = "q6_k", "q8_0"
 """Types of the table that gives the logits."""
@@ -61,6 +64,10 @@ def write_gguf(
     source = random_model(name, config, torch.float32, seed=seed).source
     assert isinstance(source, RandomWeights)
     tensors = list(stored_tensors(config, source, kind))
+    if all(tensor.kind != kind for tensor in tensors):
+        raise ConfigError(
+            f"--gguf {kind} is a type of experts, which {name} has none of; use one of {', '.join(TYPES)}."
+        )
     total = sum(tensor.nbytes for tensor in tensors)
     fields = gguf_fields.architecture_fields(f"{name}, random weights", config, kind) | _text_fields(config)
     planned = planned_gguf(f"{name}.{kind.upper()}.gguf", fields, tensors)
@@ -69,7 +76,7 @@ def write_gguf(
         out.write(planned.head)
         for tensor, place in zip(tensors, planned.places, strict=True):
             out.seek(place.offset)
-            for part in _encoded(tensor, source):
+            for part in ahead(_encoded(tensor, source)):
                 written += out.write(part)
                 report(f"Writing {planned.name}", written, total)
     return WrittenModel(folder / planned.name, sum(prod(tensor.shape) for tensor in tensors), total, True)
@@ -93,11 +100,13 @@ def stored_tensors(config: Mapping[str, Any], source: RandomWeights, kind: str) 
 
 
 def _type_of(name: str, shape: Shape, kind: str, head: str) -> str:
-    if len(shape) == 1 or kind == "f32" or name.endswith("ffn_gate_inp.weight"):
+    if len(shape) == 1 or kind == "f32" or name.endswith(("ffn_gate_inp.weight", ".bias")):
         return "f32"
     if name == head:
         return NARROW if shape[-1] % SCHEMES[WIDE].block else WIDE
-    if shape[-1] % SCHEMES[kind].block:
+    if kind == MXFP4 and len(shape) < 3:
+        kind = NARROW
+    if shape[-1] % (BLOCK if kind == MXFP4 else SCHEMES[kind].block):
         raise ConfigError(
             f"The tensor {name} is {shape[-1]} wide, which blocks of {kind} do not divide; use --gguf f32."
         )
@@ -119,12 +128,16 @@ def _text_fields(config: Mapping[str, Any]) -> dict[str, Field]:
     }
 
 
-def _encoded(tensor: StoredTensor, source: RandomWeights) -> Iterator[memoryview]:
-    """The stored rows, a part of a tensor at a time."""
-    for name in tensor.parts:
-        for values in source.parts(name):
-            yield raw_bytes(_stored(values, tensor.kind))
+def _encoded(tensor: StoredTensor, source: RandomWeights) -> Iterator[Callable[[], memoryview]]:
+    """Calls that give the stored rows, a part of a tensor each."""
+
+    def encode(draw: Callable[[], Tensor]) -> memoryview:
+        return raw_bytes(_stored(draw(), tensor.kind))
+
+    return (partial(encode, draw) for name in tensor.parts for draw in source.draws(name))
 
 
 def _stored(values: Tensor, kind: str) -> Tensor:
+    if kind == MXFP4:
+        return from_values(values)
     return values if kind == "f32" else quantize(values, kind).parts["blocks"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import log, pi, prod
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,20 @@ def law_of(name: str, shape: Shape) -> Law:
     return _ones if name.endswith("weight") else _small  # vectors called weight are those of norms
 
 
-def draw(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Iterator[Tensor]:
-    """The tensor in parts, cut along its first dimension. The parts depend neither on `dtype` nor on each other."""
+def draws(
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int
+) -> Iterator[Callable[[], Tensor]]:
+    """Calls that draw the tensor in parts, cut along its first dimension. The parts depend neither on `dtype` nor on
+    each other, so that threads may draw them."""
     law = law_of(name, shape)
     rows = shape[0] if shape else 1
     step = max(1, ELEMENTS_AT_ONCE * rows // max(1, prod(shape)))
-    for at in range(0, rows, step):
+
+    def part(at: int) -> Tensor:
         random = Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{at}".encode()))
-        part = (min(step, rows - at), *shape[1:]) if shape else ()
-        yield law(part, random).to(dtype)
+        return law((min(step, rows - at), *shape[1:]) if shape else (), random).to(dtype)
+
+    return (partial(part, at) for at in range(0, rows, step))
 
 
 class RandomWeights:
@@ -128,9 +134,12 @@ class RandomWeights:
     def scheme(self, name: str) -> Scheme:
         return BY_DTYPE[self._dtype]
 
+    def draws(self, name: str) -> Iterator[Callable[[], Tensor]]:
+        """Calls that draw the parts of a tensor, for writing it without holding it."""
+        return draws(name, self._shapes[name], self._dtype, self._device, self._seed)
+
     def parts(self, name: str) -> Iterator[Tensor]:
-        """A tensor in parts, for writing it without holding it."""
-        return draw(name, self._shapes[name], self._dtype, self._device, self._seed)
+        return (draw() for draw in self.draws(name))
 
     def get(self, name: str) -> QTensor:
         if name not in self._shapes:

@@ -103,8 +103,11 @@ def gguf_name(name: str, model_type: str) -> str | None:
     if stem in outer:
         return f"{outer[stem]}.{suffix}"
     prefix = f"{_PREFIX.get(model_type, 'model.layers')}."
-    number, _, inner = stem.removeprefix(prefix).partition(".")
     table = {inner: own for own, inner in _LAYERS.get(model_type, _ATTENTION).items()}
+    number, _, whole = name.removeprefix(prefix).partition(".")
+    if name.startswith(prefix) and "." in table.get(whole, ""):  # a name that the file spells with another ending
+        return f"blk.{number}.{table[whole]}"
+    number, _, inner = stem.removeprefix(prefix).partition(".")
     if not name.startswith(prefix) or inner not in table:
         return None
     return f"blk.{number}.{table[inner]}.{suffix}"

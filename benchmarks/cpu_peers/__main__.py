@@ -122,6 +122,8 @@ def _thread_counts(text: str) -> list[int]:
 
 
 def _models(asked: argparse.Namespace, folder: Path) -> Iterator[Path]:
+    if asked.layers is not None and asked.shape is None:
+        raise ValueError(f"--layers {asked.layers} is for --shape; leave it out")
     if asked.shape is None:
         yield locate(asked.model).resolve()
         return
@@ -131,7 +133,7 @@ def _models(asked: argparse.Namespace, folder: Path) -> Iterator[Path]:
             raise ValueError(f"the shape {name!r} is unknown; choose from {', '.join(SHAPES)}")
     for name in names:
         say(f"{name}: writing random weights of this shape, once")
-        yield shape_file(name, folder)
+        yield shape_file(name, folder, asked.layers)
 
 
 def _our_start(model: Path) -> float | str:
@@ -159,6 +161,9 @@ def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> ar
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", default=DEFAULT_MODEL, help="as for bankfull run")
     what.add_argument("--shape", help=f"random weights instead of a model, of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="of a shape, only the first layers, where the memory is too small"
+    )
     cores = str(len(os.sched_getaffinity(0)))
     parser.add_argument("--threads", default=cores, help="threads of every engine; several, as in 1,2,8, run in turn")
     parser.add_argument(

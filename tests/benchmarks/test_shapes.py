@@ -19,7 +19,7 @@ SMALL = "llama-3.2-1b-tiny"
 
 
 def test_every_shape_of_the_comparisons_can_be_asked_for() -> None:
-    assert {"llama-3.2-1b", "llama-3.2-3b", "smollm2-360m", "qwen2.5-0.5b", "olmoe-1b-7b"} <= set(SHAPES)
+    assert {"llama-3.2-1b", "llama-3.2-3b", "smollm2-360m", "qwen2.5-0.5b", "olmoe-1b-7b", "gpt-oss-20b"} <= set(SHAPES)
 
 
 def test_a_file_is_made_once_and_never_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +34,16 @@ def test_a_file_is_made_once_and_never_left_half_written(tmp_path: Path, monkeyp
     with pytest.raises(CannotInstall, match="disk is full"):
         shape_file("qwen3-8b-tiny", tmp_path)
     assert [path.name for path in (tmp_path / "models").iterdir()] == [made.name]
+
+
+def test_a_shape_that_is_too_large_is_cut_to_its_first_layers(tmp_path: Path) -> None:
+    name = "gpt-oss-20b-tiny"
+    whole = shape_config(name)["num_hidden_layers"]
+    made = shape_file(name, tmp_path, whole - 1)
+    assert made.name == f"{name}.{whole - 1}-layers.random.MXFP4.gguf"
+    assert open_model(made).config["num_hidden_layers"] == whole - 1
+    with pytest.raises(CannotInstall, match=rf"--layers {whole + 1} must be from 1 to {whole}"):
+        shape_file(name, tmp_path, whole + 1)
 
 
 def test_a_family_that_other_engines_may_not_know_is_not_widened(

@@ -112,6 +112,36 @@ def test_the_table_of_logits_is_wider_and_vectors_are_not_rounded(tmp_path: Path
         )
 
 
+def test_experts_in_mxfp4_stand_beside_matrices_of_eight_bits(tmp_path: Path) -> None:
+    config = shape_config("gpt-oss-20b-tiny")
+    made = write_gguf("m", config, tmp_path / "m", "mxfp4")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(made.path).tensors}
+    assert made.path.name == "m.MXFP4.gguf" and kinds["token_embd.weight"] == kinds["blk.0.attn_q.weight"] == "Q8_0"
+    experts = [name for name in kinds if name.endswith("_exps.weight")]
+    assert len(experts) == 3 * config["num_hidden_layers"] and {kinds[name] for name in experts} == {"MXFP4"}
+    small = (
+        "blk.0.ffn_up_exps.bias",
+        "blk.0.attn_sinks.weight",
+        "blk.0.ffn_gate_inp.bias",
+        "blk.0.ffn_gate_inp.weight",
+    )
+    assert {kinds[name] for name in small} == {"F32"}
+    files, drawn = open_model(made.path), random_model("m", config, torch.float32).source
+    assert {key: files.config[key] for key in ("sliding_window", "num_local_experts", "intermediate_size")} == {
+        key: config[key] for key in ("sliding_window", "num_local_experts", "intermediate_size")
+    }
+    found = files.source.get("model.layers.1.mlp.experts.down_proj.weight").dequantize()
+    wanted = torch.stack(
+        [
+            drawn.get(f"model.layers.1.mlp.experts.{expert}.down_proj.weight").dequantize()
+            for expert in range(config["num_local_experts"])
+        ]
+    )
+    assert float((found - wanted).norm() / wanted.norm()) < 0.2
+    with pytest.raises(ConfigError, match="mxfp4 is a type of experts, which m has none of"):
+        write_gguf("m", TINY, tmp_path / "dense", "mxfp4")
+
+
 def test_the_same_shape_under_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     made = {
         folder: write_gguf("m", TINY, tmp_path / folder, seed=seed) for folder, seed in (("a", 0), ("b", 0), ("c", 1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from time import sleep
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 from bankfull.errors import ModelError
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.synthetic import random_weights
-from bankfull.synthetic.random_weights import RandomWeights, draw, random_model
+from bankfull.synthetic.ahead import ahead
+from bankfull.synthetic.random_weights import RandomWeights, draws, random_model
 from bankfull.synthetic.shapes import shape_config
 from benchmarks.gpu.engine import Session, Setup
 from tests.synthetic.test_shapes import KNOWN
@@ -20,7 +23,7 @@ ONE_OF_EACH = list({shape_config(name)["model_type"]: name for name in KNOWN}.va
 
 
 def values(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    return torch.cat(list(draw(name, shape, torch.float32, CPU, seed)))
+    return torch.cat([part() for part in draws(name, shape, torch.float32, CPU, seed)])
 
 
 def test_a_weight_follows_from_its_name_and_the_seed() -> None:
@@ -32,10 +35,34 @@ def test_a_weight_follows_from_its_name_and_the_seed() -> None:
 
 def test_a_tensor_that_is_made_in_parts_is_whole_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "ELEMENTS_AT_ONCE", 7 * 32)
-    parts = list(draw("a.weight", (50, 32), torch.float32, CPU, 0))
+    parts = [part() for part in draws("a.weight", (50, 32), torch.float32, CPU, 0)]
     assert len(parts) > 5 and max(map(len, parts)) <= 7
     whole = RandomWeights({"a.weight": (50, 32)}, torch.float32).get("a.weight").dequantize()
     assert torch.equal(whole, torch.cat(parts)) and len(whole.unique(dim=0)) == 50
+
+
+def test_parts_that_threads_draw_come_in_order_and_few_at_a_time() -> None:
+    begun: list[int] = []
+
+    def call(number: int) -> Callable[[], int]:
+        def run() -> int:
+            begun.append(number)
+            sleep(0.002 * (number % 3))
+            return number
+
+        return run
+
+    results = ahead((call(number) for number in range(40)), workers=3)
+    assert next(results) == 0 and len(begun) <= 5
+    assert list(results) == list(range(1, 40)) and sorted(begun) == list(range(40))
+
+
+def test_a_part_that_cannot_be_drawn_ends_the_others() -> None:
+    def fails() -> int:
+        raise ModelError("no numbers are left")
+
+    with pytest.raises(ModelError, match="no numbers are left"):
+        list(ahead([fails, *[lambda: 1] * 9], workers=2))
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (4, 64, 256), (64, 1, 4)], ids=["matrix", "experts", "convolution"])

@@ -10,11 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bankfull.errors import ModelError
 from bankfull.layers.experts import Experts
-from bankfull.weights.formats.mxfp4 import SCHEME, as_q5_0, from_pairs
+from bankfull.weights.formats.mxfp4 import SCHEME, as_q5_0, from_pairs, from_values
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import open_model
 from tests.models.oracle import build, error, logits, saved
@@ -31,6 +33,18 @@ def test_values_are_those_of_the_reference() -> None:
     made = blocks(5, 96, 0, 255)
     wanted = gguf.quants.dequantize(made.parts["blocks"].numpy(), gguf.GGMLQuantizationType.MXFP4)
     np.testing.assert_array_equal(made.dequantize().numpy(), wanted)
+
+
+@given(st.integers(0, 9), st.integers(-60, 60), st.booleans())
+def test_the_nearest_values_are_those_of_the_reference(seed: int, exponent: int, zeros: bool) -> None:
+    values = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    values[:, 1] = 0 if zeros else values[:, 0]
+    made = QTensor(SCHEME, {"blocks": from_values(values)}, tuple(values.shape))
+    kind = gguf.GGMLQuantizationType.MXFP4
+    wanted = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), kind), kind))
+    found = made.dequantize()
+    # Where two values are equally near, the other one may be taken.
+    assert bool(((found == wanted) | ((found - values).abs() == (wanted - values).abs())).all())
 
 
 def test_five_bits_hold_the_same_values() -> None:

@@ -2,7 +2,7 @@
 
 One part, "blocks" of 17 bytes: the scale's exponent plus 127, then 16 bytes of codes. As in the other block formats,
 element i is in the lower and element i + 16 in the upper half of byte i. A code has a sign, two bits of exponent and
-one of mantissa. It is read only: no kernel multiplies it, so layers take its values in another format.
+one of mantissa.
 """
 
 from __future__ import annotations
@@ -39,6 +39,22 @@ def from_pairs(codes: Tensor, scales: Tensor) -> Tensor:
     elements = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     halves = elements[..., :16] | (elements[..., 16:] << 4)
     return torch.cat((scales.unsqueeze(-1), halves), -1).flatten(-2)
+
+
+def from_values(values: Tensor) -> Tensor:
+    """Blocks of the nearest values (..., columns / 32 * 17). The largest number of a block is from 4 to 8 times its
+    scale; what is above 6 is clipped."""
+    blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    exponent = (torch.frexp(largest).exponent - 3).clamp(-BIAS, BIAS).where(largest > 0, 0)
+    sizes = torch.ldexp(blocks.abs(), -exponent)
+    # The steps between the magnitudes are 1/2 up to 2, 1 up to 4, and 2 beyond.
+    codes = torch.where(
+        sizes < 2, (2 * sizes).round(), torch.where(sizes < 4, sizes.round() + 2, (sizes / 2).round() + 4)
+    )
+    codes = codes.clamp_(max=7).to(torch.uint8) | (blocks < 0).to(torch.uint8) << 3
+    scales = (exponent + BIAS).to(torch.uint8)
+    return torch.cat((scales, codes[..., :16] | codes[..., 16:] << 4), -1).flatten(-2)
 
 
 SCHEME = block_scheme(MXFP4, BLOCK, BLOCK_BYTES, _mxfp4)

@@ -20,7 +20,7 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
 }
 """GGUF architecture by model_type, of models that can be converted."""
-WITH_EXPERTS = {"mixtral": "llama", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
+WITH_EXPERTS = {"gpt_oss": "gpt-oss", "mixtral": "llama", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
 """The same with experts, which a file stacks: for random models only."""
 QUANTIZATION_VERSION = 2
 FILE_TYPES = {
@@ -37,6 +37,7 @@ FILE_TYPES = {
     "q5_k": 17,
     "q6_k": 18,
     "bf16": 32,
+    "mxfp4": 38,
 }
 """Number of the file type in which most matrices have this type."""
 
@@ -60,12 +61,15 @@ def architecture_fields(name: str, config: Mapping[str, Any], kind: str) -> dict
         "rope.dimension_count": _rotary(config, size),
         "rope.freq_base": float(config.get("rope_theta") or 10000.0),
     }
-    if config["model_type"] == "mistral" and config.get("sliding_window"):
+    if config["model_type"] in ("mistral", "gpt_oss") and config.get("sliding_window"):
         own["attention.sliding_window"] = int(config["sliding_window"])
     experts = config.get("num_experts") or config.get("num_local_experts")
     if experts:
         own |= {"expert_count": int(experts), "expert_used_count": int(config["num_experts_per_tok"])}
-        if inner := config.get("moe_intermediate_size"):
+        inner = (
+            config["intermediate_size"] if config["model_type"] == "gpt_oss" else config.get("moe_intermediate_size")
+        )
+        if inner:
             own["expert_feed_forward_length"] = int(inner)
     general: dict[str, Field] = {
         "general.architecture": architecture,
