@@ -30,7 +30,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard cs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-cluster test-console test-docs soak \
+.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-cluster test-console test-docs test-llamacpp soak \
 	test-kernels test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
@@ -156,6 +156,12 @@ clients-environment: install
 
 test-clients: tools clients-environment ## The service with guidellm, LangChain, LiteLLM and lm-evaluation-harness as clients
 	BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir=tests/clients tests/clients
+
+# llama.cpp has its own environment in the cache directory, where `make clean` leaves it. `make test-full` includes these
+# tests once it is there.
+test-llamacpp: tools ## llama.cpp reads our GGUF files; compiles it once, about ten minutes on two cores
+	$(BIN)/python -m benchmarks.cpu_peers.llamacpp_package
+	$(BIN)/python -m pytest -q -n $(WORKERS) -rs tests/llamacpp
 
 # Playwright drives the system's Chromium and fetches no browser. `make test` includes these tests.
 test-console: tools ## The console in a real browser; needs Chromium (Debian: apt-get install chromium)

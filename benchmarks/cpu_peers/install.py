@@ -41,12 +41,24 @@ RECIPES = {
 }
 
 
+def environment(recipe: Recipe, work: Path) -> Path:
+    """The Python of a recipe's environment."""
+    return work / "envs" / recipe.name / "bin" / "python"
+
+
+def is_installed(recipe: Recipe, work: Path) -> bool:
+    python = environment(recipe, work)
+    stamp = python.parents[1] / STAMP
+    return python.exists() and stamp.exists() and stamp.read_text() == recipe.key
+
+
 def install(recipe: Recipe, work: Path) -> Path:
     """The environment's Python. Output of pip and compilers goes to `work/<name>.log`."""
-    folder, log = work / "envs" / recipe.name, work / f"{recipe.name}.log"
-    python, stamp = folder / "bin" / "python", folder / STAMP
-    if python.exists() and stamp.exists() and stamp.read_text() == recipe.key:
+    python, log = environment(recipe, work), work / f"{recipe.name}.log"
+    if is_installed(recipe, work):
         return python
+    folder = python.parents[1]
+    stamp = folder / STAMP
     work.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(python), "-m", "pip"]
@@ -60,7 +72,8 @@ def install(recipe: Recipe, work: Path) -> Path:
 
 def run_steps(name: str, steps: Sequence[Sequence[str]], log: Path, variables: Mapping[str, str] | None = None) -> None:
     """Run the steps in order with output to `log`; raises the reason of the first failure."""
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(variables or {})}
+    usual = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "CMAKE_BUILD_PARALLEL_LEVEL": str(len(os.sched_getaffinity(0)))}
+    environment = {**usual, **os.environ, **(variables or {})}
     with log.open("w") as out:
         for step in steps:
             try:

@@ -72,7 +72,7 @@ def builds(asked: Asked, work: Path) -> list[Build]:
         variants.append(("build-kleidiai", "with KleidiAI", with_kernels))
         variants[0] = ("build", "without KleidiAI", ())
     name, source = _source(asked, work)
-    every = (*OPTIONS, *_for_this_cpu())
+    every = (*OPTIONS, *for_this_cpu())
     return [
         Build(name, variant, _built(source, work, folder, (*every, *options))) for folder, variant, options in variants
     ]
@@ -144,7 +144,7 @@ def _built(source: Path, work: Path, folder: str, options: Sequence[str]) -> Pat
     return build / "bin"
 
 
-def _for_this_cpu() -> tuple[str, ...]:
+def for_this_cpu() -> tuple[str, ...]:
     try:
         return AMX_OPTIONS if "amx_tile" in Path("/proc/cpuinfo").read_text() else ()
     except OSError:

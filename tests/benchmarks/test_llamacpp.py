@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bankfull.bench.compare.processes import ProcessGroup
-from benchmarks.cpu_peers import fairness, llamacpp_build, models, tool
+from benchmarks.cpu_peers import fairness, install, llamacpp_build, llamacpp_package, models, tool
 from benchmarks.cpu_peers.__main__ import main
 from benchmarks.cpu_peers.compare import Measuring
 from benchmarks.cpu_peers.fairness import Fairness, fairness_table
@@ -204,6 +204,36 @@ def test_a_build_that_fails_says_why_and_is_not_taken_for_built(
     with pytest.raises(CannotInstall, match="no such compiler"):
         builds(Asked(source=source), tmp_path)
     assert not (tmp_path / "llamacpp" / "build" / STAMP).exists()
+
+
+def test_the_package_of_the_tests_is_the_release_of_the_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path))
+    ran: list[list[str]] = []
+
+    def run_steps(name: str, steps: list[list[str]], log: Path, variables: dict[str, str]) -> None:
+        ran.extend(steps)
+        assert log == tmp_path / "cpu_peers" / "llamacpp-package.log" and "-DGGML_NATIVE=ON" in variables["CMAKE_ARGS"]
+        python = llamacpp_package.environment(llamacpp_package.recipe(), tmp_path / "cpu_peers")
+        python.parent.mkdir(parents=True)
+        python.touch()
+
+    monkeypatch.setattr(install, "run_steps", run_steps)
+    assert llamacpp_package.installed() is None
+    for _ in range(2):  # once is enough
+        assert llamacpp_package.main() == 0
+    said = capsys.readouterr()
+    python = llamacpp_package.installed()
+    assert said.out.split() == [str(python)] * 2 and said.err.count("compiling") == 1 and len(ran) == 2
+    assert f"{llamacpp_build.PACKAGE}=={llamacpp_build.VERSION}" in ran[1] and "--no-binary" in ran[1]
+
+    def fails(*arguments: object) -> None:
+        raise CannotInstall("llamacpp-package could not be installed: no compiler")
+
+    monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(install, "run_steps", fails)
+    assert llamacpp_package.main() == 1 and "no compiler" in capsys.readouterr().err
 
 
 def test_fairness_is_the_ratio_of_a_turn_here_to_the_peer_s_own_tool(

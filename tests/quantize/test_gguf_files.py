@@ -1,4 +1,5 @@
-"""GGUF files of quantized models: our reader, the format's own library and llama.cpp read the same model."""
+"""GGUF files of quantized models: our reader and the format's own library read the same model. tests/llamacpp reads
+them with llama.cpp."""
 
 from __future__ import annotations
 
@@ -150,24 +151,6 @@ def test_what_a_file_cannot_say_is_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=message):
         save_quantized(open_model(folder), recipe_of("rtn", "4", "32", form="gguf"), tmp_path / "q")
     assert [item.name for item in tmp_path.iterdir()] == ["m"]
-
-
-@pytest.mark.full
-def test_llama_cpp_continues_with_the_same_tokens(tmp_path: Path) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    folder = random_folder(tmp_path / "m", **SCALED, num_key_value_heads=4)
-    saved = save_quantized(open_model(folder), recipe_of("rtn", "8", "32", form="gguf"), tmp_path / "q")
-    prompt = "the river runs at the full capacity of its channel"
-    [result] = LLM(str(saved.path), dtype="float32").generate([prompt], GREEDY)
-    peer = llama_cpp.Llama(str(saved.path), n_ctx=128, verbose=False)
-    tokens = peer.tokenize(prompt.encode(), add_bos=False, special=True)
-    assert tokens == list(result.prompt_token_ids)
-    found = []
-    for token in peer.generate(tokens, temp=0.0):
-        found.append(token)
-        if len(found) == 8:
-            break
-    assert found == list(result.outputs[0].token_ids)
 
 
 def test_the_shape_of_these_tests_fits_every_group() -> None:
