@@ -15,8 +15,9 @@ from bankfull.weights.qtensor import QTensor
 from bankfull.weights.rounding import half, inverse
 
 BITS = (8, 4, 3, 2)
-ELEMENTS_AT_ONCE = 1 << 18
-"""Elements of a matrix that a search over scales works on at once, several copies of which fit into a cache."""
+ELEMENTS_AT_ONCE, ON_DEVICE = 1 << 18, 1 << 26
+"""Elements of a matrix that a search over scales works on at once: several copies of them fit into a cache, or keep a
+GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,9 @@ class Grid:
     def scales(self, groups: Tensor, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
         """Scales, as stored, and zeros of groups (..., group), both (..., 1) in float32. `shrink`: a factor
         of the largest number, beyond which numbers are clipped."""
-        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        return self._scales(*groups.aminmax(dim=-1, keepdim=True), shrink)
+
+    def _scales(self, low: Tensor, high: Tensor, shrink: float) -> tuple[Tensor, Tensor]:
         if not self.symmetric:
             low, high = low.clamp(max=0) * shrink, high.clamp(min=0) * shrink
             scale = self._stored((high - low) / self.highest)
@@ -82,6 +85,9 @@ class Grid:
 
     def nearest(self, groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """The nearest values."""
+        if self.symmetric:  # all zeros are the middle code
+            steps = (groups * inverse(scale)).round_()
+            return steps.clamp_(self.lowest - self.middle, self.highest - self.middle).mul_(scale)
         return self.codes(groups, scale, zero).sub_(zero).mul_(scale)
 
     def searched(self, matrix: Tensor, importance: Tensor | None, shrinks: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -90,11 +96,12 @@ class Grid:
         columns = matrix.shape[-1]
         weight = None if importance is None else importance.view(1, columns // self.group, self.group)
         found = []
-        for part in matrix.split(max(1, ELEMENTS_AT_ONCE // columns)):
+        for part in matrix.split(max(1, (ON_DEVICE if matrix.is_cuda else ELEMENTS_AT_ONCE) // columns)):
             groups = part.unflatten(-1, (-1, self.group))
+            extremes = groups.aminmax(dim=-1, keepdim=True)
             best: tuple[Tensor, Tensor, Tensor] | None = None
             for shrink in shrinks:
-                scale, zero = self.scales(groups, shrink)
+                scale, zero = self._scales(*extremes, shrink)
                 error = self.nearest(groups, scale, zero).sub_(groups).square_()
                 total = (error if weight is None else error.mul_(weight)).sum(-1, keepdim=True)
                 best = (total, scale, zero) if best is None else _better(best, (total, scale, zero))

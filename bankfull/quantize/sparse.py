@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
-from bankfull.quantize.gptq import DAMPING, inverse_factor
+from bankfull.quantize.gptq import DAMPING, feedback_of
 from bankfull.quantize.method import LayerData
 from bankfull.weights.qtensor import QTensor
 
@@ -149,20 +149,20 @@ def pruned_by(scores: Tensor, matrix: Tensor, pattern: SparsityPattern, by_row: 
 
 
 def sparse_gpt(matrix: Tensor, hessian: Tensor, pattern: SparsityPattern) -> Tensor:
-    factor = inverse_factor(hessian, DAMPING, act_order=False)
-    if factor is None:  # nothing enters this matrix: what it loses makes no difference
+    feedback = feedback_of(hessian, DAMPING, act_order=False)
+    if feedback is None:  # nothing enters this matrix: what it loses makes no difference
         return pruned_by(matrix.abs(), matrix, pattern, by_row=True)
-    upper = factor[0]
-    left = matrix.T.to(torch.float32).contiguous()  # columns as rows
-    costs = upper.diagonal().square()[:, None]
+    numbers = matrix.T.to(torch.float32).contiguous()  # columns as rows
+    left, errors = numbers.clone(), torch.empty_like(numbers)
+    pivots = feedback.pivots[:, None]
     columns, owed = len(left), 0.0
     width = BLOCK if pattern.group is None else BLOCK // pattern.group * pattern.group
     for begin in range(0, columns, width):
         end = min(begin + width, columns)
-        errors = torch.zeros(end - begin, left.shape[1])
-        dropped = torch.zeros(end - begin, left.shape[1], dtype=torch.bool)
+        left[begin:end].addmm_(feedback.matrix[:begin, begin:end].T, errors[:begin])
+        dropped = torch.zeros_like(left[begin:end], dtype=torch.bool)
         if pattern.group is None:
-            scores = (left[begin:end].square() / costs[begin:end]).flatten()
+            scores = (left[begin:end].square() * pivots[begin:end]).flatten()
             # Rounding is carried over, so that the whole matrix has the wanted share.
             owed += pattern.share * len(scores)
             count = round(owed)
@@ -171,16 +171,11 @@ def sparse_gpt(matrix: Tensor, hessian: Tensor, pattern: SparsityPattern) -> Ten
         for column in range(begin, end):
             if pattern.group is not None and (column - begin) % pattern.group == 0:
                 part = slice(column, column + pattern.group)
-                lowest = (left[part].square() / costs[part]).argsort(0)[: pattern.dropped]
+                lowest = (left[part].square() * pivots[part]).argsort(0)[: pattern.dropped]
                 dropped[column - begin : column - begin + pattern.group].scatter_(0, lowest, True)
-            gone = left[column].where(dropped[column - begin], 0.0)
-            errors[column - begin] = -gone / upper[column, column]
-            left[column] -= gone
-            if column + 1 < end:
-                left[column + 1 : end].addr_(upper[column, column + 1 : end], errors[column - begin])
-        # A weight that was dropped took later updates of the block until its own column was reached; none comes after.
-        if end < columns:
-            left[end:].addmm_(upper[begin:end, end:].T, errors)
+            left[column].masked_fill_(dropped[column - begin], 0)
+            errors[column] = numbers[column] - left[column]
+            left[column + 1 : end].addr_(feedback.matrix[column, column + 1 : end], errors[column])
     return left.T.contiguous()
 
 

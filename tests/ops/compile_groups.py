@@ -21,6 +21,7 @@ from bankfull.ops.triton import linear as dense
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write
 from bankfull.ops.triton.quantized_layout import repack
 from bankfull.ops.triton.quantized_rows import few_rows
+from bankfull.ops.triton.rounded_columns import rounded_columns
 from bankfull.ops.triton.sampling import choose
 from bankfull.runtime.captured import Captured
 from bankfull.runtime.forward import Eager
@@ -212,7 +213,7 @@ def generated(seeds: range) -> Two:
 
 
 def plans() -> Two:
-    """Every plan of a dense linear layer, for every dtype."""
+    """Every plan of a dense linear layer, for every dtype, and what no layer runs."""
     made = []
     for dtype in dense.DTYPES:
         for plan in dense.TILES:
@@ -221,6 +222,8 @@ def plans() -> Two:
     for plan in dense.SPLIT:
         x, weight = (torch.empty(n, 512, dtype=DTYPE, device=META) for n in (32, 128))
         made.append((plan.name, partial(dense.run_plan, plan, x, weight, None)))
+    square, block = torch.empty(300, 300, device=META), torch.empty(128, 4096, device=META)
+    made.append(("GPTQ", partial(rounded_columns, block, block, square[:128, :128], block, block, 0, 15)))
     return made, made
 
 
