@@ -14,6 +14,8 @@ from bankfull.cli.options import Json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+
     from bankfull.quantize.allocation import Budget
     from bankfull.quantize.calibration import Sample
     from bankfull.quantize.recipe import QuantizeRecipe
@@ -108,6 +110,9 @@ def quantize(
         str | None,
         typer.Option("--type", help="With --format gguf: q4_k, q6_k, ... instead of --bits.", show_default=False),
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where methods with a calibration text compute: auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Accept a model that is quantized already; it loses accuracy twice.")
     ] = False,
@@ -123,6 +128,7 @@ def quantize(
     from bankfull.quantize.recipe import MADE_BEFORE, OUTLIERS, parse_recipe
     from bankfull.quantize.save import refuse_early, save_quantized
     from bankfull.quantize.table import METHODS, make_method
+    from bankfull.runtime.device import open_device
     from bankfull.weights.fetch import displayed
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model
@@ -152,24 +158,50 @@ def quantize(
         kl=kl,
         steps=steps,
     )
+    calibrated = recipe.budget is not None or recipe.method in MADE_BEFORE or make_method(recipe).calibrated
+    if device not in ("auto", "cpu") and (not calibrated or recipe.budget is not None):
+        raise ConfigError(
+            f"--device {device[:20]} has no use with --method {method}, which runs on the CPU; leave it out."
+        )
+    opened = open_device(device).torch
     files = open_model(locate(model))
     refuse_early(files, output, requantize)
-    calibrated = recipe.budget is not None or recipe.method in MADE_BEFORE or make_method(recipe).calibrated
     if recipe.method == OUTLIERS and calibration == BUNDLED:
         calibrated = False  # as when a model is loaded
     sequences = _sequences(model, files, calibration) if calibrated else []
     if recipe.budget is not None:
         recipe = _mixed(files, recipe, recipe.budget, sequences)
-    with _changed(files, recipe, sequences, output) as changed, displayed() as report:
+    with _within_memory(opened), _changed(files, recipe, sequences, output, opened) as changed, displayed() as report:
         saved = save_quantized(
-            changed, recipe, output, requantize=requantize, sequences=sequences, given=files, report=report
+            changed,
+            recipe,
+            output,
+            requantize=requantize,
+            sequences=sequences,
+            given=files,
+            device=opened,
+            report=report,
         )
     _print(saved, recipe, json)
 
 
 @contextmanager
+def _within_memory(device: torch.device) -> Iterator[None]:
+    import torch
+
+    from bankfull.errors import ConfigError
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{device} has too little free memory for a layer and its calibration; free some, or use --device cpu."
+        ) from None
+
+
+@contextmanager
 def _changed(
-    files: ModelFiles, recipe: QuantizeRecipe, sequences: Sequence[Sequence[int]], output: Path
+    files: ModelFiles, recipe: QuantizeRecipe, sequences: Sequence[Sequence[int]], output: Path, device: torch.device
 ) -> Iterator[ModelFiles]:
     """The model as it is written: itself, or what a method that changes the whole of it makes of it. A tuning that is
     interrupted continues."""
@@ -180,20 +212,20 @@ def _changed(
         from dataclasses import replace
 
         from bankfull.quantize.outliers import with_outliers
-        from bankfull.runtime.device import open_device
 
         with progress("layers calibrated", None) as told:
-            source = with_outliers(files, open_device("auto").torch, sequences or None, told)
+            source = with_outliers(files, device, sequences or None, told)
         yield replace(files, source=source)
     elif recipe.method == NEURONS:
         from bankfull.quantize.neurons import remove_neurons
         from bankfull.quantize.sparse import parse_pattern
 
         with progress("layers pruned", None) as told:
-            smaller = remove_neurons(files, parse_pattern(recipe.sparsity).share, sequences, done=told)
+            share = parse_pattern(recipe.sparsity).share
+            smaller = remove_neurons(files, share, sequences, done=told, device=device)
         yield smaller
     elif recipe.method == QAT:
-        with _tuned(files, recipe, sequences, output) as tuned:
+        with _tuned(files, recipe, sequences, output, device) as tuned:
             yield tuned
     else:
         yield files
@@ -201,7 +233,7 @@ def _changed(
 
 @contextmanager
 def _tuned(
-    files: ModelFiles, recipe: QuantizeRecipe, sequences: Sequence[Sequence[int]], output: Path
+    files: ModelFiles, recipe: QuantizeRecipe, sequences: Sequence[Sequence[int]], output: Path, device: torch.device
 ) -> Iterator[ModelFiles]:
     import hashlib
     from dataclasses import replace
@@ -211,7 +243,6 @@ def _tuned(
 
     from bankfull.cli.terminal import progress, say
     from bankfull.quantize.save import finished_layers, scale_dtype_of
-    from bankfull.runtime.device import open_device
     from bankfull.train.qat import LENGTH, QatOptions, tune
     from bankfull.weights.fingerprint import weights_fingerprint
     from bankfull.weights.replaced import ReplacedTensors
@@ -224,7 +255,7 @@ def _tuned(
     identity = dumps([recipe.about(), digest], sort_keys=True)
     scales = scale_dtype_of(files, recipe)
     with finished_layers(output, identity, "tuning") as folder:
-        model, told = tune(files, ids, digest, options, folder, progress, open_device("auto").torch, scale_dtype=scales)
+        model, told = tune(files, ids, digest, options, folder, progress, device, scale_dtype=scales)
         say(
             f"bankfull: {told.steps} steps of tuning lower the loss of rounding on held-out text from "
             f"{told.kl_before:.4g} to {told.kl:.4g} nats per token"

@@ -49,9 +49,9 @@ class KeptChannels:
     def _mixed(self, grid: Grid, matrix: Tensor, inputs: Tensor) -> Tensor:
         columns = matrix.shape[-1]
         scores = {
-            "activations": inputs.abs().mean(0) if len(inputs) else torch.zeros(columns),
+            "activations": inputs.abs().mean(0) if len(inputs) else matrix.new_zeros(columns),
             "weights": matrix.square().sum(0),
-            "random": torch.rand(columns, generator=torch.Generator().manual_seed(columns)),
+            "random": torch.rand(columns, generator=torch.Generator().manual_seed(columns)).to(matrix.device),
         }[self.by]
         kept = scores.topk(max(1, round(self.share * columns)) if self.share else 0).indices
         made = grid.to_nearest(matrix).dequantize()

@@ -1,7 +1,8 @@
 """What enters the matrices of one layer on the calibration text, computed when a method asks for it.
 
 Matrices that a method has quantized already take part with their quantized values, so that a later matrix of the same
-layer can make up for their error. A pass over the text ends at the matrix that is asked for.
+layer can make up for their error. A pass over the text ends at the matrix that is asked for, and takes from the pass
+before what has not changed (`kept`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn.functional import linear
 
 from bankfull.layers.mixer import Mixer
 from bankfull.ops.reference.experts import gated
+from bankfull.quantize.kept import KeptOutputs
 from bankfull.quantize.layered import BuiltLayer, LayeredModel, LayerStep
 from bankfull.quantize.method import SAMPLED, LayerData, Matrix
 from bankfull.quantize.recording import ExpertCall, ExpertSite
@@ -24,6 +26,14 @@ from bankfull.weights.qtensor import QTensor
 
 COMPARED = 2048
 """Tokens on which the outputs of a block are compared."""
+PROBE = 16
+"""Tokens that show the structure of a layer."""
+ROWS_AT_ONCE = 4096
+"""Inputs that are added to a Hessian at once."""
+COLUMNS_AT_ONCE = 512
+"""Columns of a Hessian that are one product: what lies below its diagonal blocks is not computed."""
+MIXER, FEED = "mixer", "feed"
+"""The parts of a layer."""
 
 
 @dataclass(slots=True)
@@ -53,6 +63,8 @@ class LayerActivations:
         self._float = model.layer(data.number, {**data.matrices, **data.plain})
         self._groups, self._key, self._sites, self._part = self._structure()
         self._last: tuple[str, frozenset[str], Tensor] | None = None
+        self._kept = KeptOutputs()
+        self._dequantized: dict[str, tuple[QTensor, Tensor]] = {}
         self._inputs: dict[str, Tensor] = {}
         self._calls: dict[str, list[ExpertCall]] = {}
         self._compared: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
@@ -82,7 +94,7 @@ class LayerActivations:
         if not self._inputs:
             self._sample()
         found = self._inputs.get(self._key.get(name, name))
-        return torch.empty(0, self._data.matrices[name].shape[-1]) if found is None else found
+        return self._data.matrices[name].new_empty(0, self._data.matrices[name].shape[-1]) if found is None else found
 
     def output_error(self, replaced: Mapping[str, Tensor]) -> float:
         places = {self._part[name] for name in replaced if name in self._part}
@@ -92,7 +104,7 @@ class LayerActivations:
         error = count = 0.0
         for place in places:
             for sequence, x, y in self._compared[place]:
-                if place == "mixer":
+                if place == MIXER:
                     made = self._step(sequence).mix(built.block.mixer, x)
                 else:
                     assert built.block.feed is not None
@@ -100,6 +112,13 @@ class LayerActivations:
                 error += float((made - y).square().sum(dtype=torch.float64))
                 count += y.numel()
         return error / max(1.0, count)
+
+    def advance(self) -> None:
+        """Run the text through the layer as it is now, in place."""
+        values = self._values()
+        built = self._model.layer(self._data.number, values)
+        mixer_runs = self._data.number in self._model.shared  # later layers need its keys and values
+        _advance(self._model, self._streams, self._data.number, self._reusing(built, values, mixer_runs), self._begin)
 
     def _earlier(self, key: str) -> set[str]:
         """Matrices that are computed before one, and so change its input."""
@@ -116,16 +135,49 @@ class LayerActivations:
         streams = self._streams
         return self._model.step(self._data.number, streams.sequences[sequence], streams.kept_of(sequence))
 
-    def _current(self) -> BuiltLayer:
-        """The layer with the matrices that are quantized so far."""
-        done = self._data.quantized
-        if not done:
+    def _values(self) -> dict[str, Tensor]:
+        """The tensors of the layer, those that are quantized so far with their quantized values."""
+        data = self._data
+        for name, made in data.quantized.items():
+            if name not in self._dequantized or self._dequantized[name][0] is not made:
+                self._dequantized[name] = made, made.dequantize()
+        return {**data.plain, **data.matrices, **{name: self._dequantized[name][1] for name in data.quantized}}
+
+    def _current(self, key: str | None = None) -> BuiltLayer:
+        """The layer with the matrices that are quantized so far. `key`: the matrix at which the pass ends, so that
+        what comes before it need not be computed again."""
+        if not self._data.quantized:
             return self._float
-        values = {name: weight.dequantize() for name, weight in done.items()}
-        return self._model.layer(self._data.number, {**self._data.matrices, **self._data.plain, **values})
+        values = self._values()
+        built = self._model.layer(self._data.number, values)
+        return built if key is None else self._reusing(built, values, self._part.get(key) == MIXER)
+
+    def _reusing(self, built: BuiltLayer, values: Mapping[str, Tensor], mixer_runs: bool) -> BuiltLayer:
+        """The layer, with outputs that are known from an earlier pass. `mixer_runs`: whether the mixer must run, for
+        what happens inside of it."""
+        plain = tuple(values[name] for name in self._data.plain)
+        mixing = [name for name in self._data.matrices if self._part.get(name) == MIXER]
+
+        def product(name: str, x: Tensor, weight: QTensor, compute: Callable[[], Tensor]) -> Tensor:
+            whole, data = values.get(name), weight.parts["data"]
+            if whole is None or whole.data_ptr() != data.data_ptr() or whole.shape != data.shape:
+                return compute()  # a part of the matrix: its name does not say which
+            return self._kept.of(name, (*plain, whole), x, compute)
+
+        def mixed(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+            if mixer_runs:
+                return compute()
+            return self._kept.of(MIXER, (*plain, *(values[name] for name in mixing)), x, compute, mixing)
+
+        built.recorder.reuse = product
+        return _around(built, mixed, lambda x, compute: compute())
+
+    def _begin(self, sequence: int) -> None:
+        self._kept.sequence = sequence
 
     def _run(self, built: BuiltLayer, sequences: Sequence[int]) -> None:
         for sequence in sequences:
+            self._begin(sequence)
             try:
                 self._step(sequence).run(built.block, self._streams.hidden[sequence])
             except _Enough:
@@ -138,7 +190,7 @@ class LayerActivations:
         and the part of the layer (mixer, feed) that each belongs to."""
         order: list[tuple[Tensor, list[str]] | ExpertSite] = []
         part: dict[str, str] = {}
-        now = ["mixer"]
+        now = [MIXER]
 
         def enters(name: str, x: Tensor) -> None:
             part[name] = now[0]
@@ -156,11 +208,12 @@ class LayerActivations:
             order.append(site)
 
         def mixed(x: Tensor, y: Tensor) -> None:
-            now[0] = "feed"
+            now[0] = FEED
 
         self._float.recorder.listen, self._float.recorder.listen_experts = enters, experts
         tapped = _tapped(self._float, mixed, lambda x, y: None)
-        self._run(tapped, [0])
+        step = self._model.step(self._data.number, self._streams.sequences[0][:PROBE], self._streams.kept_of(0))
+        step.run(tapped.block, self._streams.hidden[0][:PROBE])
         self._float.recorder.listen = self._float.recorder.listen_experts = None
         groups: list[tuple[Matrix, ...]] = []
         key: dict[str, str] = {}
@@ -170,28 +223,35 @@ class LayerActivations:
                 own = [group for group in one.groups() if group[0][0] in self._data.matrices]
                 groups += own
                 sites |= {name: one for group in own for name, _ in group}
-                part |= dict.fromkeys(sites, "feed")
+                part |= dict.fromkeys(sites, FEED)
             else:
                 groups.append(tuple((name, None) for name in one[1]))
                 key |= dict.fromkeys(one[1], one[1][0])
         return groups, key, sites, part
 
     def _accumulated(self, key: str, columns: int) -> Tensor:
-        total, count = torch.zeros(columns, columns), [0]
+        total = torch.zeros(columns, columns, device=self._model.device)
         if key not in self._key:
             return total  # never multiplied as a matrix
+        waiting: list[Tensor] = []
 
         def enters(name: str, x: Tensor) -> None:
             if name == key:
-                total.addmm_(x.T, x)
-                count[0] += len(x)
+                waiting.append(x)
                 raise _Enough
 
-        built = self._current()
+        built, count = self._current(key), 0
         built.recorder.listen = enters
-        self._run(built, range(len(self._streams.sequences)))
+        for sequence in range(len(self._streams.sequences)):
+            self._run(built, [sequence])
+            last = sequence + 1 == len(self._streams.sequences)
+            if waiting and (last or sum(map(len, waiting)) >= ROWS_AT_ONCE):
+                rows = torch.cat(waiting)
+                waiting.clear()
+                count += len(rows)
+                add_products(total, rows)
         built.recorder.listen = None
-        return total.mul_(2 / max(1, count[0]))
+        return mirrored(total).mul_(2 / max(1, count))
 
     def _sample(self) -> None:
         """Keep some tokens' inputs of all matrices."""
@@ -214,12 +274,12 @@ class LayerActivations:
 
     def _compare(self) -> None:
         """Keep what enters and leaves the parts of the layer with float weights, on the first sequences."""
-        kept: dict[str, list[tuple[int, Tensor, Tensor]]] = {"mixer": [], "feed": []}
+        kept: dict[str, list[tuple[int, Tensor, Tensor]]] = {MIXER: [], FEED: []}
         now = [0]
         built = _tapped(
             self._float,
-            lambda x, y: kept["mixer"].append((now[0], x, y)),
-            lambda x, y: kept["feed"].append((now[0], x, y)),
+            lambda x, y: kept[MIXER].append((now[0], x, y)),
+            lambda x, y: kept[FEED].append((now[0], x, y)),
         )
         tokens = 0
         for sequence, own in enumerate(self._streams.sequences):
@@ -263,7 +323,7 @@ class LayerActivations:
                 calls.append(call)
                 raise _Enough
 
-        built = self._current()
+        built = self._current(site.down)
         built.recorder.listen_experts = experts
         self._run(built, range(len(self._streams.sequences)))
         built.recorder.listen_experts = None
@@ -278,9 +338,15 @@ def advance(
     built: BuiltLayer | None = None,
 ) -> None:
     """Run every sequence through a layer, in place. `built`: the layer, if it exists already."""
-    built = built or model.layer(number, replaced)
+    _advance(model, streams, number, built or model.layer(number, replaced), lambda sequence: None)
+
+
+def _advance(
+    model: LayeredModel, streams: CalibrationStreams, number: int, built: BuiltLayer, begin: Callable[[int], None]
+) -> None:
     storages = []
     for index, tokens in enumerate(streams.sequences):
+        begin(index)
         step = model.step(number, tokens, streams.kept_of(index))
         streams.hidden[index].copy_(step.run(built.block, streams.hidden[index]))
         if number in model.shared:
@@ -289,34 +355,56 @@ def advance(
         streams.kept[number] = storages
 
 
+def add_products(total: Tensor, rows: Tensor) -> None:
+    """Adds rows^T rows to the blocks of `total` on and above its diagonal."""
+    for at in range(0, len(total), COLUMNS_AT_ONCE):
+        upto = at + COLUMNS_AT_ONCE
+        total[at:upto, at:].addmm_(rows[:, at:upto].T, rows[:, at:])
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """Fills the blocks below the diagonal, in place."""
+    for at in range(0, len(total), COLUMNS_AT_ONCE):
+        upto = at + COLUMNS_AT_ONCE
+        total[upto:, at:upto] = total[at:upto, upto:].T
+    return total
+
+
 Tap = Callable[[Tensor, Tensor], None]
+Around = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+"""Gets the input of a part of a layer, and what computes its output; returns the output."""
 
 
-class _TappedMixer:
-    def __init__(self, mixer: Mixer, tap: Tap) -> None:
-        self._mixer, self._tap = mixer, tap
+class _MixerAround:
+    def __init__(self, mixer: Mixer, around: Around) -> None:
+        self._mixer, self._around = mixer, around
         self.states, self.rope, self.plan = mixer.states, mixer.rope, mixer.plan
 
     def run(self, x: Any, states: Any, meta: Any, angles: Any) -> Tensor:
-        y = self._mixer.run(x, states, meta, angles)
-        self._tap(x, y)
-        return y
+        return self._around(x, lambda: self._mixer.run(x, states, meta, angles))
+
+
+def _around(built: BuiltLayer, mixed: Around, fed: Around) -> BuiltLayer:
+    """The layer with its mixer and its feed-forward layer inside of `mixed` and `fed`."""
+    block, feed = built.block, built.block.feed
+    inner = None if feed is None else lambda x: fed(x, lambda: feed(x))
+    return replace(built, block=replace(block, mixer=_MixerAround(block.mixer, mixed), feed=inner))
 
 
 def _tapped(built: BuiltLayer, mixed: Tap, fed: Tap) -> BuiltLayer:
     """The layer with calls of `mixed` and `fed` after its mixer and its feed-forward layer."""
-    block, feed = built.block, built.block.feed
 
-    def tapped_feed(x: Tensor) -> Tensor:
-        assert feed is not None
-        y = feed(x)
-        fed(x, y)
-        return y
+    def tapping(tap: Tap) -> Around:
+        def around(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+            y = compute()
+            tap(x, y)
+            return y
 
-    mixer = _TappedMixer(block.mixer, mixed)
-    return replace(built, block=replace(block, mixer=mixer, feed=None if feed is None else tapped_feed))
+        return around
+
+    return _around(built, tapping(mixed), tapping(fed))
 
 
 def _spread(rows: Tensor, count: int) -> Tensor:
     """At most `count` rows, evenly spread."""
-    return rows if len(rows) <= count else rows[torch.linspace(0, len(rows) - 1, count).long()]
+    return rows if len(rows) <= count else rows[torch.linspace(0, len(rows) - 1, count).long().to(rows.device)]

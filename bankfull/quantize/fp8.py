@@ -43,7 +43,7 @@ class Fp8:
 
 def input_scale(inputs: Tensor) -> Tensor:
     """The scale, of shape (1,), under which the largest input becomes the largest code."""
-    largest = inputs.abs().amax() if inputs.numel() else torch.ones(())
+    largest = inputs.abs().amax() if inputs.numel() else inputs.new_ones(())
     return (largest.clamp(min=1e-6) / LARGEST_FP8).reshape(1).to(torch.float32)
 
 

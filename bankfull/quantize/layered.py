@@ -64,9 +64,11 @@ class BuiltLayer:
 class LayeredModel:
     """All arithmetic is float32, by the bodies of the operations."""
 
-    def __init__(self, files: ModelFiles, length: int) -> None:
-        """`length`: tokens of the longest sequence that will be run."""
-        self.files, self.length = files, length
+    def __init__(self, files: ModelFiles, length: int, device: torch.device = CPU) -> None:
+        """`length`: tokens of the longest sequence that will be run. `device`: where layers run; what surrounds them
+        runs on the CPU, so that tables are never copied."""
+        self.files, self.length, self.device = files, length, device
+        self._angles: dict[int, Mapping[str, Angles]] = {}
         self.stem, names = "", InputRecorder()
         self._built((), {}, names)
         self.stem = layers_stem(names.read)
@@ -106,7 +108,7 @@ class LayeredModel:
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
         """The hidden states that enter the first layer."""
-        return self._outside.embed(self._batch(_NO_STATE, tokens)).to(torch.float32)
+        return self._outside.embed(self._batch(_NO_STATE, tokens, CPU)).to(torch.float32)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The hidden states after the last norm, from those after the last layer."""
@@ -121,17 +123,26 @@ class LayeredModel:
             source,
             kit_for("cpu", "torch"),
             torch.float32,
-            CPU,
+            CPU if live is None else self.device,
             expand=True,
             max_len=self.length,
             stem=self.stem,
             live=live,
             recorder=recorder,
+            home=CPU if live is None else self.device,
         )
         return build_model(self.files.config, build)
 
-    def _batch(self, layout: Layout, tokens: Sequence[int]) -> Batch:
-        return single_batch(layout, tokens, 0, len(tokens), 0, CPU)
+    def _batch(self, layout: Layout, tokens: Sequence[int], device: torch.device) -> Batch:
+        return single_batch(layout, tokens, 0, len(tokens), 0, device)
+
+    def _angles_of(self, length: int) -> Mapping[str, Angles]:
+        """RoPE's angles for the first `length` positions, which are the same in every layer."""
+        if length not in self._angles:
+            positions = torch.arange(length)
+            found = {name: rope(positions) for name, rope in self._outside.ropes.items()}
+            self._angles[length] = {name: (a.to(self.device), b.to(self.device)) for name, (a, b) in found.items()}
+        return self._angles[length]
 
     def step(self, layer: int, tokens: Sequence[int], kept: Mapping[int, Storage]) -> LayerStep:
         """What a layer needs to run over one sequence. `kept`: the states of earlier layers that it may share."""
@@ -143,10 +154,8 @@ class LayeredModel:
         else:
             layout = layout_of([specs], PAGE)
             frames = sum(-(-len(tokens) // group.page_tokens) for group in layout.paged)
-            storage = Storage(layout, frames, 2, CPU)
-        batch = self._batch(layout, tokens)
-        angles = {name: rope(batch.positions) for name, rope in self._outside.ropes.items()}
-        return LayerStep(batch, storage, angles)
+            storage = Storage(layout, frames, 2, self.device)
+        return LayerStep(self._batch(layout, tokens, self.device), storage, self._angles_of(len(tokens)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from bankfull.errors import ConfigError, ModelError
 from bankfull.quantize.gptq import DAMPING
 from bankfull.quantize.method import LayerData
+from bankfull.quantize.recording import CPU
 from bankfull.quantize.walk import LayerDone, WalkOptions, walk
 from bankfull.weights.formats.dense import BY_DTYPE
 from bankfull.weights.qtensor import QTensor, Scheme
@@ -44,14 +45,14 @@ class NeuronBlocks:
         matrix, hessian = layer.matrices[down], layer.hessian(down)
         energy = hessian.diagonal().clamp(min=0) * matrix.square().sum(0)
         best = energy.view(-1, self.block).sum(-1).argsort(descending=True, stable=True)[: self.count].sort().values
-        kept = (best[:, None] * self.block + torch.arange(self.block)).flatten()
-        gone = torch.ones(matrix.shape[-1], dtype=torch.bool).index_fill(0, kept, False)
+        kept = (best[:, None] * self.block + torch.arange(self.block, device=best.device)).flatten()
+        gone = torch.ones(matrix.shape[-1], dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
         for name in ups:
             layer.quantized[name] = QTensor.dense(layer.matrices[name].masked_fill(gone[:, None], 0))
         layer.quantized[down] = QTensor.dense(
             torch.zeros_like(matrix).index_copy(1, kept, refitted(matrix, hessian, kept))
         )
-        self.kept[down] = kept
+        self.kept[down] = kept.cpu()
 
 
 def refitted(matrix: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
@@ -126,6 +127,7 @@ def remove_neurons(
     *,
     block: int = BLOCK,
     done: LayerDone | None = None,
+    device: torch.device = CPU,
 ) -> ModelFiles:
     """The model without `share` of its feed-forward neurons, in whole blocks. It runs, and can be saved or quantized,
     like any other model. `sequences`: token ids of the calibration text."""
@@ -140,7 +142,7 @@ def remove_neurons(
     for name in (name for name in files.source.names() if name.endswith(DOWN)):
         if files.source.shape(name)[-1:] != (width,):
             raise ModelError(f"{name} has {files.source.shape(name)[-1]} columns, not the {SIZE} of {width}.")
-    for name, tensor in walk(files, method, WalkOptions(sequences, done=done)):
+    for name, tensor in walk(files, method, WalkOptions(sequences, done=done, device=device)):
         if name in method.kept:
             scheme = files.source.scheme(name)
             dtype = scheme.parts[0].dtype if scheme.is_dense else torch.bfloat16

@@ -67,6 +67,9 @@ class InputRecorder:
     listen: Callable[[str, Tensor], None] | None = None
     """Gets the name of a matrix and its input (tokens, columns)."""
     listen_experts: Callable[[ExpertSite, ExpertCall], None] | None = None
+    reuse: Callable[[str, Tensor, QTensor, Callable[[], Tensor]], Tensor] | None = None
+    """Gets the name of a matrix, its input, the weight (the matrix or a part of it) and what computes the product;
+    returns the output."""
     origins: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """By the id of a tensor that a layer holds: its name. The tensor is kept, so that its id stays its own."""
 
@@ -87,6 +90,9 @@ class InputRecorder:
         if self.listen is not None:
             self.listen(name, x)
 
+    def output(self, name: str, x: Tensor, weight: QTensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute() if self.reuse is None else self.reuse(name, x, weight, compute)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerBuild(Build):
@@ -97,10 +103,12 @@ class LayerBuild(Build):
     live: tuple[str, ...] | None = None
     """The layers that are built, as "model.layers.3"; None: everything but the layers."""
     recorder: InputRecorder = field(default_factory=InputRecorder)
+    home: torch.device = CPU
+    """The device of what is built."""
 
     def at(self, name: str | int) -> LayerBuild:
         full = self._full(str(name))
-        return replace(self, prefix=full, device=CPU if self._lives(full) else META)
+        return replace(self, prefix=full, device=self.home if self._lives(full) else META)
 
     def _lives(self, full: str) -> bool:
         if self.live is None:
@@ -156,7 +164,7 @@ class LayerBuild(Build):
 
         def product(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Any:
             recorder.enters(name, x)
-            return run(x, weight, bias)
+            return recorder.output(name, x, weight, lambda: run(x, weight, bias))
 
         return product
 

@@ -24,6 +24,7 @@ from bankfull.quantize.fp8 import scale_name
 from bankfull.quantize.method import LayerData, Method
 from bankfull.quantize.neurons import SIZE
 from bankfull.quantize.recipe import NEURONS, OUTLIERS, QuantizeRecipe, refuse_without_use
+from bankfull.quantize.recording import CPU
 from bankfull.quantize.rtn import rounded
 from bankfull.quantize.table import make_method
 from bankfull.quantize.walk import WalkOptions, walk
@@ -91,10 +92,12 @@ def save_quantized(
     requantize: bool = False,
     sequences: Sequence[Sequence[int]] = (),
     given: ModelFiles | None = None,
+    device: torch.device = CPU,
     report: Report = lambda what, done, total: None,
 ) -> SavedModel:
     """Write the quantized model to the new directory `target`. `sequences`: token ids of the calibration text. `given`:
-    the model as it was, if `files` were changed from it with this recipe."""
+    the model as it was, if `files` were changed from it with this recipe. `device`: where a calibrated method
+    computes."""
     begun = perf_counter()
     before = given or files
     refuse_early(before, target, requantize)
@@ -125,7 +128,7 @@ def save_quantized(
         report(what, written, total)
         by_name = {t.name: t for t in missing}
         with finished_layers(target, identity) as kept_layers:
-            options = WalkOptions(sequences, kept_layers, {"identity": identity})
+            options = WalkOptions(sequences, kept_layers, {"identity": identity}, device=device)
             for name, tensor in produced(files, method, missing, options):
                 for stored, data in form.encoded(by_name[name], tensor).items():
                     written += folder.put(stored, data)

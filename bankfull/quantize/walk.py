@@ -22,6 +22,7 @@ from bankfull.quantize.activations import CalibrationStreams, LayerActivations, 
 from bankfull.quantize.folds import folds_of
 from bankfull.quantize.layered import LayeredModel
 from bankfull.quantize.method import LayerData, Method
+from bankfull.quantize.recording import CPU
 from bankfull.weights.drafter_files import read_tensors, write_json, write_tensors
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.hf_config import read_json
@@ -46,6 +47,8 @@ class WalkOptions:
     recipe: Mapping[str, Any] | None = None
     """What determines the result. A folder with another recipe is refused."""
     done: LayerDone | None = None
+    device: torch.device = CPU
+    """Where layers run, and where a calibrated method computes."""
 
 
 def walk(files: ModelFiles, method: Method, options: WalkOptions) -> Iterator[tuple[str, QTensor]]:
@@ -53,7 +56,7 @@ def walk(files: ModelFiles, method: Method, options: WalkOptions) -> Iterator[tu
     if method.calibrated and not options.sequences:
         raise ConfigError(f"Method {method.name} needs a calibration text of at least one token; give a longer one.")
     longest = max(map(len, options.sequences), default=1)
-    model = LayeredModel(files, longest)
+    model = LayeredModel(files, longest, options.device)
     if method.calibrated and model.reads_masks:
         raise ModelError(f"A diffusion model reads masked text, which {method.name} is not calibrated on; use rtn.")
     kept = None if options.folder is None else FinishedLayers(options.folder, options.recipe or {})
@@ -63,13 +66,19 @@ def walk(files: ModelFiles, method: Method, options: WalkOptions) -> Iterator[tu
     for number in range(len(model)):
         result = None if kept is None else kept.read(number)
         fresh = result is None
+        activations: LayerActivations | None = None
         if result is None:
-            result = _quantized(model, number, method, streams)
+            made, activations = _quantized(model, number, method, streams)
+            result = {name: tensor.to(CPU) for name, tensor in made.items()}
             if kept is not None:
                 kept.write(number, result)
         if streams is not None and number + 1 < len(model):
             with torch.no_grad():
-                advance(model, streams, number, {name: made.dequantize() for name, made in result.items()})
+                if activations is not None:
+                    activations.advance()
+                else:
+                    advance(model, streams, number, {name: one.dequantize() for name, one in result.items()})
+        activations = None  # frees its memory before the next layer is read
         added = [name for name in result if not files.source.has(name)]
         for name in (*model.names(number), *added):
             yield name, result[name] if name in result else files.source.get(name)
@@ -79,22 +88,27 @@ def walk(files: ModelFiles, method: Method, options: WalkOptions) -> Iterator[tu
 
 
 def layer_data(model: LayeredModel, number: int) -> LayerData:
-    """A layer's tensors in float32."""
+    """A layer's tensors in float32, on the model's device."""
     source = model.files.source
     names = model.names(number)
-    matrices = {name: source.get(name).dequantize() for name in names if is_inner_matrix(source, name)}
+    matrices = {name: _values(model, name) for name in names if is_inner_matrix(source, name)}
     small = [name for name in names if name not in matrices and len(source.shape(name)) == 1]
-    plain = {name: source.get(name).dequantize() for name in small}
+    plain = {name: _values(model, name) for name in small}
     return LayerData(number, matrices, plain)
+
+
+def _values(model: LayeredModel, name: str) -> Tensor:
+    return model.files.source.get(name).to(model.device).dequantize()
 
 
 @torch.no_grad()
 def _quantized(
     model: LayeredModel, number: int, method: Method, streams: CalibrationStreams | None
-) -> dict[str, QTensor]:
-    """The tensors of a layer that the method has changed."""
+) -> tuple[dict[str, QTensor], LayerActivations | None]:
+    """The tensors of a layer that the method has changed, and the layer as it runs now."""
     data = layer_data(model, number)
     before = {**data.plain, **data.matrices}
+    activations: LayerActivations | None = None
     if streams is not None:
         activations = LayerActivations(model, streams, data)
         data.activations, data.folds = activations, folds_of(activations.built, data, number in model.shared)
@@ -105,24 +119,24 @@ def _quantized(
     for name, tensor in made.items():
         if name in before and tensor.shape != model.files.source.shape(name):
             raise ModelError(f"Method {method.name} changed the shape of {name}.")
-    return made
+    return made, activations
 
 
 def _streams(model: LayeredModel, options: WalkOptions) -> CalibrationStreams:
     with torch.no_grad():
         first = model.embedded(options.sequences[0])
         total, width = sum(map(len, options.sequences)), first.shape[-1]
-        whole = _room(total, width, options.folder)
+        whole = _room(total, width, options.folder, model.device)
         hidden = list(whole.split([len(tokens) for tokens in options.sequences]))
         for rows, tokens in zip(hidden, options.sequences, strict=True):
             rows.copy_(model.embedded(tokens))
     return CalibrationStreams(options.sequences, hidden)
 
 
-def _room(tokens: int, width: int, folder: Path | None) -> Tensor:
-    """Float32 (tokens, width), in a file if it is large."""
-    if tokens * width * 4 <= SPILLED:
-        return torch.empty(tokens, width)
+def _room(tokens: int, width: int, folder: Path | None, device: torch.device) -> Tensor:
+    """Float32 (tokens, width), in a file if it would take much of the host's memory."""
+    if device != CPU or tokens * width * 4 <= SPILLED:
+        return torch.empty(tokens, width, device=device)
     with NamedTemporaryFile(dir=folder) as file:  # its name goes at once, its pages with the tensor
         file.truncate(tokens * width * 4)
         return torch.from_file(file.name, shared=True, size=tokens * width).view(tokens, width)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from bankfull.errors import ConfigError
+from bankfull.quantize import activations
 from bankfull.quantize.activations import CalibrationStreams, LayerActivations, advance
 from bankfull.quantize.gptq import Gptq
 from bankfull.quantize.grid import Grid
+from bankfull.quantize.kept import KEPT_BYTES, KeptOutputs
 from bankfull.quantize.layered import LayeredModel
 from bankfull.quantize.method import LayerData
 from bankfull.quantize.walk import WalkOptions, layer_data, walk
@@ -75,6 +77,38 @@ def test_gptq_stores_every_matrix_whose_columns_are_whole_groups(shape: str) -> 
         assert tuple(tensor.shape) == files.source.shape(name)
         fits = is_inner_matrix(files.source, name) and tensor.shape[-1] % 32 == 0 and ".layers.3." not in name
         assert tensor.scheme.name == ("int4_g32" if fits else files.source.scheme(name).name), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_that_are_kept_between_passes_change_no_bit(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, made, reused = files_of(shape), [], []
+    for most in (0, KEPT_BYTES):
+        held: list[KeptOutputs] = []
+
+        def keep(most: int = most, held: list[KeptOutputs] = held) -> KeptOutputs:
+            held.append(KeptOutputs(most))
+            return held[-1]
+
+        monkeypatch.setattr(activations, "KeptOutputs", keep)
+        made.append(dict(walk(files, Gptq(Grid(4, 32)), WalkOptions(SEQUENCES))))
+        reused.append(sum(one.reused for one in held))
+        assert all(one.nbytes <= most for one in held)
+    for name, tensor in made[0].items():
+        assert torch.equal(tensor.dequantize(), made[1][name].dequantize()), name
+    assert reused[0] == 0 < reused[1]
+
+
+def test_an_output_is_reused_for_the_same_weight_and_an_equal_input_only() -> None:
+    kept, weight, x = KeptOutputs(), torch.ones(3), torch.arange(3.0)
+    assert torch.equal(kept.of("a", (weight,), x, lambda: x + 1), x + 1)
+    assert torch.equal(kept.of("a", (weight,), x.clone(), lambda: x + 2), x + 1)
+    assert torch.equal(kept.of("a", (weight.clone(),), x, lambda: x + 3), x + 3)
+    kept.sequence = 1
+    assert torch.equal(kept.of("a", (weight,), x, lambda: x + 4), x + 4)
+    kept.sequence = 0
+    assert torch.equal(kept.of("a", (weight,), x, lambda: x + 5), x + 5)
+    assert torch.equal(kept.of("a", (weight,), x + 1, lambda: x + 6), x + 6)
+    assert kept.reused == 1
 
 
 class Interrupted(Exception):
