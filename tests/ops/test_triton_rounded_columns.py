@@ -45,11 +45,14 @@ def test_codes_and_errors_are_those_of_the_loop_bit_by_bit(
     assert torch.equal(loop[0], kernel[0]) and torch.equal(loop[1], kernel[1])
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("columns", [17, MOST_COLUMNS])
-def test_a_block_of_a_larger_matrix_is_rounded_like_the_loop(columns: int) -> None:
+def test_a_block_of_a_larger_matrix_is_rounded_like_the_loop(columns: int, by_columns: bool) -> None:
     numbers = torch.Generator().manual_seed(columns)
     matrix = torch.randn(columns, 45, generator=numbers)
     wide = torch.randn(columns, columns + 9, generator=numbers) / columns  # a part of the whole triangle
+    if by_columns:
+        wide = wide.T.contiguous().T
     scales = torch.rand(columns, 45, generator=numbers) / 8 + 0.05
     given = (matrix, matrix + 0.01, wide[:, 4 : 4 + columns], scales, torch.full_like(matrix, 8.0))
     loop, kernel = both(given, 0, 15)

@@ -70,7 +70,8 @@ def rounded_columns(
 ) -> tuple[Tensor, Tensor]:
     """As `quantize.gptq.rounded_columns`, for at most `MOST_COLUMNS` columns."""
     columns, rows = numbers.shape
-    assert columns <= MOST_COLUMNS and feedback.stride(1) == 1
+    assert columns <= MOST_COLUMNS
+    feedback = feedback.contiguous()  # a device's Cholesky factor has its columns in a row
     assert all(one.is_contiguous() for one in (numbers, wanted, scales, zeros))
     codes, errors = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
     rounded_columns_kernel[(triton.cdiv(rows, ROWS),)](
