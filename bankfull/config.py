@@ -111,9 +111,14 @@ class StateConfig:
     """Bytes per second that write-behind to the disk may take; None = no limit."""
     kv_disk_age: float | None = None
     """Hours after which content of the disk tier is not used any longer; None = no limit."""
+    pin_share: float = 0.5
+    """Fraction of the pools, with the tiers below them, that pinned prefixes may hold, those of all tenants together;
+    0 = none."""
 
     def __post_init__(self) -> None:
         _positive(self, "page_tokens", "snapshot_every")
+        if not (isinstance(self.pin_share, int | float) and 0 <= self.pin_share <= 1):
+            raise ConfigError(f"pin_share={self.pin_share!r} must be a fraction from 0 to 1.")
         if self.snapshot_slots < 0:
             raise ConfigError(f"snapshot_slots={self.snapshot_slots!r} must not be negative.")
         parse_memory(self.memory, 0)

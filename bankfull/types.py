@@ -11,6 +11,10 @@ NULL = 0
 """Page and slot 0 of every pool are never allocated. Page 0 pads page tables; slot 0 is the all-zero initial state."""
 
 
+Keep = tuple[int, float]
+"""A prefix that shall stay in the cache: its tokens, and the seconds since its last use."""
+
+
 class Finish(StrEnum):
     """Why a sequence ended."""
 
@@ -53,6 +57,10 @@ class Request:
     """Maximum draft tokens of a step for each of its sequences; None for no limit of its own."""
     reference: tuple[int, ...] = ()
     """A text that the answer may repeat: draft tokens are looked up in it, too."""
+    keeps: tuple[Keep, ...] = ()
+    """Prefixes of the prompt that are pinned in the prefix cache, the shortest first."""
+    kept: list[int] = field(default_factory=list)
+    """Tokens that each of `keeps` newly keeps, without those found in the cache; filled in by the state manager."""
     payload: Any = None
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.sim import SimulationError, simulate
 from tests.sim.denoising import simulate_denoising
 from tests.sim.mutants import MUTANTS, Mutant
+from tests.sim.pinning import simulate_pins
 
 SEEDS, QUICK_SEEDS, CHUNK = 10_000, 2000, 250
 FEWEST = {"parked": 20}
@@ -82,3 +83,11 @@ def test_diffusion_models_denoise_every_request_beside_prompts_preemption_and_ca
     for seed in seeds:
         seen.update(asdict(simulate_denoising(seed)))
     assert min(seen[name] for name in ("finished", "aborted", "cached", "resumed", "evictions", "forks", "preemptions"))
+
+
+@pytest.mark.parametrize("seeds", [range(250), pytest.param(range(250, 5000), marks=pytest.mark.full)], ids=str)
+def test_pinned_prefixes_stay_while_they_may_and_never_stop_a_request(seeds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        seen.update(simulate_pins(seed))
+    assert min(seen[name] for name in ("pinned", "below", "expired", "given_up", "over_quota"))

@@ -39,10 +39,19 @@ class Admission:
 
     def fitting(self, seq: Sequence, waiting: WaitingQueue) -> Match | None:
         """What it starts from, if it has room; if need be, those that wait give back what they hold, itself last."""
-        while self.lack(seq, match := self.match(seq)) != (0, 0):
-            if not (self._aside.yield_memory(waiting, seq) or self._aside.yield_memory(waiting)):
+        while (lack := self.lack(seq, match := self.match(seq))) != (0, 0):
+            if not (
+                self._aside.yield_memory(waiting, seq) or self._aside.yield_memory(waiting) or self._unpinned(*lack)
+            ):
                 return None
         return match
+
+    def _unpinned(self, pages: int, slots: int) -> bool:
+        """Whether pinned prefixes made room. They do not while a running sequence, or a step in flight, may do so."""
+        state = self._state
+        if self._running or not state.pins.all or state.pages.coming or state.slots.coming:
+            return False
+        return state.pins.relieve(pages, slots)
 
     def lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
         """Pages and slots that are missing for it."""

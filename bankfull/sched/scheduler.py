@@ -58,6 +58,7 @@ class Scheduler:
         self.pace.measured |= state.tiers is not None
         self._waiting = WaitingQueue(self.policy.gate)
         self.aside.next_turn = self.policy.next_turn
+        state.pins.clock = clock
         self.policy.outlook = SchedulerOutlook(state, self.aside, self._waiting)
         self._seconds = 0.0
         """The device's time for the step that settles next."""
@@ -130,10 +131,13 @@ class Scheduler:
         quota = self._waiting.quota(self.running, self._clock(), self.sealed) if self._waiting else 0
         step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota, *self.config.prompt_limits)
         self._filling.clear()
+        preemptions = self.preemptions
         if self.state.windowed:
             for seq in self._running:
                 assert seq.state is not None
                 self.state.forget_before(seq.state, seq.start)
+        if self.state.pins.all:
+            self.state.pins.advance()
         self.aside.advance(self._waiting, len(self._free_rows))
         self._make_way(step)
         if any(not line[0].batch for line in (self._running, self._waiting) if line):
@@ -146,7 +150,8 @@ class Scheduler:
         plan = step.plan
         plan.transfers = self.state.moves.take_planned()
         if not (plan.work or plan.enter or plan.transfers or (self.state.moves and not self._inflight)):
-            return None
+            # A sequence gave way to one that may start only now that it has gone.
+            return None if self.preemptions == preemptions else self.plan(drafts)
         plan.leave, self._leaving = self._leaving, []
         self.state.launch(plan.step)
         self._inflight.append((plan.step, step.served))
@@ -275,7 +280,7 @@ class Scheduler:
             return 0  # the token that ends it is already in flight
         size = missing if missing < budget else budget
         if size > 1 and seq.start < seq.prompt_len:
-            size = self.state.cut(seq.start, size, seq.prompt_len)
+            size = self.state.cut(seq.start, size, seq.prompt_len, request.keeps)
         if seq.children:
             # Siblings fork where all but the last prompt token has run; until then, this one stops at that point.
             size = min(size, seq.prompt_len - 1 - seq.start)
@@ -289,6 +294,8 @@ class Scheduler:
             if self._coming(pages, slots):
                 return None
             if self.aside.yield_memory(self._waiting):
+                continue
+            if self.state.pins.all and self.state.pins.relieve(pages, slots):
                 continue
             able = [s for s in self._running if s.row not in step.fixed]
             contested = self._tenants.compete and not slots
@@ -370,6 +377,8 @@ class Scheduler:
                 return
             if not seq.admitted:
                 seq.cached = min(match.length, seq.prompt_len)
+            if self.state.pins.all:
+                self.state.pins.used(seq.chain, match.length)
             self._enter(seq, self.state.open(seq.chain, match), match.length, step)
             if not self._serve(seq, step, 0):
                 return
@@ -398,7 +407,7 @@ class Scheduler:
         entered = 0
         while seq.children and self._free_rows and (forked := self.state.fork(seq.state, seq.computed)) is not None:
             child = seq.children.pop(0)
-            child.parent, child.cached, child.chain = None, seq.cached, forked.chain
+            child.parent, child.cached, child.chain, child.kept = None, seq.cached, forked.chain, seq.kept
             self._enter(child, forked, seq.computed, step)
             entered += 1
             if entered == FORKS_PER_STEP and seq.children:

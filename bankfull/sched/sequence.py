@@ -66,6 +66,8 @@ class Sequence:
     """Whether its parked state was considered for the host."""
     sought: bool = False
     """Whether lower tiers were asked for its prefix since it began to wait."""
+    kept: int = 0
+    """Prefixes of `Request.keeps` that were pinned, or could not be."""
 
     @property
     def priority(self) -> int:
@@ -192,6 +194,8 @@ def settle_sequence(seq: Sequence, step: int, tokens: list[int], output: Output,
     last_use = step if output.finish is None else state.launched
     state.commit(seq.state, last_use, accepted)
     if seq.computed >= seq.state.border:
-        state.publish(seq.state, seq.tokens, seq.computed, seq.prompt_len)
+        state.publish(seq.state, seq.tokens, seq.computed, seq.prompt_len, request.keeps)
+    if seq.kept < len(request.keeps):
+        seq.kept = state.pins.settle(request, seq.state.chain, seq.computed, seq.cached, seq.kept)
     if not request.generates and seq.computed >= seq.prompt_len:
         output.finish = Finish.STOP

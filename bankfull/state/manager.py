@@ -17,11 +17,12 @@ from bankfull.errors import ConfigError
 from bankfull.state.journal import SLOT, KeyJournal
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Census, Pool
+from bankfull.state.pins import Pins
 from bankfull.state.policy import GroupPolicy, Hit, Reusable, Snapshots, longest_reusable, policy_of
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
 from bankfull.state.tiers import PRIVATE, Key, Tiers
-from bankfull.types import NULL, Address, Tier
+from bankfull.types import NULL, Address, Keep, Tier
 
 
 @dataclass(slots=True)
@@ -94,8 +95,9 @@ class StateManager:
         self.launched = -1
         # A snapshot is reusable only where the pages of every group end.
         block = layout.block_tokens
-        longest = max((g.page_tokens for g in layout.paged), default=block)
-        self.snapshots = Snapshots(longest, config.snapshot_every) if layout.recurrent else None
+        self.border_tokens = max((g.page_tokens for g in layout.paged), default=block)
+        """The pages of every group end at multiples of it."""
+        self.snapshots = Snapshots(self.border_tokens, config.snapshot_every) if layout.recurrent else None
         self.windowed = any(g.window is not None for g in layout.paged)
         self.policies: list[GroupPolicy] = [policy_of(g.page_tokens, g.window) for g in layout.paged]
         self._one_group = (
@@ -105,6 +107,7 @@ class StateManager:
         self.tiers: Tiers | None = None
         """Set where there is a tier below the device."""
         self._parkings = 0
+        self.pins = Pins(self, config.pin_share)
 
     # -- queries, without side effects
 
@@ -163,11 +166,11 @@ class StateManager:
                 break
         return pages
 
-    def cut(self, start: int, count: int, prompt_len: int) -> int:
+    def cut(self, start: int, count: int, prompt_len: int, keeps: Sequence[Keep] = ()) -> int:
         """The part of a chunk to run so that it ends where a snapshot is wanted."""
         if self.snapshots is None or not self.prefix_cache:
             return count
-        return self.snapshots.cut(start, count, prompt_len)
+        return self.snapshots.cut(start, count, prompt_len, keeps)
 
     def shortage(self, state: SequenceState, upto: int, slots: int) -> tuple[int, int]:
         """Pages and slots that `reserve` would lack; (0, 0) when it would succeed."""
@@ -250,7 +253,14 @@ class StateManager:
             if i != accepted:
                 self.slots.drop(slot, step)
 
-    def publish(self, state: SequenceState, tokens: Sequence[int], computed: int, prompt_len: int) -> None:
+    def publish(
+        self,
+        state: SequenceState,
+        tokens: Sequence[int],
+        computed: int,
+        prompt_len: int,
+        keeps: Sequence[Keep] = (),
+    ) -> None:
         """Publish the full pages of settled steps to the prefix cache, and the recurrent state where it is wanted."""
         if computed < state.border:
             return
@@ -263,7 +273,7 @@ class StateManager:
                 names = state.chain.names[(begin + 1) * blocks : full * blocks + 1 : blocks]
                 self.pages.publish_all(table[begin:full], zip(repeat(g), names))
                 state.published[g] = full
-        if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len):
+        if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len, keeps):
             self.slots.publish(state.slot, (SLOT, state.chain.name(computed)))
 
     def fork(self, state: SequenceState, length: int) -> SequenceState | None:
@@ -441,7 +451,8 @@ class StateManager:
             self.tiers.check()
 
     def forget(self, everywhere: bool = False) -> None:
-        """Empty the prefix cache, on the device or on all tiers."""
+        """Empty the prefix cache, on the device or on all tiers, and end all pins."""
+        self.pins.clear()
         self.pages.forget()
         self.slots.forget()
         if self.tiers is not None and everywhere:

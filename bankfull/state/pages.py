@@ -237,6 +237,10 @@ class Pool:
         refs, waiting = self._refs, self._waiting
         return sum([1 for place in places if not refs[place] and place and place not in waiting])
 
+    def alone(self, place: int) -> bool:
+        """Whether the place has exactly one reference."""
+        return self._refs[place] == 1
+
     def is_cached(self, place: int) -> bool:
         """Whether the place counts as available now, and no longer once it is shared."""
         return place < len(self._key) and self._key[place] is not None and self.idle((place,)) == 1

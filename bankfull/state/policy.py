@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bankfull.state.mask import Mask, Sight
+from bankfull.types import Keep
 
 Hit = Callable[[int], bool]
 """Whether the page (or snapshot) that ends after this many tokens is in the cache."""
@@ -134,19 +135,22 @@ class Snapshots:
             border -= self.block
         return border
 
-    def wanted(self, position: int, prompt_len: int) -> bool:
-        """Whether the state after `position` tokens is kept: at the prompt's last border, and at every stride."""
-        return position > 0 and (position % self.stride == 0 or position == self.last_border(prompt_len))
+    def wanted(self, position: int, prompt_len: int, keeps: Sequence[Keep] = ()) -> bool:
+        """Whether the state after `position` tokens is kept: at the prompt's last border, at every stride, and where a
+        prefix that shall be pinned has its last border."""
+        if position > 0 and (position % self.stride == 0 or position == self.last_border(prompt_len)):
+            return True
+        return position > 0 and any(position == tokens // self.block * self.block for tokens, _ in keeps)
 
     def last_border(self, prompt_len: int) -> int:
         # The last prompt token always runs again, so the same prompt could never use a border after it.
         return (prompt_len - 1) // self.block * self.block
 
-    def cut(self, start: int, count: int, prompt_len: int) -> int:
+    def cut(self, start: int, count: int, prompt_len: int, keeps: Sequence[Keep] = ()) -> int:
         """The length of the chunk, shortened to end on the next border with a snapshot."""
         end = start + count
         border = (start // self.stride + 1) * self.stride
-        last = self.last_border(prompt_len)
-        if start < last < border:
-            border = last
+        for last in (self.last_border(prompt_len), *(tokens // self.block * self.block for tokens, _ in keeps)):
+            if start < last < border:
+                border = last
         return min(end, border) - start

@@ -356,6 +356,9 @@ class World:
         for seq in self.sched._waiting:
             for pool, place in () if seq.fetch is None else seq.fetch.held:
                 (pages if pool is state.pages else slots)[place] += 1
+        for held in state.pins._held.values():
+            if held.pool in (state.pages, state.slots):
+                (pages if held.pool is state.pages else slots)[held.place] += 1
         pages[NULL] = slots[NULL] = 0
         for name, pool, held in (("pages", state.pages, pages), ("slots", state.slots, slots)):
             counted = [*pool._refs, *[0] * (len(held) - len(pool._refs))]  # the others were never taken
