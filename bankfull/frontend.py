@@ -25,7 +25,7 @@ from bankfull.text.detokenize import Detokenizer
 from bankfull.text.stop import StopTable, StopText
 from bankfull.text.template import ChatTemplate, encode_chat
 from bankfull.text.tokenizer import Tokenizer
-from bankfull.types import Finish, Output, Request, StepDrafts
+from bankfull.types import Finish, Keep, Output, Request, StepDrafts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -130,12 +130,14 @@ class Frontend:
         tenant: str = "",
         generated: Sequence[Sequence[int]] = (),
         finished: Sequence[int] = (),
+        keeps: Sequence[Keep] = (),
     ) -> Pending:
         """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread.
 
         `generated`: tokens that each sample has generated on another engine. The samples continue exactly as if this
         engine had generated them, except those whose numbers are in `finished`. Deltas and logprobs begin with the
-        first new token; the text and the token ids of the result are whole."""
+        first new token; the text and the token ids of the result are whole. `keeps`: prefixes of the prompt to pin in
+        the prefix cache, the shortest first."""
         if self.engine.scheduler.canvas is not None:
             refuse_beside_denoising(params, pool)
         text, ids = self.encode(prompt)
@@ -165,6 +167,7 @@ class Frontend:
             scored=params.prompt_logprobs is not None,
             drafts=None if params.speculative is True else int(params.speculative),
             reference=self._reference(params) if generates else (),
+            keeps=tuple(keeps),
         )
         if generated or finished:
             resumed = checked_generated(generated, finished, params, generates, self.vocab)

@@ -20,6 +20,14 @@ def key(
             min=1, help="Rate limit: tokens per minute, prompts and answers together.", show_default="no limit"
         ),
     ] = None,
+    pins: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens that the key may have pinned in the prefix cache (cache_control).",
+            show_default="no limit of its own",
+        ),
+    ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Allow the key to clear the prefix cache.")] = False,
 ) -> None:
     """Create an API key: `bankfull key alice >> keys.txt`.
@@ -28,7 +36,7 @@ def key(
     """
     from bankfull.serve.guard.keys import new_key
 
-    secret, made = new_key(name, requests=requests, tokens=tokens, admin=admin)
+    secret, made = new_key(name, requests=requests, tokens=tokens, pins=pins, admin=admin)
     print(made.line)
     sys.stdout.flush()
     print(f"The key of {made.name}, shown only once: {secret}", file=sys.stderr)

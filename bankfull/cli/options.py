@@ -113,6 +113,12 @@ class EngineOptions:
         float | None,
         typer.Option(metavar="HOURS", help="Do not use older content of --kv-disk.", show_default="no limit"),
     ] = None
+    pin_share: Annotated[
+        float,
+        typer.Option(
+            help="Fraction of that memory, with --kv-host and --kv-disk, that pinned prefixes may hold (cache_control)."
+        ),
+    ] = 0.5
     rows: Annotated[
         int | None, typer.Option(help="Most sequences in the batch.", show_default="64 on a CPU, 256 on a GPU")
     ] = None

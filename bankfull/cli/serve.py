@@ -55,6 +55,16 @@ def serve(
             show_default="none",
         ),
     ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRICES",
+            help='Prices per million tokens, for the cost in usage: "input=3, output=15", also cached, write-5m and '
+            "write-1h (by default 0.1, 1.25 and 2 times the input's).",
+            show_default="none",
+        ),
+    ] = None,
+    pin_minimum: Annotated[int, typer.Option(help="Tokens that a prefix needs to be pinned by cache_control.")] = 1024,
     step_ms: Annotated[
         float,
         typer.Option(
@@ -98,6 +108,7 @@ def serve(
         ) from None
     from bankfull.bench.load.slo import parse_slo
     from bankfull.fleet.attainment import SloMeter
+    from bankfull.serve.api.prices import parse_prices
     from bankfull.serve.settings import Settings
 
     if data_dir is None and port:
@@ -110,6 +121,8 @@ def serve(
         port=port,
         max_body_bytes=max_body_bytes,
         use_generation_config=not no_generation_config,
+        prices=None if prices is None else parse_prices(prices),
+        pin_minimum=pin_minimum,
     )
     if take_over and not port:
         raise ConfigError("--take-over needs the --port of the server to replace.")

@@ -101,6 +101,14 @@ class Load(msgspec.Struct, array_like=True):
     tiers: list[TierLoad] = []
     moves: MoveLoad | None = None
     """None where there is no tier below the device."""
+    pins: int = 0
+    """Pinned prefixes."""
+    pinned_places: int = 0
+    """Pages and snapshots that pins hold, on all tiers."""
+    pins_given_up: int = 0
+    """Pins given up so far because a sequence lacked memory."""
+    pins_over_share: int = 0
+    """Pins dropped, or not made, so far, because pins hold their share of the memory."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):
@@ -117,6 +125,12 @@ def routing_figures(scheduler: Scheduler) -> tuple[float, float, int]:
     """The fields of `Load` for routing: prefill_ms_per_token, step_ms and pages_cached. The pace must be measured."""
     token, step = scheduler.pace.token_seconds(False), scheduler.pace.decode_seconds(scheduler.running + 1)
     return 1e3 * (token or 0.0), 1e3 * step, scheduler.state.pages.cached
+
+
+def pin_figures(scheduler: Scheduler) -> tuple[int, int, int, int]:
+    """The fields of `Load` for pins."""
+    pins = scheduler.state.pins
+    return len(pins.all), pins.places, pins.counts.given_up, pins.counts.over_quota
 
 
 def tier_figures(scheduler: Scheduler) -> tuple[list[TierLoad], MoveLoad | None]:

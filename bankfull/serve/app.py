@@ -97,7 +97,7 @@ def create_app(
 
 
 def model_apis(backend: Backend, texts: Texts, settings: Settings) -> dict[str, Api]:
-    chat = Chat(backend, texts)
+    chat = Chat(backend, texts, settings.prices, settings.pin_minimum)
     return {
         "/v1/chat/completions": ChatCompletions(chat, settings),
         "/v1/responses": Responses(chat, settings),

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from bankfull.errors import ConfigError
+from bankfull.serve.api.prices import TokenPrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,10 @@ class Settings:
     """Seconds of silence after which a stream gets a comment, so that no proxy closes it as dead."""
     use_generation_config: bool = True
     """Whether the model's recommended sampling parameters are the defaults (`bankfull.sample.recommended`)."""
+    prices: TokenPrices | None = None
+    """Prices of tokens, for the cost in `usage`."""
+    pin_minimum: int = 1024
+    """Tokens that a prefix needs to be pinned (`cache_control`); shorter ones are not worth their time."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -31,6 +36,6 @@ class Settings:
             raise ConfigError("The served model needs a name that is not empty.")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is not a port; give a number from 0 to 65535.")
-        for name in ("max_body_bytes", "max_prompts", "prompts_at_once", "keep_alive_seconds"):
+        for name in ("max_body_bytes", "max_prompts", "prompts_at_once", "pin_minimum", "keep_alive_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")

@@ -16,7 +16,7 @@ from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.settings import Settings
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
-from bankfull.types import StepDrafts
+from bankfull.types import Keep, StepDrafts
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -60,6 +60,7 @@ class Asked:
     pool: str | None
     deadline: float | None
     tenant: str = ""
+    keeps: tuple[Keep, ...] = ()
 
 
 @dataclass
@@ -73,6 +74,8 @@ class Scripted:
     """Raised behind the last piece (instead of the end)."""
     pause: float = 0.0
     cached: int = 0
+    kept: Sequence[int] = ()
+    """Tokens newly pinned by each breakpoint."""
     ready: bool = True
     says: str = "Not yet."
     restarts: int = 0
@@ -97,8 +100,9 @@ class Scripted:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        keeps: Sequence[Keep] = (),
     ) -> AsyncIterator[list[Delta | RequestDone]]:
-        self.asked.append(Asked(prompt, params, priority, salt, pool, deadline, tenant))
+        self.asked.append(Asked(prompt, params, priority, salt, pool, deadline, tenant, tuple(keeps)))
         self.running += 1
         try:
             tokens = 0
@@ -124,7 +128,9 @@ class Scripted:
                 prompt_lines = [None if i == 0 else _line(token) for i, token in enumerate(prompt)]
             embedding = [3.0, 4.0, float(len(prompt) * 0)] if pool else None
             account = {"seconds": 0.5, "summary": "Nothing was slow."} if explain else None
-            yield [RequestDone(1, 0.0, 0.0, 0.0, self.cached, tokens, prompt_lines, embedding, account)]
+            yield [
+                RequestDone(1, 0.0, 0.0, 0.0, self.cached, tokens, prompt_lines, embedding, account, list(self.kept))
+            ]
         finally:
             self.running -= 1
 

@@ -22,11 +22,15 @@ from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.calls import asked_bytes
 from bankfull.serve.api.errors import GenerationFailed, Problem, Refusal
 from bankfull.serve.api.events import OutputParser, Reasoning, Text, ToolArguments, ToolStart, Turn, Usage
-from bankfull.serve.api.texts import Texts, fit, is_short, kept_tokens
+from bankfull.serve.api.prices import TokenPrices
+from bankfull.serve.api.texts import Slices, Texts, fit, is_short, kept_tokens
 from bankfull.serve.engine.backend import Backend, Unavailable
 from bankfull.serve.engine.wire import Facts, RequestDone
 from bankfull.serve.parsers import grammar_for, parser_for
+from bankfull.types import Keep
 
+SHORT_PIN = 300.0
+"""Seconds up to which a pin has the price of a short one."""
 ENDING_TOKENS = 64
 """Last tokens of a prompt that show whether it ends inside of reasoning that the template has opened."""
 
@@ -39,6 +43,17 @@ class NamedTool:
 
 
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+@dataclass(slots=True)
+class Mark:
+    """A place in a conversation: the conversation, and its tools, with a sentinel at that place. The prompt up to there
+    is pinned in the prefix cache."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    seconds: float
+    """Time since its last use after which the pin ends."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,11 +78,16 @@ class Ask:
     """Seconds from now."""
     explain: bool = False
     """Whether `Answer.done` has an account of the time."""
+    marks: list[Mark] = field(default_factory=list)
 
 
 class Chat:
-    def __init__(self, backend: Backend, texts: Texts) -> None:
+    def __init__(
+        self, backend: Backend, texts: Texts, prices: TokenPrices | None = None, pin_minimum: int = 1024
+    ) -> None:
+        """`pin_minimum`: tokens that a prefix needs to be pinned."""
         self.backend, self.texts = backend, texts
+        self._prices, self._pin_minimum = prices, pin_minimum
 
     async def answer(self, ask: Ask) -> Answer:
         """Renders and checks the conversation, and submits it to the engine."""
@@ -82,11 +102,28 @@ class Chat:
         params, parsers = await self.texts.run_if(
             asked_bytes() if tools else 0, lambda: self._readers(ask, tools, ending)
         )
+        keeps = await self._keeps(ask, tools, prompt) if ask.marks else ()
         left = None if ask.deadline is None else max(0.0, ask.deadline - (time.monotonic() - started))
         steps = self.backend.generate(
-            prompt, params, priority=ask.priority, salt=ask.salt, deadline=left, explain=ask.explain
+            prompt, params, priority=ask.priority, salt=ask.salt, deadline=left, explain=ask.explain, keeps=keeps
         )
-        return Answer(prompt, steps, parsers)
+        return Answer(prompt, steps, parsers, keeps, self._prices)
+
+    async def _keeps(self, ask: Ask, tools: list[dict[str, Any]] | None, prompt: list[int]) -> tuple[Keep, ...]:
+        """The prefixes of the prompt that are pinned, the shortest first."""
+        context, options = facts_of(self.backend).max_len, ask.template_options
+
+        def measured() -> Slices[list[Keep]]:
+            keeps = []
+            for mark in ask.marks:
+                other = yield from self.texts.encode_chat(
+                    mark.messages, context, fits=False, tools=None if tools is None else mark.tools, options=options
+                )
+                keeps.append((common_length(prompt, other), mark.seconds))
+            return keeps
+
+        keeps = await self.texts.run(len(ask.marks) * asked_bytes(), measured)
+        return tuple(sorted(keep for keep in keeps if keep[0] >= self._pin_minimum))
 
     def _readers(
         self, ask: Ask, tools: list[dict[str, Any]] | None, ending: str
@@ -170,13 +207,19 @@ def callable_tools(ask: Ask) -> list[dict[str, Any]] | None:
 class Answer:
     """The answer to an `Ask`. Iterating gives the turns of each engine step."""
 
-    __slots__ = ("_calls", "_parsers", "_steps", "_unsaid", "done", "prompt", "usage")
+    __slots__ = ("_calls", "_keeps", "_parsers", "_steps", "_unsaid", "done", "prompt", "usage")
 
     def __init__(
-        self, prompt: list[int], steps: AsyncIterator[list[Delta | RequestDone]], parsers: list[OutputParser]
+        self,
+        prompt: list[int],
+        steps: AsyncIterator[list[Delta | RequestDone]],
+        parsers: list[OutputParser],
+        keeps: tuple[Keep, ...] = (),
+        prices: TokenPrices | None = None,
     ) -> None:
         self.prompt = prompt
-        self.usage = Usage(len(prompt))
+        self.usage = Usage(len(prompt), prices=prices)
+        self._keeps = keeps
         self.done: RequestDone | None = None
         """The engine's summary, once all samples have ended."""
         self._steps = steps
@@ -199,6 +242,11 @@ class Answer:
             else:
                 self.done = item
                 self.usage.cached_tokens = item.cached_tokens
+                for (_, seconds), tokens in zip(self._keeps, item.kept, strict=False):  # none if it ran elsewhere
+                    if seconds > SHORT_PIN:
+                        self.usage.written_1h += tokens
+                    else:
+                        self.usage.written_5m += tokens
         return turns
 
     async def aclose(self) -> None:
@@ -320,6 +368,14 @@ async def collect(answer: Answer) -> list[WholeSample]:
         for call, pieces in zip(sample.calls, arguments[sample.index], strict=True):
             call.arguments = "".join(pieces)
     return samples
+
+
+def common_length(first: list[int], second: list[int]) -> int:
+    """Tokens that both begin with."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))
 
 
 def facts_of(backend: Backend) -> Facts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bankfull.outputs import Delta
+from bankfull.serve.api.prices import PricedUsage, TokenPrices
 
 
 @dataclass(slots=True)
@@ -44,11 +45,14 @@ Event = Text | Reasoning | ToolStart | ToolArguments
 
 
 @dataclass(slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+class Usage(PricedUsage):
     reasoning_tokens: int = 0
+    prices: TokenPrices | None = None
+
+    @property
+    def cost(self) -> float | None:
+        """What the call costs so far; None if the server has no prices."""
+        return None if self.prices is None else self.prices.cost(self)
 
 
 Turn = tuple[Delta, list[Event]]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
 from bankfull.errors import BankfullError
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
+from bankfull.types import Keep
 
 STOPPED = "The server has shut down before the answer was complete."
 
@@ -88,11 +89,13 @@ class Backend(Protocol):
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        keeps: Sequence[Keep] = (),
     ) -> AsyncIterator[list[Delta | RequestDone]]:
         """The deltas of each engine step, until `RequestDone` (always the last item). The request is submitted when
         this returns. Leaving the iterator, by `aclose`, by cancelling a wait or by dropping the last reference, aborts
         the request. `deadline`: seconds from now. `explain`: `RequestDone` has an account of the time. `tenant`: the
-        owner of the request, where several share the engine. The call itself raises Busy or Unavailable, so that a
+        owner of the request, where several share the engine. `keeps`: prefixes of the prompt to pin in the prefix
+        cache, the shortest first. The call itself raises Busy or Unavailable, so that a
         refusal comes at once; the iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or
         DeadlineExceeded."""
         ...

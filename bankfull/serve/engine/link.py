@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -39,6 +39,7 @@ from bankfull.serve.engine.wire import (
     postponed,
     preparation,
 )
+from bankfull.types import Keep
 
 log = logging.getLogger("bankfull.serve")
 
@@ -200,6 +201,7 @@ class Link(EngineKeeper):
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        keeps: Sequence[Keep] = (),
         begun: Continuation | None = None,
     ) -> Stream:
         """`begun`: what the samples have generated on another engine. The deltas begin with the first new token."""
@@ -210,6 +212,7 @@ class Link(EngineKeeper):
         submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
         if begun is not None:
             submit.generated, submit.finished = begun
+        submit.keeps = list(keeps)
         size = preparation(submit)
         stream = Stream(self, submit.id, ticket, prepared=not size)
         self._streams[stream.id] = weakref.ref(stream)

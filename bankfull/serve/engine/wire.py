@@ -63,6 +63,8 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     continues after them, and its deltas begin with the first new token."""
     finished: list[int] = []
     """Numbers of the samples that have ended on another engine: they are not continued and get no delta."""
+    keeps: list[tuple[int, float]] = []
+    """Prefixes of the prompt to pin in the prefix cache, the shortest first: tokens, and seconds since the last use."""
 
 
 class Later(msgspec.Struct, tag="later"):
@@ -145,6 +147,8 @@ class RequestDone(msgspec.Struct, array_like=True):
     embedding: list[float] | None = None
     account: dict[str, Any] | None = None
     """Account of the request's time, if the call has `explain`."""
+    kept: list[int] = []
+    """Tokens that each of `Submit.keeps` has newly pinned."""
 
 
 class StepMessage(msgspec.Struct, tag="step", omit_defaults=True):

@@ -246,6 +246,7 @@ class Worker:
             tenant=wanted.tenant,
             generated=wanted.generated,
             finished=wanted.finished,
+            keeps=wanted.keeps,
         )
 
     def _queue(self, wanted: Submit, pending: Pending) -> None:
@@ -345,6 +346,7 @@ class Worker:
             lines,
             embedding,
             account,
+            pending.request.kept,
         )
 
 

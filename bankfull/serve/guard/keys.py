@@ -1,8 +1,9 @@
 """API keys and their rate limits.
 
 A key file has one line per key, which contains the hash of the key but never the key: `NAME sha256:HEX [requests=N]
-[tokens=N] [admin]`, with N per minute. Generated keys have 256 random bits, so one round of SHA-256 is enough: they
-cannot be guessed, and a slow hash would let clients without a key load the server.
+[tokens=N] [pins=N] [admin]`. Requests and tokens are per minute; pins are the tokens of all prefixes that the key has
+pinned. Generated keys have 256 random bits, so one round of SHA-256 is enough: they cannot be guessed, and a slow hash
+would let clients without a key load the server.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bankfull.errors import ConfigError
+from bankfull.serve.guard.pin_quota import PinLedger
 
 log = logging.getLogger("bankfull.serve")
 
@@ -82,22 +84,26 @@ class Key:
     requests: int | None = None
     tokens: int | None = None
     """Limit per minute; None sets no limit."""
+    pins: int | None = None
+    """Tokens that the key may have pinned in the prefix cache; None sets no limit of its own."""
     admin: bool = False
     """Whether the key may change what all keys share, such as the prefix cache."""
 
     @property
     def line(self) -> str:
         """The line of this key in a key file."""
-        limits = [f"{name}={value}" for name, value in (("requests", self.requests), ("tokens", self.tokens)) if value]
+        given = (("requests", self.requests), ("tokens", self.tokens), ("pins", self.pins))
+        limits = [f"{name}={value}" for name, value in given if value]
         return " ".join([self.name, f"sha256:{self.digest}", *limits, *(["admin"] if self.admin else [])])
 
 
 @dataclass(slots=True)
 class RateLimits:
-    """The token buckets of one key; None for a limit that is not set."""
+    """What one key has used; None for a limit that is not set."""
 
     requests: TokenBucket | None
     tokens: TokenBucket | None
+    pins: PinLedger | None
 
 
 @dataclass(slots=True)
@@ -165,6 +171,7 @@ class Keyring:
             limits = self._rate_limits[key.name] = RateLimits(
                 None if key.requests is None else TokenBucket(key.requests, self.clock),
                 None if key.tokens is None else TokenBucket(key.tokens, self.clock),
+                None if key.pins is None else PinLedger(key.pins, self.clock),
             )
         return limits
 
@@ -203,11 +210,16 @@ class Keyring:
 
 
 def new_key(
-    name: str, *, requests: int | None = None, tokens: int | None = None, admin: bool = False
+    name: str,
+    *,
+    requests: int | None = None,
+    tokens: int | None = None,
+    pins: int | None = None,
+    admin: bool = False,
 ) -> tuple[str, Key]:
     """A new secret, to be shown once, and its key, to be stored."""
     secret = KEY_PREFIX + secrets.token_urlsafe(32)
-    key = Key(name, hashlib.sha256(secret.encode()).hexdigest(), requests, tokens, admin)
+    key = Key(name, hashlib.sha256(secret.encode()).hexdigest(), requests, tokens, pins, admin)
     return secret, parse_line(key.line, "the new key")
 
 
@@ -257,11 +269,15 @@ def parse_line(line: str, where: str) -> Key:
         kind, _, number = word.partition("=")
         if word == "admin":
             admin = True
-        elif kind in ("requests", "tokens") and kind not in limits and re.fullmatch(r"[1-9][0-9]{0,12}", number):
+        elif (
+            kind in ("requests", "tokens", "pins") and kind not in limits and re.fullmatch(r"[1-9][0-9]{0,12}", number)
+        ):
             limits[kind] = min(int(number), MAX_PER_MINUTE)
         else:
-            raise ConfigError(f"{where}: {word[:40]!r} is not one of requests=N, tokens=N (per minute) and admin.")
-    return Key(name, hashed[1], limits.get("requests"), limits.get("tokens"), admin)
+            raise ConfigError(
+                f"{where}: {word[:40]!r} is not one of requests=N, tokens=N (per minute), pins=N and admin."
+            )
+    return Key(name, hashed[1], limits.get("requests"), limits.get("tokens"), limits.get("pins"), admin)
 
 
 def _distinct(keys: Iterable[Key]) -> tuple[Key, ...]:

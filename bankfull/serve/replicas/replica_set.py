@@ -27,6 +27,7 @@ from bankfull.serve.replicas.fitting import OTHER_WEIGHTS, misfit
 from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
 from bankfull.serve.replicas.routed_replica import ReplicaLink, RoutedReplica
 from bankfull.serve.replicas.view import ReplicaView
+from bankfull.types import Keep
 
 log = logging.getLogger("bankfull.serve")
 _slot = attrgetter("slot")
@@ -44,11 +45,22 @@ COUNTERS = (
     "decode_bytes",
     "decode_flops",
     "sampled",
+    "pins_given_up",
+    "pins_over_share",
 )
 """Fields of `Load` that only grow while an engine runs."""
 DRAFTS = ("drafted", "accepted")
 """The same for counters by the position of a draft token."""
-GAUGES = ("running", "waiting", "waiting_tokens", "pages_used", "pages_total", "pages_cached")
+GAUGES = (
+    "running",
+    "waiting",
+    "waiting_tokens",
+    "pages_used",
+    "pages_total",
+    "pages_cached",
+    "pins",
+    "pinned_places",
+)
 """Fields of `Load` that are added up over the replicas. The two rates are not: each holds for one engine."""
 
 
@@ -146,13 +158,14 @@ class ReplicaSet:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        keeps: Sequence[Keep] = (),
     ) -> AsyncIterator[list[Delta | RequestDone]]:
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         if params.seed is None:
             # An engine would draw a seed that another one cannot know.
             params = params.seeded(self._seeds.getrandbits(63))
-        return ResumableStream(self, SentParts(prompt, params, priority, salt, pool, explain, tenant), deadline)
+        return ResumableStream(self, SentParts(prompt, params, priority, salt, pool, explain, tenant, keeps), deadline)
 
     async def reset_cache(self) -> int:
         """Of all replicas; one that ends meanwhile has an empty cache anyway."""
@@ -327,6 +340,7 @@ class ReplicaSet:
                     deadline=deadline,
                     explain=parts.explain,
                     tenant=parts.tenant,
+                    keeps=parts.keeps,
                     begun=begun,
                 )
             except (Busy, Unavailable) as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,6 +35,7 @@ from bankfull.serve.engine.backend import (
     Unavailable,
 )
 from bankfull.serve.engine.wire import RequestDone
+from bankfull.types import Keep
 
 log = logging.getLogger("bankfull.serve")
 
@@ -76,6 +77,7 @@ class SentParts:
     pool: str | None
     explain: bool
     tenant: str
+    keeps: Sequence[Keep] = ()
 
     @property
     def generates(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bankfull.fleet.meter import ReplicaMeter
@@ -13,6 +13,7 @@ from bankfull.serve.engine.backend import Backend, Continuation
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges
 from bankfull.serve.replicas.resume import EngineStream
 from bankfull.serve.replicas.view import ReplicaView
+from bankfull.types import Keep
 
 
 class ReplicaLink(Backend, Protocol):
@@ -34,6 +35,7 @@ class ReplicaLink(Backend, Protocol):
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        keeps: Sequence[Keep] = (),
         begun: Continuation | None = None,
     ) -> EngineStream: ...
 

@@ -14,6 +14,7 @@ from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.replicas.view import ReplicaView
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.exposition import Family, Histogram, ScalarMetric, write_families
+from bankfull.serve.telemetry.pin_metrics import pin_families
 from bankfull.serve.telemetry.replica_metrics import replica_families
 from bankfull.serve.telemetry.tier_metrics import tier_families
 
@@ -215,7 +216,7 @@ class ServiceMetrics:
         shown = [family for family in self.families if family not in self._needs or self._needs[family] in ceilings]
         name = self._model if self._model is not None or facts is None else facts.name
         labels = {} if name is None else {"model_name": name}
-        shown += tier_families(load)
+        shown += tier_families(load) + pin_families(load)
         if self._replicas is not None:
             shown += replica_families(self._replicas())
         return write_families(shown, PREFIX, labels) + write_families(self._vllm_families, VLLM_PREFIX, labels)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from bankfull.errors import BankfullError
@@ -23,9 +23,11 @@ from bankfull.serve.engine.backend import Backend, Busy
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
 from bankfull.serve.guard.keys import Keyring, TokenBucket
+from bankfull.serve.guard.pin_quota import PinsExceeded
 from bankfull.serve.telemetry.log import log_trace
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, current_trace, during
+from bankfull.types import Keep
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, *PAGES})
@@ -137,6 +139,7 @@ class WatchedBackend:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        keeps: Sequence[Keep] = (),
     ) -> AsyncIterator[list[Delta | RequestDone]]:
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
@@ -144,7 +147,10 @@ class WatchedBackend:
         with self._counting_refusals():
             most = len(prompt) if pool is not None else self._most_tokens(len(prompt), params)
             reserved = None if trace is None else self._reserve(trace, most, may_overdraw=batch)
+            unpin: Callable[[], None] | None = None
             try:
+                if trace is not None:
+                    unpin = self._charge_pins(trace, salt, prompt, keeps)
                 steps = self._inner.generate(
                     prompt,
                     params,
@@ -154,10 +160,13 @@ class WatchedBackend:
                     deadline=deadline,
                     explain=explain,
                     tenant=tenant or self._tenant_of(trace),
+                    keeps=keeps,
                 )
             except BaseException:
                 if reserved is not None:
                     reserved.settle(0)
+                if unpin is not None:
+                    unpin()
                 raise
         line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
         slo = self._metrics.slo
@@ -202,6 +211,29 @@ class WatchedBackend:
                     seconds,
                 )
         return ReservedTokens(tokens, most)
+
+    def _charge_pins(
+        self, trace: Trace, salt: str, prompt: list[int], keeps: Sequence[Keep]
+    ) -> Callable[[], None] | None:
+        """Count what the call pins against its key's quota; a function that takes it back. None without a quota."""
+        if trace.key is None or (pins := self._keyring.rate_limits(trace.key).pins) is None:
+            return None
+        try:
+            return pins.charge(salt, prompt, keeps)
+        except PinsExceeded as problem:
+            name, most = trace.key.name, pins.most
+            if problem.seconds is None:
+                raise Refusal(
+                    f"cache_control would pin {problem.wanted} tokens more, and the key {name} may pin {most}: set it "
+                    "on a shorter prefix, or leave it out.",
+                    param="cache_control",
+                    code="pin_quota_exceeded",
+                ) from None
+            raise Busy(
+                f"cache_control would pin {problem.wanted} tokens more, and the key {name} has pinned {problem.held} "
+                f"of its {most}; try again in {problem.seconds:.1f} s, or leave cache_control out.",
+                problem.seconds,
+            ) from None
 
 
 class ReservedTokens:

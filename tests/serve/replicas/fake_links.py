@@ -15,6 +15,7 @@ from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.backend import STOPPED, Busy, Continuation, EngineDied, Unavailable
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.types import Keep
 
 FACTS = Facts("tiny", 512, 1000, 8, 100, 16, 64, "float32", "cpu")
 
@@ -139,6 +140,7 @@ class FakeLink:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        keeps: Sequence[Keep] = (),
         begun: Continuation | None = None,
     ) -> FakeStream:
         if begun is None:

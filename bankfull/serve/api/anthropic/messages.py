@@ -8,6 +8,7 @@ import msgspec
 
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
+from bankfull.serve.api.anthropic.breakpoints import breakpoints_of
 from bankfull.serve.api.anthropic.messages_call import NAMES, CountTokensCall, MessagesCall, ask_of, prompt_of
 from bankfull.serve.api.anthropic.partial_json import partial_object
 from bankfull.serve.api.blocks import AnswerBlock, Began, Blocks, Change, Ended, Grew
@@ -48,13 +49,22 @@ class ThinkingDetails(msgspec.Struct):
     thinking_tokens: int
 
 
+class CacheCreation(msgspec.Struct):
+    """Prompt tokens that the call has newly pinned, by their lifetime."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
 class MessageUsage(msgspec.Struct):
     input_tokens: int
-    """Prompt tokens that were not in the cache."""
+    """Prompt tokens that were not in the cache and are not pinned there."""
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingDetails
-    cache_creation_input_tokens: int = 0
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
+    cost: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessageReply(msgspec.Struct):
@@ -149,6 +159,7 @@ class CountTokens:
         with own_names(NAMES):
             call = decode(body, _count_decoder)
             check_model(self._settings, call.model)
+            breakpoints_of(call)
             prompt = await self._chat.prompt(prompt_of(call, SamplingParams(), self._switches), fits=False)
         return _encode(TokenCount(len(prompt)))
 
@@ -172,10 +183,13 @@ def _stopped(end: Delta | None) -> tuple[StopReason, str | None]:
 
 def _usage(usage: Usage) -> MessageUsage:
     return MessageUsage(
-        usage.prompt_tokens - usage.cached_tokens,
+        usage.prompt_tokens - usage.cached_tokens - usage.written_5m - usage.written_1h,
         usage.cached_tokens,
         usage.completion_tokens,
         ThinkingDetails(usage.reasoning_tokens),
+        usage.written_5m + usage.written_1h,
+        CacheCreation(usage.written_5m, usage.written_1h),
+        msgspec.UNSET if usage.cost is None else usage.cost,
     )
 
 

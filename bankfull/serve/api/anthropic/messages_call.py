@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from bankfull.sample.params import SamplingParams
+from bankfull.serve.api.anthropic.breakpoints import breakpoints_of, tools_with_sentinel, with_sentinel
 from bankfull.serve.api.calls import (
     Caller,
     JsonSchema,
@@ -20,7 +21,7 @@ from bankfull.serve.api.calls import (
     structured_output,
     text_of,
 )
-from bankfull.serve.api.chat import Ask, NamedTool, ToolChoice
+from bankfull.serve.api.chat import Ask, Mark, NamedTool, ToolChoice
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.api.openai.chat_completions import MAX_MESSAGES, Function, Tool, template_tools
 from bankfull.serve.api.switches import Switches
@@ -37,7 +38,7 @@ NAMES = {
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
-    """Taken, and without effect: every prefix is cached here."""
+    """Pins the prompt up to the end of its block in the prefix cache (`breakpoints`)."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -206,6 +207,9 @@ def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], swit
     ask.salt = caller.salted(salt_of(call))
     ask.deadline = deadline_of(call)
     ask.explain = bool(call.explain)
+    for mark in breakpoints_of(call):
+        beyond = conversation_of(with_sentinel(call, mark))
+        ask.marks.append(Mark(beyond, tools_with_sentinel(ask.tools, mark), mark.seconds))
     return ask
 
 

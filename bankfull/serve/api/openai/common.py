@@ -28,6 +28,8 @@ class UsageReply(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    cost: float | msgspec.UnsetType = msgspec.UNSET
+    """By the server's prices, if it has any."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -42,6 +44,7 @@ def usage_reply(usage: Usage) -> UsageReply:
         usage.prompt_tokens + usage.completion_tokens,
         PromptDetails(usage.cached_tokens),
         CompletionDetails(usage.reasoning_tokens),
+        msgspec.UNSET if usage.cost is None else usage.cost,
     )
 
 

@@ -142,6 +142,7 @@ class Completions:
 
     def __init__(self, backend: Backend, texts: Texts, settings: Settings) -> None:
         self._backend, self._texts, self._settings = backend, texts, settings
+        self.prices = settings.prices
 
     async def answer(self, body: bytes, caller: Caller) -> bytes | EventStream:
         call = decode(body, _decoder)
@@ -150,7 +151,7 @@ class Completions:
         prompts = await self._prompts(job)
         if call.stream:
             return CompletionStream(self, job, prompts, model)
-        usage, accounts = Usage(sum(map(len, prompts))), Accounts(len(prompts))
+        usage, accounts = Usage(sum(map(len, prompts)), prices=self.prices), Accounts(len(prompts))
         turns = self.turns(job)
         choices = await gather(
             [self._whole(job, turns, prompt, number, usage, accounts) for number, prompt in enumerate(prompts)]
@@ -342,7 +343,7 @@ class CompletionStream:
     def __init__(self, api: Completions, job: CompletionJob, prompts: list[list[int]], model: str) -> None:
         self._api, self._job, self._prompts = api, job, prompts
         self._options = job.call.stream_options or StreamOptions()
-        self._usage, self._accounts = Usage(sum(map(len, prompts))), Accounts(len(prompts))
+        self._usage, self._accounts = Usage(sum(map(len, prompts)), prices=api.prices), Accounts(len(prompts))
         self._empty = CompletionReply(new_id("cmpl-"), int(time.time()), model, [])
         head, _, tail = _encode(self._empty).partition(b'"choices":[]')
         self._head = b"data: " + head + b'"choices":['

@@ -83,6 +83,7 @@ class ResponseUsage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    cost: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseError(msgspec.Struct):
@@ -253,6 +254,7 @@ def _usage(usage: Usage) -> ResponseUsage:
         usage.completion_tokens,
         OutputDetails(usage.reasoning_tokens),
         usage.prompt_tokens + usage.completion_tokens,
+        msgspec.UNSET if usage.cost is None else usage.cost,
     )
 
 
