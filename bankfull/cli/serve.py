@@ -65,6 +65,15 @@ def serve(
         ),
     ] = None,
     pin_minimum: Annotated[int, typer.Option(help="Tokens that a prefix needs to be pinned by cache_control.")] = 1024,
+    response_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE[:PATH]",
+            help="Answer exact repetitions of deterministic calls (temperature 0, or a seed) from a cache: 256MiB in "
+            "memory, or 10GiB:/var/cache/answers.db in an SQLite file.",
+            show_default="none",
+        ),
+    ] = None,
     step_ms: Annotated[
         float,
         typer.Option(
@@ -140,4 +149,5 @@ def serve(
         replicas=replication.factory(engine.model, engine.device, grace, slo_meter, take_over),
         slo=slo_meter,
         take_over=take_over,
+        response_cache=response_cache,
     )

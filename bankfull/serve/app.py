@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bankfull import __version__
+from bankfull.serve.answers.cache import ResponseCache
 from bankfull.serve.api.anthropic.messages import CountTokens, Messages
 from bankfull.serve.api.calls import CALLER, Api, Caller, spelled_at
 from bankfull.serve.api.chat import Chat
@@ -29,7 +30,7 @@ from bankfull.serve.api.openai.embeddings import Embeddings
 from bankfull.serve.api.openai.models import Models
 from bankfull.serve.api.openai.responses import Responses
 from bankfull.serve.api.openapi import document
-from bankfull.serve.api.sse import SEND_BODY, Message, Pulse, Receive, Send, send_events
+from bankfull.serve.api.sse import SEND_BODY, EventStream, Message, Pulse, Receive, Send, send_events
 from bankfull.serve.api.texts import Texts
 from bankfull.serve.api.tokens import Detokenize, Tokenize
 from bankfull.serve.engine.backend import Backend, Busy, EngineDied, Unavailable
@@ -53,9 +54,10 @@ def create_app(
     lifespan: Lifespan | None = None,
     more_apis: Mapping[str, Api] | None = None,
     supervisor: Supervisor | None = None,
+    response_cache: ResponseCache | None = None,
 ) -> Starlette:
     """`more_apis`: further endpoints by path, which take a JSON body by POST. `lifespan`: the context of the server.
-    The server is not ready while a task of the `supervisor` fails."""
+    The server is not ready while a task of the `supervisor` fails. `response_cache`: answers deterministic calls."""
     apis = {**model_apis(backend, texts, settings), **(more_apis or {})}
     pulse, large = Pulse(settings.keep_alive_seconds), LargeBodies()
     models = Models(backend, texts, settings)
@@ -79,7 +81,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            *(Route(path, Endpoint(api, pulse, large), methods=["POST"]) for path, api in apis.items()),
+            *(Route(path, Endpoint(api, pulse, large, response_cache), methods=["POST"]) for path, api in apis.items()),
             Route("/v1/models", models.all, methods=["GET"]),
             Route("/v1/models/{name:path}", models.one, methods=["GET"]),
             Route("/version", version, methods=["GET"]),
@@ -130,8 +132,8 @@ class LargeBodies:
 class Endpoint:
     """One API over HTTP, as a raw ASGI application, so that no framework layer runs per token."""
 
-    def __init__(self, api: Api, pulse: Pulse, large: LargeBodies) -> None:
-        self._api, self._pulse, self._large = api, pulse, large
+    def __init__(self, api: Api, pulse: Pulse, large: LargeBodies, cache: ResponseCache | None = None) -> None:
+        self._api, self._pulse, self._large, self._cache = api, pulse, large, cache
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         begun = False
@@ -145,16 +147,22 @@ class Endpoint:
             body = await read_body(receive)
             async with Client(receive):
                 await self._large.turn(len(body))
-                made = await self._api.answer(body, caller_of(scope))
+                made, headers = await self._answer(scope, body)
                 if isinstance(made, bytes):
-                    await send_json(noted, 200, made)
+                    await send_json(noted, 200, made, headers)
                 else:
-                    await send_events(made, noted, self._pulse, scope.get(SEND_BODY))
+                    await send_events(made, noted, self._pulse, scope.get(SEND_BODY), headers)
         except Exception as error:
             problem = problem_of(error)
             if begun:
                 raise  # the server closes the connection: half an answer must not look like a whole one
             await send_json(send, problem.status, self._api.spell(problem), problem.headers)
+
+    async def _answer(self, scope: Message, body: bytes) -> tuple[bytes | EventStream, list[tuple[bytes, bytes]]]:
+        caller = caller_of(scope)
+        if self._cache is None:
+            return await self._api.answer(body, caller), []
+        return await self._cache.answer(self._api, scope["path"], body, caller, scope["headers"])
 
 
 class Client:

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,16 +23,20 @@ from starlette.routing import Route
 
 from bankfull.errors import ConfigError
 from bankfull.fleet.attainment import SloMeter
+from bankfull.serve.answers.cache import ResponseCache, open_store
+from bankfull.serve.answers.store import AnswerStore
+from bankfull.serve.api.calls import Caller
 from bankfull.serve.api.texts import Texts
 from bankfull.serve.app import create_app
 from bankfull.serve.batch.service import BatchService, handle_within
 from bankfull.serve.console.state import console_routes
 from bankfull.serve.engine.admission import QueueLimits
-from bankfull.serve.engine.backend import STOPPED, Unavailable
+from bankfull.serve.engine.backend import STOPPED, Backend, Unavailable
 from bankfull.serve.engine.keeper import STALL_SECONDS
 from bankfull.serve.engine.link import Link
 from bankfull.serve.guard.checks import GuardLimits, caller_named
 from bankfull.serve.guard.connections import ConnectionTable
+from bankfull.serve.guard.keys import Keyring
 from bankfull.serve.guard.layers import Protection, protect
 from bankfull.serve.guard.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.guard.reload import Reloader
@@ -77,21 +81,40 @@ def run_server(
     replicas: SetFactory | None = None,
     slo: SloMeter | None = None,
     take_over: bool = False,
+    response_cache: str | None = None,
 ) -> None:
     """Serve until stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: no
     limit), ends the server with a ModelError. `data`: the folder in which files and batches survive the server;
     without it they are temporary. `replicas` makes the engines behind the API from a function that makes a link to one
     (see `replicas.local`); without it there is one engine process, and no set of replicas on the path of a request.
     `slo` counts the requests that meet the latency objectives. `take_over`: load the model first, then get the
-    listening socket of the server on this port, which ends (see `handover`)."""
+    listening socket of the server on this port, which ends (see `handover`). `response_cache`: SIZE[:PATH] of the
+    cache for deterministic calls."""
     successor = Successor(settings.port, settings.host, data) if take_over else None
     logs = Logs(json=protection.log_json)
+    answers: AnswerStore | None = None
     try:
+        answers = None if response_cache is None else open_store(response_cache)
         with nullcontext(data) if data is not None else ScratchFolder("serve") as folder:
             place, times = folder, (grace, stall_seconds, give_up_after)
             kept = data is not None
-            _run(model, options, settings, protection, place, kept, queue_requests, *times, replicas, slo, successor)
+            _run(
+                model,
+                options,
+                settings,
+                protection,
+                place,
+                kept,
+                queue_requests,
+                *times,
+                replicas,
+                slo,
+                successor,
+                answers,
+            )
     finally:
+        if answers is not None:
+            answers.close()
         logs.close()
         if successor is not None:
             successor.close()
@@ -111,6 +134,7 @@ def _run(
     replicas: SetFactory | None,
     slo: SloMeter | None,
     successor: Successor | None,
+    answers: AnswerStore | None,
 ) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     running = Running()
@@ -176,7 +200,10 @@ def _run(
         settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor, replicas=views, slo=slo
     )
     backend = WatchedBackend(link, metrics, keyring)
-    app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)
+    response_cache = None if answers is None else response_cache_of(answers, backend, texts, settings, options, keyring)
+    if response_cache is not None:
+        metrics.more.append(response_cache.families)
+    app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor, response_cache=response_cache)
 
     def open_batches() -> BatchService:
         """Locks their folder: at a take-over this must wait until the old server has closed it."""
@@ -337,6 +364,27 @@ def listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise ConfigError(f"Cannot listen on {host}:{port} ({error.strerror}): choose another --port.") from None
     return listening
+
+
+def response_cache_of(
+    answers: AnswerStore,
+    backend: Backend,
+    texts: Texts,
+    settings: Settings,
+    options: Mapping[str, str | int | float | bool | None],
+    keyring: Keyring,
+) -> ResponseCache:
+    """Bound to all that an answer depends on; an owner is the hash of a key, so that a new key of an old name finds
+    nothing."""
+    defaults = texts.defaults if settings.use_generation_config else None
+    prices = None if settings.prices is None else asdict(settings.prices)
+    about = {"options": dict(options), "defaults": defaults, "names": settings.names, "prices": prices}
+
+    def owner(caller: Caller) -> str:
+        key = None if caller.key is None else keyring.named(caller.key)
+        return "" if key is None else key.digest
+
+    return ResponseCache(answers, lambda: backend.facts, about, owner)
 
 
 def greeting(link: Link | ReplicaSet, settings: Settings, listening: socket.socket, protection: Protection) -> str:

@@ -87,9 +87,10 @@ class Writer:
     """The sending half of one stream. `send` starts the response, through all layers that add headers; `send_body`,
     which may be the server's own, sends the rest."""
 
-    __slots__ = ("_begin", "_loop", "_open", "_send", "_turn", "begun", "silent_since")
+    __slots__ = ("_begin", "_headers", "_loop", "_open", "_send", "_turn", "begun", "silent_since")
 
-    def __init__(self, send: Send, send_body: Send) -> None:
+    def __init__(self, send: Send, send_body: Send, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        self._headers = HEADERS + (headers or [])
         self._begin, self._send = send, send_body
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
@@ -111,7 +112,7 @@ class Writer:
     async def _begin_once(self) -> None:
         if not self.begun:
             self.begun = True
-            await self._begin({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await self._begin({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def comment(self) -> None:
         if not self._turn.locked():
@@ -128,10 +129,16 @@ class Writer:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def send_events(stream: EventStream, send: Send, pulse: Pulse, send_body: Send | None = None) -> None:
+async def send_events(
+    stream: EventStream,
+    send: Send,
+    pulse: Pulse,
+    send_body: Send | None = None,
+    headers: list[tuple[bytes, bytes]] | None = None,
+) -> None:
     """Raises errors until the response has started; later ones become the stream's last event, like the server's own
     reason for cancelling it."""
-    writer = Writer(send, send_body or send)
+    writer = Writer(send, send_body or send, headers)
     pulse.add(writer)  # starts the response if its first events take long
     try:
         try:

@@ -40,7 +40,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 ANY = "*"
 # CORS headers for allowed origins. Credentials are never allowed: API keys travel in headers.
 _CORS_METHODS = b"GET, POST, DELETE, OPTIONS"
-_CORS_EXPOSED = b"x-request-id, retry-after"
+_CORS_EXPOSED = b"x-request-id, retry-after, x-response-cache"
 _CORS_SECONDS = b"600"
 
 

@@ -45,6 +45,8 @@ class ServiceMetrics:
     ) -> None:
         self.slo = slo
         """Counts requests that meet the latency objectives; None without objectives."""
+        self.more: list[Callable[[], list[ScalarMetric]]] = []
+        """Families of other parts of the service, made anew for each response."""
         self._model, self._clock, self._supervisor = model, clock, supervisor
         self._replicas = replicas
         self._marks: deque[tuple[float, Load]] = deque()
@@ -217,6 +219,8 @@ class ServiceMetrics:
         name = self._model if self._model is not None or facts is None else facts.name
         labels = {} if name is None else {"model_name": name}
         shown += tier_families(load) + pin_families(load)
+        for more in self.more:
+            shown += more()
         if self._replicas is not None:
             shown += replica_families(self._replicas())
         return write_families(shown, PREFIX, labels) + write_families(self._vllm_families, VLLM_PREFIX, labels)

@@ -1,0 +1,1 @@
+"""Answers that are given again: the response cache (`--response-cache`)."""
