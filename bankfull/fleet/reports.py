@@ -130,7 +130,7 @@ def routing_figures(scheduler: Scheduler) -> tuple[float, float, int]:
 def pin_figures(scheduler: Scheduler) -> tuple[int, int, int, int]:
     """The fields of `Load` for pins."""
     pins = scheduler.state.pins
-    return len(pins.all), pins.places, pins.counts.given_up, pins.counts.over_quota
+    return len(pins.all), pins.places if pins.all else 0, pins.counts.given_up, pins.counts.over_quota
 
 
 def tier_figures(scheduler: Scheduler) -> tuple[list[TierLoad], MoveLoad | None]:

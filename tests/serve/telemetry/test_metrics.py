@@ -17,11 +17,14 @@ from bankfull.fleet.attainment import SloMeter
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.answers.cache import ResponseCache
+from bankfull.serve.answers.store import MemoryAnswers
 from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.pin_metrics import pin_families
 from bankfull.serve.telemetry.replica_metrics import replica_families
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
@@ -300,9 +303,11 @@ def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
     text = (DOCS / "service.md").read_text().split("### Metrics")[1]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = set(re.findall(r"`([^`]+)`", "".join(rows)))
+    cache = ResponseCache(MemoryAnswers(1), lambda: None, {})
+    always = [*ServiceMetrics().families, *pin_families(FakeBackend().load)]
     assert named == {
         family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "")
-        for family in [*ServiceMetrics().families, *replica_families([])]
+        for family in [*always, *cache.families(), *replica_families([])]
     }
 
 
