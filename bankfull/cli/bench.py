@@ -382,6 +382,51 @@ def compare(
     return 1 if all(row.problem for comparison in found for row in comparison.rows) else 0
 
 
-COMMANDS = (latency, throughput, speculative, diffusion, serve, sweep, compare)
+def memory(
+    *,
+    traffic: Annotated[
+        str | None,
+        typer.Option(
+            help='Traffic as for `bankfull plan`: "rate=5/s, in=200-2000, out=50-400".',
+            show_default="rate=20/s, in=20-1000, out=10-1000",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A file of recorded arrival times and lengths: Mooncake JSON lines or Azure .csv."),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Number of requests.")] = 500,
+    memory_tokens: Annotated[int, typer.Option(help="Tokens whose keys and values fit into the memory.")] = 32768,
+    max_model_len: Annotated[int, typer.Option(help="Most tokens of a sequence, including the prompt.")] = 2048,
+    page_tokens: Annotated[int, typer.Option(help="Tokens per page.")] = 16,
+    rows: Annotated[int, typer.Option(help="Most sequences in the batch.")] = 256,
+    step_tokens: Annotated[int, typer.Option(help="Most tokens computed in one step.")] = 8192,
+    step_time: Annotated[float, typer.Option(help="Assumed milliseconds of a step, beside its tokens.")] = 20.0,
+    token_time: Annotated[float, typer.Option(help="Assumed microseconds of each token in a step.")] = 50.0,
+    seed: Seed = 0,
+    chart: Annotated[Path | None, typer.Option(help="Draw the shares of the memory to this .svg or .png file.")] = None,
+    json: Json = False,
+) -> None:
+    """Compare paged memory with contiguous reservations, at the maximum and at the known length, in a simulation.
+
+    The traffic is generated or recorded, and the same for all three. Shown are the memory that is wasted inside and
+    between reservations, the sequences that fit at once, and what that does to throughput.
+    """
+    from bankfull.cli.memory import measure
+    from bankfull.plan.memory import MemoryWorld
+
+    world = MemoryWorld(
+        capacity=memory_tokens,
+        longest=max_model_len,
+        page_tokens=page_tokens,
+        rows=rows,
+        step_tokens=step_tokens,
+        step_seconds=step_time / 1e3,
+        token_seconds=token_time / 1e6,
+    )
+    measure(world, traffic, trace, requests, seed, chart, json)
+
+
+COMMANDS = (latency, throughput, speculative, diffusion, memory, serve, sweep, compare)
 for command in COMMANDS:
     bench.command(command.__name__)(flat(command))

@@ -301,10 +301,7 @@ class RecordedTrace:
 
     def make(self, count: int, seed: int, prompts: PromptGenerator) -> list[Conversation]:
         """The first `count` requests, or all."""
-        lines = _table(self.path) if self.path.suffix.lower() == ".csv" else _lines(self.path)
-        lines = sorted(lines, key=lambda line: line.timestamp)[:count]
-        if not lines:
-            raise ConfigError(f"The trace {self.path} contains no request.")
+        lines = _recorded(self.path, count)
         check_count(len(lines))
         begin = lines[0].timestamp
         return [
@@ -313,12 +310,7 @@ class RecordedTrace:
         ]
 
     def _turn(self, line: _Line, name: str, prompts: PromptGenerator) -> ConversationTurn:
-        length, output = line.input_length, line.output_length
-        if not 1 <= length <= MOST_TOKENS or not 0 <= output <= MOST_TOKENS:
-            raise ConfigError(
-                f"The trace {self.path} has a request of {length} + {output} tokens; prompts need 1 and outputs 0 to "
-                f"{MOST_TOKENS} tokens."
-            )
+        length, output = _checked(line, self.path)
         known = line.hash_ids[: length // BLOCK_TOKENS]
         parts = [prompts.take(random.Random(f"block/{block}"), BLOCK_TOKENS) for block in known]
         left = length - BLOCK_TOKENS * len(known)
@@ -328,6 +320,31 @@ class RecordedTrace:
         for part in parts[1:]:
             prompt = prompts.join(prompt, part)
         return ConversationTurn(prompt, max(1, output), length)
+
+
+def recorded_lengths(path: Path, count: int) -> list[tuple[float, int, int]]:
+    """The first `count` requests of a trace, or all: seconds from the first one, tokens of prompt and output."""
+    lines = _recorded(path, count)
+    begin = lines[0].timestamp
+    lengths = (((line.timestamp - begin) / 1e3, *_checked(line, path)) for line in lines)
+    return [(time, prompt, max(1, output)) for time, prompt, output in lengths]
+
+
+def _recorded(path: Path, count: int) -> list[_Line]:
+    lines = _table(path) if path.suffix.lower() == ".csv" else _lines(path)
+    if not lines:
+        raise ConfigError(f"The trace {path} contains no request.")
+    return sorted(lines, key=lambda line: line.timestamp)[:count]
+
+
+def _checked(line: _Line, path: Path) -> tuple[int, int]:
+    length, output = line.input_length, line.output_length
+    if not 1 <= length <= MOST_TOKENS or not 0 <= output <= MOST_TOKENS:
+        raise ConfigError(
+            f"The trace {path} has a request of {length} + {output} tokens; prompts need 1 and outputs 0 to "
+            f"{MOST_TOKENS} tokens."
+        )
+    return length, output
 
 
 Workload = Synthetic | ShareGpt | RecordedTrace
