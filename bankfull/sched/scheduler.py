@@ -116,6 +116,10 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
+    def rows_in_order(self) -> list[Sequence]:
+        """Running sequences by row."""
+        return sorted(self._running, key=lambda seq: seq.row)
+
     def wake_at(self) -> float | None:
         """The clock's time at which `plan` may find work although nothing has arrived since."""
         return self._waiting.wake_at() if self.unfinished else self.state.wake_at()

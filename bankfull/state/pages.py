@@ -241,6 +241,9 @@ class Pool:
         """Whether the place has exactly one reference."""
         return self._refs[place] == 1
 
+    def references(self, place: int) -> int:
+        return self._refs[place]
+
     def is_cached(self, place: int) -> bool:
         """Whether the place counts as available now, and no longer once it is shared."""
         return place < len(self._key) and self._key[place] is not None and self.idle((place,)) == 1

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from bankfull.fleet.page_tables import SequencePages
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
@@ -303,3 +304,24 @@ def test_tokens_are_summed_without_a_call_per_token(monkeypatch: pytest.MonkeyPa
     line = asyncio.run(use())
     assert calls == (["begin", "end"] if ends_well else ["begin", "fail"])
     assert (line.output_tokens, line.outcome) == ((101, "stop") if ends_well else (100, "left"))
+
+
+def test_a_key_sees_the_page_tables_of_its_own_sequences_only() -> None:
+    sequences = [SequencePages("1", 0, "alice", 20, [[3, 4]]), SequencePages("2", 0, "bob", 40, [[3, 5, 6]])]
+    scripted, metrics = Scripted(sequences=sequences), ServiceMetrics()
+    keyring = Keyring((ALICE_KEY, BOB_KEY, ROOT_KEY))
+    backend = WatchedBackend(scripted, metrics, keyring)
+    app = create_app(backend, scripted_texts(), settings())
+    app.router.routes.extend(console_routes(backend, metrics, backend.lines, settings()))
+    with served(protect(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as url:
+
+        def shown(secret: str) -> dict[str, Any]:
+            found: dict[str, Any] = httpx.get(f"{url}/console/page_tables", headers={"x-api-key": secret}).json()[""]
+            return found
+
+        assert [one["tables"] for one in shown(BOB)["sequences"]] == [[[3, 5, 6]]]
+        assert [one["key"] for one in shown(ROOT)["sequences"]] == ["alice", "bob"]
+        assert shown(ROOT)["references"] == {"3": 2} and shown(ROOT)["running"] == 2
+        for _ in range(5):  # it costs none of the key's two requests per minute
+            assert len(shown(ALICE)["sequences"]) == 1
+        assert httpx.get(f"{url}/console/page_tables").status_code == 401

@@ -9,10 +9,11 @@ from functools import lru_cache
 
 import tokenizers
 
+from bankfull.fleet.page_tables import SequencePages
 from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.texts import Texts
-from bankfull.serve.engine.wire import Facts, Load, RequestDone
+from bankfull.serve.engine.wire import Facts, Load, PageTables, RequestDone
 from bankfull.serve.settings import Settings
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
@@ -88,6 +89,7 @@ class Scripted:
     """Of each piece, for calls that want to see them."""
     asked: list[Asked] = field(default_factory=list)
     running: int = 0
+    sequences: Sequence[SequencePages] = ()
 
     async def generate(
         self,
@@ -139,6 +141,9 @@ class Scripted:
 
     async def reset_cache(self) -> int:
         return 7
+
+    async def page_tables(self) -> dict[str, PageTables]:
+        return {"": PageTables([16], 90, 4, 6, 0, list(self.sequences), len(self.sequences), {3: 2})}
 
 
 def _line(token: int, score: float = -0.25) -> dict[int, Logprob]:

@@ -19,6 +19,8 @@ INDEX = "index.html"
 PREFIX = "/console/"
 STATE_PATH = PREFIX + "state"
 """The state document that the pages poll every second; it is not a static file."""
+TABLES_PATH = PREFIX + "page_tables"
+"""The page tables of running sequences, polled while their page is open."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from bankfull import __version__
 from bankfull.serve.api.errors import Refusal
-from bankfull.serve.console.pages import STATE_PATH, page_routes
+from bankfull.serve.console.pages import STATE_PATH, TABLES_PATH, page_routes
 from bankfull.serve.console.timelines import TimeLine, TimeLines
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Facts
@@ -70,6 +70,22 @@ class ConsoleState:
     async def show(self, request: Request) -> Response:
         state = self.after(_number(request.query_params.get("after", "0")))
         return Response(msgspec.json.encode(state), headers=FRESH, media_type="application/json")
+
+    async def show_tables(self, request: Request) -> Response:
+        """A key sees the tables of its own sequences; a key with `admin` sees all."""
+        trace = current_trace()
+        key = None if trace is None else trace.key
+        shown = {}
+        for name, tables in (await self._backend.page_tables()).items():
+            own = [
+                {**msgspec.structs.asdict(one), "key": one.tenant}
+                for one in tables.sequences
+                if key is None or key.admin or one.tenant == key.name
+            ]
+            seen = {page for one in own for table in one["tables"] for page in table}
+            held = {page: count for page, count in tables.references.items() if page in seen}
+            shown[name] = {**msgspec.structs.asdict(tables), "sequences": own, "references": held}
+        return Response(msgspec.json.encode(shown), headers=FRESH, media_type="application/json")
 
     def after(self, number: int) -> State:
         backend, metrics = self._backend, self._metrics
@@ -126,4 +142,8 @@ def console_routes(
 ) -> list[Route]:
     """All routes of the console."""
     state = ConsoleState(backend, metrics, lines, settings, replicas)
-    return [*page_routes(), Route(STATE_PATH, state.show, methods=["GET"])]
+    return [
+        *page_routes(),
+        Route(STATE_PATH, state.show, methods=["GET"]),
+        Route(TABLES_PATH, state.show_tables, methods=["GET"]),
+    ]

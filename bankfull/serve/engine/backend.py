@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from bankfull.errors import BankfullError
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.engine.wire import Facts, Load, RequestDone
+from bankfull.serve.engine.wire import Facts, Load, PageTables, RequestDone
 from bankfull.types import Keep
 
 STOPPED = "The server has shut down before the answer was complete."
@@ -98,6 +98,10 @@ class Backend(Protocol):
         cache, the shortest first. The call itself raises Busy or Unavailable, so that a
         refusal comes at once; the iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or
         DeadlineExceeded."""
+        ...
+
+    async def page_tables(self) -> dict[str, PageTables]:
+        """The page tables of running sequences, by the name of the replica; one without a name where there is one."""
         ...
 
     async def reset_cache(self) -> int:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 from bankfull.errors import BankfullError, RequestError
 from bankfull.outputs import Delta
@@ -27,11 +28,14 @@ from bankfull.serve.engine.wire import (
     FromEngine,
     Load,
     LoadingPhase,
+    PagesShown,
+    PageTables,
     PrefixChanges,
     Ready,
     Refused,
     RequestDone,
     ResetCache,
+    ShowPages,
     StepMessage,
     Submit,
     ToEngine,
@@ -161,7 +165,7 @@ class Link(EngineKeeper):
         configure = Configure(model, dict(options or {}), threads, tells_prefixes)
         super().__init__(configure, limits or QueueLimits(), open_engine, stall_seconds, give_up_after)
         self._streams: dict[int, weakref.ref[Stream]] = {}
-        self._questions: dict[int, asyncio.Future[int]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
         self.on_prefixes: Callable[[PrefixChanges], None] | None = None
 
@@ -234,8 +238,15 @@ class Link(EngineKeeper):
         await self.wait_ready()
 
     async def reset_cache(self) -> int:
+        freed: int = await self._ask(ResetCache)
+        return freed
+
+    async def page_tables(self) -> dict[str, PageTables]:
+        return {"": await self._ask(ShowPages)}
+
+    async def _ask(self, kind: type[ResetCache] | type[ShowPages]) -> Any:
         question = next(self._numbers)
-        self._send(ResetCache(question))
+        self._send(kind(question))
         reply = self._questions[question] = asyncio.get_running_loop().create_future()
         try:
             return await reply
@@ -334,6 +345,9 @@ class Link(EngineKeeper):
             case Forgotten():
                 if (question := self._questions.get(message.id)) is not None and not question.done():
                     question.set_result(message.pages)
+            case PagesShown():
+                if (question := self._questions.get(message.id)) is not None and not question.done():
+                    question.set_result(message.tables)
             case LoadingPhase():
                 self.phase = message.text
                 log.info("The engine is %s.", message.text)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from bankfull.fleet.page_tables import PageTables as PageTables
 from bankfull.fleet.reports import Facts as Facts
 from bankfull.fleet.reports import Load as Load
 from bankfull.fleet.reports import PrefixChanges as PrefixChanges
@@ -89,7 +90,13 @@ class ResetCache(msgspec.Struct, tag="reset"):
     id: int
 
 
-ToEngine = Configure | Submit | Later | Abort | ResetCache
+class ShowPages(msgspec.Struct, tag="pages"):
+    """Show the page tables of running sequences; answered by `PagesShown`."""
+
+    id: int
+
+
+ToEngine = Configure | Submit | Later | Abort | ResetCache | ShowPages
 
 LIGHT_PROMPT, LIGHT_TEXT, LIGHT_IDS = 4096, 256, 4096
 """Tokens of a prompt, characters of stop strings and bad words, and allowed ids up to which a request is prepared
@@ -184,7 +191,12 @@ class Forgotten(msgspec.Struct, tag="forgotten"):
     pages: int
 
 
-FromEngine = LoadingPhase | Ready | Failed | StepMessage | Begun | Refused | Forgotten
+class PagesShown(msgspec.Struct, tag="shown"):
+    id: int
+    tables: PageTables
+
+
+FromEngine = LoadingPhase | Ready | Failed | StepMessage | Begun | Refused | Forgotten | PagesShown
 
 _encoder = msgspec.msgpack.Encoder()
 _submits = msgspec.msgpack.Decoder(Submit)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bankfull.collector import garbage_collector_off
 from bankfull.errors import BankfullError, RequestError
+from bankfull.fleet.page_tables import page_tables_of
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.outputs import Delta
 from bankfull.progress import PROGRESS
@@ -43,10 +44,12 @@ from bankfull.serve.engine.wire import (
     MessageHead,
     NotAMessage,
     Outbox,
+    PagesShown,
     Ready,
     Refused,
     RequestDone,
     ResetCache,
+    ShowPages,
     StepMessage,
     Submit,
     ToEngine,
@@ -197,6 +200,8 @@ class Worker:
                 self._loop.post(lambda: self._abort(message.ids))
             case ResetCache():
                 self._loop.post(lambda: self._reset(message.id))
+            case ShowPages():
+                self._loop.post(lambda: self._show_pages(message.id))
             case Configure():
                 self._configured = message
             case MessageHead(id=int(request)):
@@ -290,6 +295,9 @@ class Worker:
         freed = state.pages.census().cached
         state.forget(everywhere=True)
         self._say(Forgotten(question, freed))
+
+    def _show_pages(self, question: int) -> None:
+        self._say(PagesShown(question, page_tables_of(self._front.engine.scheduler)))
 
     def _tell(self, deltas: list[Delta]) -> None:
         # Several samples of a request may end in one step.

@@ -17,7 +17,7 @@ from typing import Any
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.serve.api.calls import CALLER, ON_RESERVE, Api, Caller, spelled_at
 from bankfull.serve.api.errors import Problem, Refusal, problem_of
-from bankfull.serve.console.pages import PAGES, STATE_PATH
+from bankfull.serve.console.pages import PAGES, STATE_PATH, TABLES_PATH
 from bankfull.serve.guard.keys import Key, Keyring
 from bankfull.serve.telemetry.trace import Running, current_trace, why_ended
 
@@ -29,7 +29,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 OPEN_PATHS = frozenset({"/live", "/ready", *PAGES})
-UNCHARGED_PATHS = frozenset({STATE_PATH})
+UNCHARGED_PATHS = frozenset({STATE_PATH, TABLES_PATH})
 """Not charged to the key's rate limit: these are cheap, and an open console requests them every second."""
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})

@@ -22,7 +22,7 @@ from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Busy, Continuation, DeadlineExceeded, EngineDied, Unavailable
-from bankfull.serve.engine.wire import Facts, Load, RequestDone
+from bankfull.serve.engine.wire import Facts, Load, PageTables, RequestDone
 from bankfull.serve.replicas.fitting import OTHER_WEIGHTS, misfit
 from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
 from bankfull.serve.replicas.routed_replica import ReplicaLink, RoutedReplica
@@ -166,6 +166,12 @@ class ReplicaSet:
             # An engine would draw a seed that another one cannot know.
             params = params.seeded(self._seeds.getrandbits(63))
         return ResumableStream(self, SentParts(prompt, params, priority, salt, pool, explain, tenant, keeps), deadline)
+
+    async def page_tables(self) -> dict[str, PageTables]:
+        """Of the ready replicas; one that ends meanwhile is left out."""
+        ready = [replica for replica in self._replicas.values() if replica.link.ready]
+        asked = await asyncio.gather(*(replica.link.page_tables() for replica in ready), return_exceptions=True)
+        return {one.name: found[""] for one, found in zip(ready, asked, strict=True) if isinstance(found, dict)}
 
     async def reset_cache(self) -> int:
         """Of all replicas; one that ends meanwhile has an empty cache anyway."""

@@ -17,10 +17,10 @@ from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.api.sse import SEND_BODY
-from bankfull.serve.console.pages import PAGES, STATE_PATH
+from bankfull.serve.console.pages import PAGES, STATE_PATH, TABLES_PATH
 from bankfull.serve.console.timelines import OpenLine, TimeLines
 from bankfull.serve.engine.backend import Backend, Busy
-from bankfull.serve.engine.wire import Facts, Load, RequestDone
+from bankfull.serve.engine.wire import Facts, Load, PageTables, RequestDone
 from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
 from bankfull.serve.guard.keys import Keyring, TokenBucket
 from bankfull.serve.guard.pin_quota import PinsExceeded
@@ -30,7 +30,7 @@ from bankfull.serve.telemetry.trace import Trace, current_trace, during
 from bankfull.types import Keep
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, *PAGES})
+QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, TABLES_PATH, *PAGES})
 """Paths that machines poll, or a browser loads a dozen at once: counted, but logged only on errors."""
 
 
@@ -120,6 +120,9 @@ class WatchedBackend:
     @property
     def failed_loads(self) -> int:
         return self._inner.failed_loads
+
+    async def page_tables(self) -> dict[str, PageTables]:
+        return await self._inner.page_tables()
 
     async def reset_cache(self) -> int:
         return await self._inner.reset_cache()

@@ -13,7 +13,7 @@ import pytest
 from tests.console.browser.conftest import KEY, Server, Watched
 from tests.console.browser.replaceable import replaceable_server
 
-PAGES = ("chat", "live", "requests", "batches")
+PAGES = ("chat", "live", "requests", "memory", "batches")
 
 
 def until(page: Any, condition: str, seconds: float = 30.0) -> None:
@@ -277,6 +277,18 @@ def batch_file(folder: Path, lines: int = 5, name: str = "questions.jsonl") -> P
     return file
 
 
+def test_the_page_tables_of_running_sequences_show_what_they_share(page: Any, server: Server) -> None:
+    page.click('nav a[href="#memory"]')
+    until(page, "document.querySelector('#no-tables').hidden === false")
+    with server.load(4, tokens=200):
+        until(page, "document.querySelectorAll('#tables .page-row').length > 1")
+        until(page, "document.querySelectorAll('#tables .pages li.shared').length > 1")
+        shared = page.locator("#tables .pages li.shared").first
+        assert re.fullmatch(r"page \d+: \d+ of \d+ tokens, held \d+ times", shared.get_attribute("title") or "")
+        assert re.search(r"\d+ pages held, \d+ cached, [\d,]+ free", page.locator("#tables figcaption").inner_text())
+    until(page, "document.querySelectorAll('#tables .page-row').length === 0")
+
+
 def test_a_batch_is_uploaded_and_run_and_its_results_downloaded(page: Any, tmp_path: Path) -> None:
     page.click('nav a[href="#batches"]')
     page.set_input_files("#file", batch_file(tmp_path))
@@ -392,7 +404,7 @@ def test_pages_fit_any_screen(page: Any, server: Server, width: int) -> None:
     figures(page)
     down = page.evaluate("document.documentElement.scrollHeight - document.documentElement.clientHeight")
     assert down <= 0, "the input field and its buttons must be visible without scrolling"
-    for name, drawn in zip(PAGES, (".turn", ".tile", "#lines tr", "#upload"), strict=True):
+    for name, drawn in zip(PAGES, (".turn", ".tile", "#lines tr", "#no-tables", "#upload"), strict=True):
         page.goto(f"{server.url}/#{name}")
         page.locator(f"#{name} {drawn}").first.wait_for()
         beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")

@@ -6,14 +6,15 @@ import { chatPage } from "./chat.js";
 import { find } from "./dom.js";
 import { count } from "./format.js";
 import { livePage } from "./live.js";
+import { memoryPage } from "./memory.js";
 import { requestsPage } from "./requests.js";
 import { listen, refresh, start, state } from "./state.js";
 
-const PAGES = ["chat", "live", "requests", "batches"];
+const PAGES = ["chat", "live", "requests", "memory", "batches"];
 const THEMES = { auto: "system setting", light: "light", dark: "dark" };
 
 chatPage();
-const redraw = { live: livePage(), requests: requestsPage() };
+const redraw = { live: livePage(), requests: requestsPage(), memory: memoryPage() };
 const batches = batchesPage();
 let current = null;
 
