@@ -49,6 +49,7 @@ class LLM:
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self._front = loaded.frontend
+        self._front.engine.scheduler.sealed = True  # while one call runs, no other can bring a request
 
     @property
     def max_model_len(self) -> int:
@@ -192,7 +193,7 @@ class LLM:
     def _finish(self, ids: Sequence[Hashable], progress: Progress | None) -> list[RequestOutput]:
         """Run until all of `ids` have ended."""
         scheduler = self._front.engine.scheduler
-        scheduler.sealed = True  # no request arrives before these are finished
+        before, scheduler.sealed = scheduler.sealed, True  # no request arrives before these are finished
         waiting = set(ids)
         try:
             while waiting:
@@ -209,15 +210,17 @@ class LLM:
                 self._front.pending.pop(request, None)
             raise
         finally:
-            scheduler.sealed = False
+            scheduler.sealed = before
         return [self._front.take(request) for request in ids]
 
 
 def advance(front: Frontend) -> list[Delta]:
     """Run one step of the engine; sleep briefly when nothing can run yet."""
     deltas = front.step()
-    if not deltas and front.engine.busy and (wake := front.engine.wake_at()) is not None:
-        time.sleep(max(0.0, min(wake - time.monotonic(), LONGEST_SLEEP)))
+    if front.engine.busy and front.engine.scheduler.stuck:
+        wake = front.engine.wake_at()
+        seconds = LONGEST_SLEEP if wake is None else min(wake - time.monotonic(), LONGEST_SLEEP)
+        time.sleep(max(0.0, seconds))
     return deltas
 
 

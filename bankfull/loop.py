@@ -52,6 +52,7 @@ class EngineLoop:
         """`tell` is called after every turn with the new deltas of its step, also when there are none. Every turn waits
         for the bell, for 0 seconds if there is work: the bell may bring work of its own."""
         self._front = front
+        front.engine.scheduler.sealed = False  # requests arrive at any time
         self._tell = tell
         self._posted: deque[tuple[str, Action]] = deque()
         self._queues: dict[str, deque[Action]] = {}
@@ -117,8 +118,10 @@ class EngineLoop:
         engine = self._front.engine
         if not engine.busy:
             return False
+        if not engine.scheduler.stuck:
+            return True
         wake = engine.wake_at()
-        return wake is None or engine.scheduler.running > 0 or wake <= time.monotonic()
+        return wake is not None and wake <= time.monotonic()
 
     def _pause(self) -> float | None:
         wake = self._front.engine.wake_at() if self._front.engine.busy else None

@@ -108,6 +108,47 @@ def test_an_idle_loop_waits_and_a_busy_one_only_looks(llm: LLM) -> None:
     assert bell.times[1:-1] and set(bell.times[1:-1]) == {0.0}
 
 
+@pytest.mark.parametrize(("batching", "pauses"), [("static", False), ("dynamic", True)])
+def test_a_loop_whose_batch_is_not_complete_sleeps(batching: str, pauses: bool) -> None:
+    """It wakes up for the second request, or at the time at which the first one has waited long enough."""
+    options: dict[str, object] = {"batching": batching, "batch_size": 2, "batch_delay": 60.0}
+    front = LLM(str(speaking_folder()), memory="1MiB", page_tokens=4, rows=2, **options).loaded.frontend
+    three = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)
+
+    class Arrivals:
+        """A bell that brings one request after the other, when the loop sleeps."""
+
+        def __init__(self) -> None:
+            self.slept: list[float | None] = []
+
+        def ring(self) -> None: ...
+
+        def wait(self, seconds: float | None) -> None:
+            if seconds == 0.0:
+                return
+            self.slept.append(seconds)
+            assert len(self.slept) <= 3, "the loop wakes up without a reason"
+            if len(self.slept) == 3:
+                loop.stop()
+            else:
+                name = f"request {len(self.slept)}"
+                loop.post(lambda: front.submit([1, 2, 3], three, request_id=name))  # type: ignore[arg-type, return-value]
+
+    bell = Arrivals()
+    loop = EngineLoop(front, lambda deltas: None, bell)
+    loop.run()
+    nothing, incomplete, ended = bell.slept
+    assert nothing is None and ended is None
+    assert 0 < incomplete <= 60.0 if pauses and incomplete is not None else incomplete is None
+    assert front.take("request 1").finished and front.take("request 2").finished
+
+
+def test_a_stream_does_not_wait_for_a_batch_that_nobody_completes() -> None:
+    llm = LLM(str(speaking_folder()), memory="1MiB", page_tokens=4, rows=2, batching="static", batch_size=2)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)
+    assert sum(len(delta.token_ids) for delta in llm.stream([1, 2, 3], params)) == 3
+
+
 def test_a_flood_of_actions_leaves_time_for_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "MOST_ACTING_SECONDS", 0.0)
     front = llm.loaded.frontend

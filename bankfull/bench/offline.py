@@ -301,7 +301,6 @@ class Bench:
         first, first_inside, first_shapes, produced_first = begun, inside, list[StepShape](), 0
         ids = [front.submit(prompt, self._params, salt=f"{self._salt}/{number}") for prompt in prompts]
         open_, produced = set(ids), 0
-        front.engine.scheduler.sealed = True
         try:
             while open_:
                 deltas = front.step()
@@ -317,7 +316,6 @@ class Bench:
                     if at_first is not None:
                         at_first()
         finally:
-            front.engine.scheduler.sealed = False
             self._forget(ids)
         ended, last_inside, shapes = perf_counter(), watched.times.seconds, watched.take_shapes()
         return Repetition(

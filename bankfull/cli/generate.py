@@ -91,7 +91,7 @@ class OfflineBatch:
 
         front = self._llm.loaded.frontend
         open_: deque[tuple[Record, Hashable | None, dict[str, Any] | None]] = deque()
-        more = True
+        more, front.engine.scheduler.sealed = True, False
         try:
             with interrupts() as interrupted:
                 while True:
@@ -112,7 +112,7 @@ class OfflineBatch:
                         advance(front)
                         self._account()
         finally:
-            front.engine.scheduler.sealed = False
+            front.engine.scheduler.sealed = True
             for _, request, _ in open_:
                 if request is not None:
                     front.abort(request)

@@ -116,8 +116,11 @@ class WaitingQueue(OrderedSequences):
         self._fresh.pop(seq, None)
 
     def quota(self, running: int, now: float, sealed: bool) -> int:
-        """New sequences that may be admitted now."""
-        return self.gate.open(len(self._fresh), self._first_queued, running, now, sealed) if self._fresh else 0
+        """New sequences that may be admitted now. A preempted sequence is still a member of its batch."""
+        if not self._fresh:
+            return 0
+        members = running + len(self) - len(self._fresh)
+        return self.gate.open(len(self._fresh), self._first_queued, members, now, sealed)
 
     def wake_at(self) -> float | None:
         """The time at which `quota` may grow although nothing arrives."""

@@ -50,8 +50,10 @@ class Scheduler:
         self._ahead, self.canvas = ahead, canvas
         self.config = config = config.suited()
         self.state, self.policy = state, policy_of(config)
-        self.sealed = False
-        """No more requests will come: an incomplete static batch need not wait."""
+        self._sealed = False
+        self.stuck = False
+        """Whether the last `plan` found nothing to run, with nothing under way and nothing changed since: only an
+        arrival or the time of `wake_at` helps."""
         self.preemptions = 0
         self.pace, self._clock = Pace(config.step_ms / 1e3), clock
         self.aside = Aside(state, self.pace, clock)
@@ -87,6 +89,7 @@ class Scheduler:
         now = self._clock()
         batch = self.policy.is_batch(request)
         siblings = siblings_of(request, self.state.layout.block_tokens, now, batch, self._arrivals)
+        self.stuck = False
         for seq in siblings:
             seq.order = (batch, self.policy.rank(seq, now), seq.order[-1])
             self._waiting.arrive(seq)
@@ -101,8 +104,19 @@ class Scheduler:
         for seq in list(self._by_request.get(request_id, ())):
             if child is None or seq.child == child:
                 self._end(seq)
+                self.stuck = False
                 outputs.append(Output(request_id, seq.child, [], reason, cached=seq.cached))
         return outputs
+
+    @property
+    def sealed(self) -> bool:
+        """No more requests will come before those that are queued have ended: an incomplete static batch need not
+        wait."""
+        return self._sealed
+
+    @sealed.setter
+    def sealed(self, value: bool) -> None:
+        self._sealed, self.stuck = value, False
 
     @property
     def unfinished(self) -> int:
@@ -121,8 +135,10 @@ class Scheduler:
         return sorted(self._running, key=lambda seq: seq.row)
 
     def wake_at(self) -> float | None:
-        """The clock's time at which `plan` may find work although nothing has arrived since."""
-        return self._waiting.wake_at() if self.unfinished else self.state.wake_at()
+        """The clock's time at which `plan` may find work although nothing has arrived since; None if only an arrival
+        helps."""
+        times = (self._waiting.wake_at() if self._waiting else None, self.state.wake_at())
+        return min((time for time in times if time is not None), default=None)
 
     # -- planning
 
@@ -154,8 +170,10 @@ class Scheduler:
         plan = step.plan
         plan.transfers = self.state.moves.take_planned()
         if not (plan.work or plan.enter or plan.transfers or (self.state.moves and not self._inflight)):
-            # A sequence gave way to one that may start only now that it has gone.
-            return None if self.preemptions == preemptions else self.plan(drafts)
+            if self.preemptions != preemptions:  # a sequence gave way to one that may start only now that it has gone
+                return self.plan(drafts)
+            self.stuck = not self._inflight
+            return None
         plan.leave, self._leaving = self._leaving, []
         self.state.launch(plan.step)
         self._inflight.append((plan.step, step.served))
@@ -465,6 +483,7 @@ class Scheduler:
         step, served = self._inflight.popleft()
         assert step == plan.step == result.step, f"step {result.step} settles where {step} is due"
         self.state.settle(step, result.completed, result.failed)
+        self.stuck = False
         outputs = []
         extras, errors = result.extras, result.errors
         for i, (work, seq, tokens) in enumerate(zip(plan.work, served, result.tokens, strict=True)):

@@ -89,7 +89,7 @@ class OwnText:
                         file.flush()
                 os.fsync(file.fileno())
         finally:
-            front.engine.scheduler.sealed = False
+            front.engine.scheduler.sealed = True
             for index in running:
                 front.abort((DATA, index))
                 front.pending.pop((DATA, index), None)

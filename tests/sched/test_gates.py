@@ -90,3 +90,39 @@ def test_forks_count_as_members_of_a_static_batch() -> None:
     sched.add(request(1))
     step(sched)
     assert (sched.running, sched.waiting) == (2, 1)
+
+
+def test_a_preempted_member_keeps_the_next_batch_waiting() -> None:
+    """It has no row for a moment, but its batch has not ended."""
+    sched = scheduler(frames=7, batching="static", batch_size=2, rows=3)
+    for i in range(4):
+        sched.add(request(i, length=6, more=14) if i < 2 else request(i, length=2, more=1))
+    while {0, 1} & set(sched._by_request):
+        assert {seq.request.id for seq in sched._running} <= {0, 1}, "a member of the next batch runs"
+        step(sched)
+    assert sched.preemptions and len(drain(sched)) == 2
+
+
+def test_a_scheduler_is_stuck_until_something_arrives_or_the_batch_is_due() -> None:
+    clock = Clock()
+    sched = scheduler(clock=clock, batching="static", batch_size=2)
+    sched.add(request(0))
+    assert not sched.stuck
+    assert sched.plan() is None and sched.stuck and sched.wake_at() is None
+    sched.add(request(1))
+    assert not sched.stuck
+    step(sched)
+    assert not sched.stuck
+
+
+@pytest.mark.parametrize("event", ["abort", "seal"])
+def test_what_may_open_the_gate_ends_being_stuck(event: str) -> None:
+    sched = scheduler(batching="static", batch_size=3)
+    sched.add(request(0))
+    sched.add(request(1))
+    assert sched.plan() is None and sched.stuck
+    if event == "abort":
+        sched.abort(0)
+    else:
+        sched.sealed = True
+    assert not sched.stuck

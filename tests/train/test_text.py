@@ -49,7 +49,7 @@ def test_the_model_answers_every_prompt_with_its_own_seed(llm: LLM, tmp_path: Pa
         params = SamplingParams(temperature=0.8, max_tokens=12, seed=(3 << 32) + index)
         expected = llm.chat([{"role": "user", "content": PROMPTS[index]}], params)[0]
         assert found[index] == (expected.prompt_token_ids, expected.outputs[0].token_ids)
-    assert not llm.loaded.frontend.pending and not llm.loaded.frontend.engine.scheduler.sealed
+    assert not llm.loaded.frontend.pending and llm.loaded.frontend.engine.scheduler.sealed
 
 
 def test_an_interrupted_text_is_continued_with_what_is_missing(llm: LLM, tmp_path: Path) -> None:
