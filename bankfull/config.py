@@ -40,7 +40,7 @@ class SchedConfig:
     """Admission gate: name in `sched.gates.GATES`."""
     batch_size: int = 8
     """Sequences of a batch, for static and dynamic batching."""
-    batch_delay: float = 0.05
+    batch_timeout: float = 0.05
     """Dynamic batching: seconds after which an incomplete batch starts, counted from its first queued request."""
     max_waiting: int = 100_000
     """Maximum sequences in the queue; further requests are refused."""
@@ -57,15 +57,25 @@ class SchedConfig:
     weights: tuple[tuple[str, float], ...] = ()
     """fair: names of tenants (API keys) and their weights; others have 1."""
 
+    NEEDS: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
+        "batch_size": ("batching", ("static", "dynamic")),
+        "batch_timeout": ("batching", ("dynamic",)),
+        "quantum_ms": ("policy", ("mlfq", "skip-join-mlfq")),
+        "starvation": ("policy", ("mlfq", "skip-join-mlfq", "lpm")),
+        "weights": ("policy", ("fair",)),
+    }
+    """Options that only some policies or gates read."""
+
     def __post_init__(self) -> None:
         for name in ("rows", "step_tokens", "prefill_tokens", "prefill_rows", "decode_rows"):
             if getattr(self, name) != 0:
                 _positive(self, name)
         for name, unit in (("quantum_ms", "milliseconds"), ("starvation", "seconds")):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a number of {unit} above 0.")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value!r} must be a number of {unit} above 0.")
         for tenant, weight in self.weights:
-            if not 0 < weight < float("inf"):
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
                 raise ConfigError(f"The weight {weight!r} of {tenant!r} must be a number above 0.")
         _positive(self, "batch_size", "max_waiting")
         for name in ("policy", "batching"):
@@ -73,8 +83,13 @@ class SchedConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a name.")
         if not 0 <= self.step_ms < float("inf"):
             raise ConfigError(f"step_ms={self.step_ms!r} must be a finite number of milliseconds, or 0 for no bound.")
-        if not 0 <= self.batch_delay < float("inf"):
-            raise ConfigError(f"batch_delay={self.batch_delay!r} must be a finite number of seconds, 0 or more.")
+        if not 0 <= self.batch_timeout < float("inf"):
+            raise ConfigError(f"batch_timeout={self.batch_timeout!r} must be a finite number of seconds, 0 or more.")
+        if self.batching != "continuous" and self.policy != "fcfs":
+            raise ConfigError(
+                f"batching={self.batching!r} runs whole batches in the order of arrival, which policy={self.policy!r} "
+                "would change; use policy='fcfs' or batching='continuous'."
+            )
 
     @property
     def prompt_limits(self) -> tuple[int, int]:

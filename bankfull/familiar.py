@@ -6,7 +6,7 @@ refused in one sentence: nothing is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -58,7 +58,28 @@ def configure(given: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateCo
         else:
             known = sorted(set().union(*owned, ENGINE, ["max_model_len"]))
             raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
+    _refuse_unread(sorted_out[1])
     return RunConfig(**sorted_out[0]), SchedConfig(**sorted_out[1]), StateConfig(**sorted_out[2]), max_len
+
+
+def _refuse_unread(scheduling: Own) -> None:
+    """Options of scheduling that the chosen policy or gate would not read."""
+    usual = SchedConfig()
+    for name, (owner, readers) in SchedConfig.NEEDS.items():
+        if name in scheduling and scheduling.get(owner, getattr(usual, owner)) not in readers:
+            raise ConfigError(
+                f"{name}={_shown(scheduling[name])} has no effect here; it needs {owner}={' or '.join(readers)}."
+            )
+
+
+def _weights(name: str, value: Any) -> Own:
+    """Weights of tenants, as a dict or as pairs."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        raise ValueError("is no weights of API keys; give a dict such as {'alice': 2.0}")
+    if any(not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
+        raise ValueError("is no weights of API keys; give a dict such as {'alice': 2.0}")
+    return {"weights": tuple((tenant, weight) for tenant, weight in pairs)}
 
 
 def sampling_options(given: Mapping[str, Any]) -> Own:
@@ -253,6 +274,7 @@ ENGINE: dict[str, Reading] = {
     "kv_cache_memory_bytes": _is("memory"),
     "scheduling_policy": _is("policy"),
     "schedule_policy": _is("policy"),
+    "weights": _weights,
     "kv_cache_dtype": _dtype("kv_dtype"),
     "tensor_parallel_size": _only(1, else_=_ONE_DEVICE),
     "pipeline_parallel_size": _only(1, else_=_ONE_DEVICE),

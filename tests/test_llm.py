@@ -354,7 +354,7 @@ def test_static_and_dynamic_batches_give_the_same_texts() -> None:
     expected = [o.outputs[0].text for o in fresh().generate(prompts, GREEDY)]
     for options in (
         {"batching": "static", "batch_size": 2},
-        {"batching": "dynamic", "batch_size": 4, "batch_delay": 0.01},
+        {"batching": "dynamic", "batch_size": 4, "batch_timeout": 0.01},
     ):
         assert [o.outputs[0].text for o in fresh(**options).generate(prompts, GREEDY)] == expected
 

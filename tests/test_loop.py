@@ -111,7 +111,9 @@ def test_an_idle_loop_waits_and_a_busy_one_only_looks(llm: LLM) -> None:
 @pytest.mark.parametrize(("batching", "pauses"), [("static", False), ("dynamic", True)])
 def test_a_loop_whose_batch_is_not_complete_sleeps(batching: str, pauses: bool) -> None:
     """It wakes up for the second request, or at the time at which the first one has waited long enough."""
-    options: dict[str, object] = {"batching": batching, "batch_size": 2, "batch_delay": 60.0}
+    options: dict[str, object] = {"batching": batching, "batch_size": 2}
+    if pauses:
+        options["batch_timeout"] = 60.0
     front = LLM(str(speaking_folder()), memory="1MiB", page_tokens=4, rows=2, **options).loaded.frontend
     three = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from bankfull.cli.scheduling import USUAL_SCHEDULING, SchedulingOptions
+
 if TYPE_CHECKING:
     from bankfull.llm import LLM
     from bankfull.sample.params import SamplingParams
@@ -128,6 +130,7 @@ class EngineOptions:
             help="Most tokens computed in one step.", show_default="128 for each CPU thread, 512 to 2048; 8192 on a GPU"
         ),
     ] = None
+    scheduling: SchedulingOptions = USUAL_SCHEDULING
     page_tokens: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Turn off the prefix cache.")] = False
     depth: Annotated[
@@ -185,7 +188,8 @@ class EngineOptions:
     def options(self) -> dict[str, Any]:
         """All options but the model, under the names of `LLM`."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        del named["model"]
+        del named["model"], named["scheduling"]
+        named.update(self.scheduling.given())
         named["prefix_cache"] = not named.pop("no_prefix_cache")
         if self.speculative is None:
             del named["speculative"]
@@ -332,7 +336,7 @@ def flat(command: Command) -> Callable[..., int | None]:
     @wraps(command)
     def run(**values: Any) -> int | None:
         for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+            values[name] = _gathered(group, values)
         return command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -343,9 +347,22 @@ def flat(command: Command) -> Callable[..., int | None]:
 
 def _spread(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
+    found = list[inspect.Parameter]()
     for field in fields(group):
         assert field.default is not MISSING, f"{group.__name__}.{field.name} needs a default"
-    return [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]
+        hint, kind = hints[field.name], inspect.Parameter.KEYWORD_ONLY
+        if is_dataclass(hint):
+            found += _spread(hint)
+        else:
+            found.append(inspect.Parameter(field.name, kind, default=field.default, annotation=hint))
+    return found
+
+
+def _gathered(group: Any, values: dict[str, Any]) -> Any:
+    """The group of options with these values, which are removed; a field may be a group itself."""
+    hints = get_type_hints(group, include_extras=True)
+    own = {
+        field.name: _gathered(hints[field.name], values) if is_dataclass(hints[field.name]) else values.pop(field.name)
+        for field in fields(group)
+    }
+    return group(**own)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from bankfull.cli.options import ForecastAcceptance, ForecastSpeculative, Json
+from bankfull.cli.scheduling import SchedulingOptions
 
 DEFAULT_REQUESTS = 200
 
@@ -75,6 +76,7 @@ def plan(
         bool, typer.Option("--no-calibrate", help="Measure nothing on this machine; use typical efficiency factors.")
     ] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Calibrate again, even if results are stored.")] = False,
+    scheduling: SchedulingOptions,
     speculative: ForecastSpeculative = "off",
     acceptance: ForecastAcceptance = None,
     verify: Annotated[
@@ -124,6 +126,7 @@ def plan(
     from bankfull.bench.load.slo import Slo, parse_slo
     from bankfull.cli.terminal import print_table, progress
     from bankfull.errors import ConfigError
+    from bankfull.familiar import configure
     from bankfull.limits.model.drafters import parse_drafter
     from bankfull.limits.model.recipe import open_model_or_config
     from bankfull.limits.model.speculation import BATCHES
@@ -153,6 +156,7 @@ def plan(
         not no_calibrate,
         refresh,
         max_kl,
+        configure(scheduling.served())[1],
     )
     if simulate is not None:
         from bankfull.cli.fleet import simulate_day

@@ -108,6 +108,7 @@ def serve(
     """
     from bankfull import paths
     from bankfull.errors import ConfigError
+    from bankfull.familiar import configure
 
     try:
         from bankfull.serve.run import run_server
@@ -135,10 +136,12 @@ def serve(
     )
     if take_over and not port:
         raise ConfigError("--take-over needs the --port of the server to replace.")
+    options = {**engine.options(), **engine.scheduling.served(), "step_ms": step_ms}
+    configure(options)  # a bad option is told before a process is started
     slo_meter = None if slo is None else SloMeter(parse_slo(slo))
     run_server(
         engine.model,
-        {**engine.options(), "policy": "priority", "step_ms": step_ms},
+        options,
         settings,
         protection=protection.protection(host),
         data=data_dir,

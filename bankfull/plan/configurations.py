@@ -28,6 +28,7 @@ from bankfull.plan.step_times import ALONE, ParallelLayout, StepTimes
 from bankfull.runtime.denoised import LONGEST_STEP, suited_state
 from bankfull.runtime.memory import Sizes, plan_memory
 from bankfull.sched.canvas import Canvas
+from bankfull.sched.gates import gate_of
 from bankfull.state.spec import Layout, layout_of
 from bankfull.types import CanvasShape
 from bankfull.weights.requantized import Requantized, block_types, parse_quantization
@@ -123,6 +124,23 @@ class PreparedModel:
         return "/".join(self.recipe.quantized_types) or str(self.recipe.matrices).removeprefix("torch.")
 
 
+SERVED = SchedConfig(policy="priority")
+"""The scheduling of `bankfull serve`."""
+SCHEDULING = (
+    "policy",
+    "batching",
+    "batch_size",
+    "batch_timeout",
+    "prefill_tokens",
+    "prefill_rows",
+    "decode_rows",
+    "quantum_ms",
+    "starvation",
+    "weights",
+)
+"""Fields of a `SchedConfig` that are options of `serve` under their own names."""
+
+
 @dataclass(frozen=True, slots=True)
 class Configuration:
     prepared: PreparedModel
@@ -133,6 +151,8 @@ class Configuration:
     layout: ParallelLayout = ALONE
     not_yet: str | None = None
     """Why this version cannot run it."""
+    scheduling: SchedConfig = SERVED
+    """Policy, gate and budgets; rows and step_tokens are the configuration's own."""
 
     @property
     def site(self) -> Site:
@@ -164,7 +184,7 @@ class Configuration:
         here = self.site.here and self.replicas == 1
         device = self.site.name if here else self.site.kind
         words = ["bankfull", "serve", model, "--device", device, *self.prepared.stored.options]
-        words += ["--rows", str(self.rows), "--step-tokens", str(self.step_tokens)]
+        words += ["--rows", str(self.rows), "--step-tokens", str(self.step_tokens), *scheduling_words(self.scheduling)]
         if self.replicas > 1:
             words += ["--replicas", str(self.replicas), "--routing", self.route]
         return [shlex.join(words)]
@@ -206,8 +226,8 @@ class Configuration:
 
     def replica(self, longest: int) -> ReplicaSpec:
         sizes = self.sizes(longest)
-        # The same policy as `bankfull serve`.
-        sched = SchedConfig(rows=sizes.rows, step_tokens=self.step_tokens, policy="priority")
+        sched = replace(self.scheduling, rows=sizes.rows, step_tokens=self.step_tokens)
+        gate_of(sched)  # a batch of more sequences than rows is refused
         prepared = self.prepared
         return ReplicaSpec(
             prepared.layout, sizes, sched, prepared.state, self.site.depth, self.times, canvas=prepared.canvas
@@ -269,7 +289,19 @@ def prepare(site: Site, stored: Stored, recipe: Recipe, times: StepTimes, loss: 
     return PreparedModel(site, stored, recipe, metered, forms, times, memory.weights, step, loss)
 
 
-def grid(prepared: PreparedModel) -> Iterator[Configuration]:
+def scheduling_words(scheduling: SchedConfig) -> list[str]:
+    """Options of `bankfull serve` for what differs from its own scheduling."""
+    words = []
+    for name in SCHEDULING:
+        value = getattr(scheduling, name)
+        implied = name == "policy" and scheduling.batching != "continuous"
+        if value != getattr(SERVED, name) and not implied:
+            text = ",".join(f"{key}={weight:g}" for key, weight in value) if name == "weights" else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
+    return words
+
+
+def grid(prepared: PreparedModel, scheduling: SchedConfig = SERVED) -> Iterator[Configuration]:
     """All choices of rows and step token budget, the engine's default first."""
     kind = prepared.site.kind
     blocked = None if prepared.site.supported else f"this version does not run on {prepared.site.title}"
@@ -279,7 +311,7 @@ def grid(prepared: PreparedModel) -> Iterator[Configuration]:
         usual = rows, max(tokens, min(prepared.metered.model.max_positions, LONGEST_STEP))
     choices = [(rows, tokens) for rows in ROWS[kind] for tokens in STEP_TOKENS[kind]]
     for rows, tokens in sorted({usual, *choices}, key=lambda choice: choice != usual):
-        yield Configuration(prepared, rows, tokens, not_yet=blocked)
+        yield Configuration(prepared, rows, tokens, not_yet=blocked, scheduling=scheduling)
 
 
 def tensor_parallel(base: Configuration, ways: int) -> Configuration | None:

@@ -138,6 +138,8 @@ def simulate_fleet(
             "A fleet's day is simulated for models that predict the next token only; plan a diffusion model without "
             "--simulate."
         )
+    if configuration.scheduling.batching != "continuous":
+        raise ConfigError("--simulate runs replicas with continuous batching; leave out --batching.")
     spec = configuration.replica(longest)
     context = min(spec.sizes.max_len, max(LONGEST_CONVERSATION * longest, 4096))
     day: Day

@@ -10,11 +10,11 @@ one step ahead, an arrival would wait for one step more.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from bankfull.config import SchedConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.fleet.prefix_report import PrefixReporter
@@ -45,12 +45,7 @@ class FleetReplica:
         # The engine's own check counts all pages whenever it becomes idle; `check` does so when the simulation ends.
         self.check = self.state.check
         self.state.check = lambda: None  # type: ignore[method-assign]
-        sched = SchedConfig(
-            rows=spec.sizes.rows,
-            step_tokens=spec.sched.step_tokens,
-            step_ms=spec.sched.step_ms,
-            policy=spec.sched.policy,
-        )
+        sched = replace(spec.sched, rows=spec.sizes.rows)
         self.scheduler = Scheduler(sched, self.state, clock=self.clock)
         self.scheduler.pace.measured = True
         self.runner = FakeRunner(self.clock, self._seconds, self._sampled if stepped else _no_token)

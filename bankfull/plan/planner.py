@@ -14,6 +14,7 @@ from functools import reduce
 from typing import Any
 
 from bankfull.bench.load.sweep import Search
+from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
 from bankfull.limits.machine.ceilings import better
 from bankfull.limits.meter.step import StepShape
@@ -22,6 +23,7 @@ from bankfull.models.registry import Config
 from bankfull.plan.calibrate import Calibration, calibration, step_times
 from bankfull.plan.configurations import (
     LATER,
+    SERVED,
     Configuration,
     PreparedModel,
     Stored,
@@ -75,6 +77,7 @@ class PlanRequest:
     refresh: bool = False
     max_kl: float | None = None
     """Largest loss: KL divergence from the unrounded model, in nats per token."""
+    scheduling: SchedConfig = SERVED
 
     def __post_init__(self) -> None:
         if self.max_kl is not None and not 0 <= self.max_kl < math.inf:
@@ -247,11 +250,11 @@ class Planner:
 
     def _first_look(self, prepared: PreparedModel) -> Iterator[SimulatedOutcome]:
         """The engine's default settings, with each likely number of replicas."""
-        base = next(grid(prepared))
+        base = next(grid(prepared, self.request.scheduling))
         problem = self._problem(base)
         if problem is not None:
             # A model that fills the memory may still fit with a smaller step.
-            base = min(grid(prepared), key=lambda c: (c.step_tokens, c.rows))
+            base = min(grid(prepared, self.request.scheduling), key=lambda c: (c.step_tokens, c.rows))
             problem = self._problem(base)
         if problem is not None:
             self._skipped.append(f"{prepared.site.name}, {prepared.name}: {problem}")
@@ -320,7 +323,7 @@ class Planner:
         found = []
         for outcome in chosen:
             base = outcome.configuration
-            for other in grid(base.prepared):
+            for other in grid(base.prepared, self.request.scheduling):
                 wanted = replace(other, replicas=base.replicas)
                 known = outcome.same_with(other.rows, other.step_tokens)
                 if not known and self._problem(wanted) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from bankfull.config import SchedConfig, StateConfig
@@ -185,15 +185,7 @@ class Replica:
         beyond = 0 if spec.canvas is None else min(spec.canvas.length, spec.sizes.max_len)
         total = sum(-(-(len(a.prompt) + a.output + beyond) // g.page_tokens) for a in trace for g in spec.layout.paged)
         frames = min(spec.sizes.frames, total + spec.sizes.rows)
-        sched = SchedConfig(
-            rows=spec.sizes.rows,
-            step_tokens=spec.sched.step_tokens,
-            step_ms=spec.sched.step_ms,
-            policy=spec.sched.policy,
-            batching=spec.sched.batching,
-            batch_size=spec.sched.batch_size,
-            batch_delay=spec.sched.batch_delay,
-        )
+        sched = replace(spec.sched, rows=spec.sizes.rows)
         self.manager = StateManager(spec.layout, frames, spec.sizes.slots, spec.state)
         canvas = None if spec.canvas is None else Canvas(spec.canvas, spec.sizes.max_len)
         self.scheduler = Scheduler(sched, self.manager, clock=self.clock, canvas=canvas)
@@ -237,6 +229,8 @@ class Replica:
                 continue
             if self.clock.now >= time:
                 return
+            if self.scheduler.stuck and not self._wait(time):
+                return
             before = self.engine.totals.steps
             outputs = self.engine.step()
             if self.on_step is not None:
@@ -248,6 +242,20 @@ class Replica:
         raise ConfigError(
             f"The simulation of this traffic did not end within {MOST_STEPS} steps; give fewer or shorter requests."
         )
+
+    def _wait(self, time: float) -> bool:
+        """Move the clock to the next event of an engine whose batch is incomplete; False if it is after `time`."""
+        events = [self._requests[self._coming[0]].arrived] if self._coming else []
+        wake = self.engine.wake_at()
+        events += [] if wake is None else [wake]
+        if not events and time == float("inf"):
+            self.scheduler.sealed = True  # nothing will arrive: the last batch stays incomplete
+            return True
+        if not events or min(events) >= time:
+            return False
+        self.clock.now = max(self.clock.now, min(events))
+        self._take_in()
+        return True
 
     def _take_in(self) -> None:
         while self._coming and self._requests[self._coming[0]].arrived <= self.clock.now:

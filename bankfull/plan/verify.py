@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-from bankfull.config import SchedConfig, StateConfig
+from bankfull.config import StateConfig
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
 from bankfull.limits.statistics import quantile
@@ -68,7 +68,7 @@ def verify(
 
 def _engine(configuration: Configuration) -> Engine:
     recipe = configuration.prepared.recipe
-    sched = SchedConfig(rows=configuration.rows, step_tokens=configuration.step_tokens, policy="priority")
+    sched = replace(configuration.scheduling, rows=configuration.rows, step_tokens=configuration.step_tokens)
     device = open_device(configuration.site.name)
     return assemble(recipe.files, recipe.run, sched, StateConfig(), device=device).engine
 
@@ -100,6 +100,9 @@ def replay(
             if coming:
                 sleep(max(0.0, min(trace[coming[0]].time - now, LONGEST_SLEEP)))
             continue
+        if engine.scheduler.stuck:  # an incomplete batch: it is due at a time, or with an arrival
+            engine.scheduler.sealed = not coming
+            sleep(LONGEST_SLEEP if coming else 0.0)
         outputs = engine.step()
         now = clock() - begun
         for output in outputs:

@@ -58,6 +58,12 @@ def suited_steps(model: Decoder, sched: SchedConfig, asked: int, max_len: int | 
     """Steps that hold a whole sequence where the model needs it. `asked`: the user's step_tokens, 0 = none."""
     if model.diffusion is None:
         return sched
+    for name in ("prefill_tokens", "prefill_rows"):
+        if getattr(sched, name):
+            raise ConfigError(
+                f"{name}={getattr(sched, name)} is not for a diffusion model, whose steps compute whole blocks of "
+                "tokens; leave it out."
+            )
     block = model.diffusion.block
     if block == WHOLE_SEQUENCE:
         longest = min(max_len or model.max_positions, LONGEST_STEP)

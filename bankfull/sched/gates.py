@@ -85,7 +85,7 @@ class Dynamic(Static):
 GATES: dict[str, Callable[[SchedConfig], Gate]] = {
     "continuous": lambda config: Continuous(),
     "static": lambda config: Static(config.batch_size),
-    "dynamic": lambda config: Dynamic(config.batch_size, config.batch_delay),
+    "dynamic": lambda config: Dynamic(config.batch_size, config.batch_timeout),
 }
 """By the value of `SchedConfig.batching`."""
 
@@ -94,6 +94,10 @@ def gate_of(config: SchedConfig) -> Gate:
     made = GATES.get(config.batching)
     if made is None:
         raise ConfigError(f"batching={config.batching!r} is unknown; use one of {', '.join(GATES)}.")
+    if config.batching != "continuous" and config.rows and config.batch_size > config.rows:
+        raise ConfigError(
+            f"batch_size={config.batch_size} is more than the {config.rows} rows of a step; lower it, or raise rows."
+        )
     return made(config)
 
 

@@ -25,8 +25,9 @@ from bankfull.sched.outlook import SchedulerOutlook
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
 from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, siblings_of
-from bankfull.sched.shares import COMPANY_STEPS, Holdings, Tenants, batch_share, first_of_each
+from bankfull.sched.shares import COMPANY_STEPS, Tenants, batch_share
 from bankfull.sched.sketch import Sketch
+from bankfull.sched.way import Way
 from bankfull.state.manager import Reserved, SequenceState, StateManager
 from bankfull.types import Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
@@ -73,6 +74,10 @@ class Scheduler:
         self._filling: list[Sequence] = []
         """Sequences of which the newest step computes several tokens."""
         self._tenants = Tenants(self.policy.fair)
+        self._way = Way(
+            self.config, state, self.policy, self._room, self._tenants, self._waiting, self._running, self._free_rows
+        )
+        self._way.preempt = self._preempt
         self._arrivals, self._steps = count(), count()
         self._company = -COMPANY_STEPS
         """The last step at which there was online work."""
@@ -159,7 +164,7 @@ class Scheduler:
         if self.state.pins.all:
             self.state.pins.advance()
         self.aside.advance(self._waiting, len(self._free_rows))
-        self._make_way(step)
+        self._way.make(step)
         if any(not line[0].batch for line in (self._running, self._waiting) if line):
             self._company = step.plan.step
         if not any(line[-1].batch for line in (self._running, self._waiting) if line):  # batch work is last in order
@@ -197,7 +202,9 @@ class Scheduler:
             decoding.sort(key=lambda seq: seq.turn)  # in turns
             rows = self.config.decode_rows
         if step.batch:
+            left = self.config.decode_rows - step.decodes if self.config.decode_rows else rows
             rows, tokens = batch_share(self.config.step_tokens, rows, step.plan.step - self._company < COMPANY_STEPS)
+            rows = max(0, min(rows, left))
             if self.canvas is not None:  # a block, or a sequence, runs as a whole or not at all
                 tokens = max(tokens, 0, *map(self.canvas.least, running))
             decoding.sort(key=lambda seq: seq.turn)  # the one that has waited longest first
@@ -208,7 +215,9 @@ class Scheduler:
             awaited = online if step.batch else len(decoding)
             shared = not step.batch and self._tenants.alternate(self._clock())
             step.room = self.pace.room(online + min(rows, len(decoding)), awaited > 0, shared)
+        before = len(step.served)
         stalled = not self._serve_each(decoding, step, drafts, rows)
+        step.decodes += len(step.served) - before
         if not self._tenants.compete:
             stalled |= not self._serve_each(filling, step, drafts)
             if not stalled:
@@ -313,7 +322,7 @@ class Scheduler:
         assert seq.state is not None
         while (reserved := self.state.reserve(seq.state, upto)) is None:
             pages, slots = self.state.shortage(seq.state, upto, 1)
-            if self._coming(pages, slots):
+            if self._way.coming(pages, slots):
                 return None
             if self.aside.yield_memory(self._waiting):
                 continue
@@ -321,59 +330,13 @@ class Scheduler:
                 continue
             able = [s for s in self._running if s.row not in step.fixed]
             contested = self._tenants.compete and not slots
-            victim = self.policy.victim(seq, able, self._holdings(self._running) if contested else None)
+            victim = self.policy.victim(seq, able, self._way.holdings(self._running) if contested else None)
             if victim is None:
                 return None
             self._preempt(victim, for_memory=True)
         return reserved
 
-    def _coming(self, pages: int, slots: int) -> bool:
-        """Whether quarantine gives back that much by itself: then waiting is cheaper than preemption."""
-        return pages <= self.state.pages.coming and slots <= self.state.slots.coming
-
     # -- admission
-
-    def _make_way(self, step: Sketch) -> None:
-        """Before running sequences are served, preempt those that give way to a waiting one, if that admits it."""
-        if not self.policy.preemptive or (index := self._waiting.admissible(0, step.quota)) is None:
-            return
-        if not self._tenants.compete:
-            return self._make_way_for(self._waiting[index], step)
-        fresh = step.quota > 0
-        able = (seq for seq in self._waiting[index:] if seq.parent is None and (seq.admitted or fresh))
-        for head in list(first_of_each(able)):
-            self._make_way_for(head, step)
-            if self._entitled(head):
-                step.claims.append(head)
-
-    def _make_way_for(self, head: Sequence, step: Sketch) -> None:
-        while giving := self._giving_way_to(head):
-            pages, slots = self._room.lack(head, self._room.match(head))
-            if self._free_rows and self._coming(pages, slots):
-                return  # it fits, or soon will
-            gain = sum(self.state.held(s.state) for s in giving if s.state is not None)
-            if pages > self.state.pages.coming + gain:
-                return
-            self._preempt(giving[-1])
-
-    def _giving_way_to(self, head: Sequence) -> list[Sequence]:
-        beyond = None
-        if self._tenants.compete:
-            peers = self._peers(head)
-            beyond = self._holdings(peers).beyond(peers) if self._entitled(head) else []
-        return self.policy.giving_way(head, self._running, beyond)
-
-    def _entitled(self, head: Sequence) -> bool:
-        """Whether what its tenant holds and what `head` needs stay within the tenant's share."""
-        need = self.state.frames_for(self._room.reach(head), self.config.step_tokens)
-        return self._holdings(self._peers(head)).entitled(head.tenant, need)
-
-    def _peers(self, head: Sequence) -> list[Sequence]:
-        """Running sequences of the same kind: batch work or not."""
-        return [seq for seq in self._running if seq.batch == head.batch]
-
-    def _holdings(self, running: list[Sequence]) -> Holdings:
-        return Holdings(running, self.state, self.config.rows, len(self._tenants))
 
     def _admit(self, step: Sketch, tenant: str | None = None) -> None:
         """Admit waiting sequences, of this tenant or of any, in their order. The first that does not fit ends it: no

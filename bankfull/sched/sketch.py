@@ -33,6 +33,8 @@ class Sketch:
     """Waiting sequences of tenants below their share: until these are admitted, no other tenant's are."""
     prompts: bool = False
     """Whether the step carries an online prompt, whose user waits for the first token."""
+    decodes: int = 0
+    """Running sequences that decode in the step."""
     served: list[Sequence] = field(default_factory=list)
     """In the order of plan.work."""
     fixed: set[int] = field(default_factory=set)

@@ -48,7 +48,7 @@ def test_a_dynamic_batch_starts_when_its_first_request_has_waited_long_enough() 
 
 def test_later_arrivals_do_not_move_the_deadline_of_a_dynamic_batch() -> None:
     clock = Clock()
-    sched = scheduler(clock=clock, batching="dynamic", batch_size=10, batch_delay=5.0)
+    sched = scheduler(clock=clock, batching="dynamic", batch_size=10, batch_timeout=5.0)
     sched.add(request(0))
     clock.now = 4.0
     sched.add(request(1))
@@ -61,7 +61,7 @@ def test_later_arrivals_do_not_move_the_deadline_of_a_dynamic_batch() -> None:
 
 def test_the_deadline_follows_when_the_first_request_is_aborted() -> None:
     clock = Clock()
-    sched = scheduler(clock=clock, batching="dynamic", batch_size=10, batch_delay=5.0)
+    sched = scheduler(clock=clock, batching="dynamic", batch_size=10, batch_timeout=5.0)
     sched.add(request(0))
     clock.now = 4.0
     sched.add(request(1))
@@ -71,7 +71,7 @@ def test_the_deadline_follows_when_the_first_request_is_aborted() -> None:
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 def test_batches_run_one_after_the_other(batching: str) -> None:
-    sched = scheduler(batching=batching, batch_size=2, batch_delay=0.0)
+    sched = scheduler(batching=batching, batch_size=2, batch_timeout=0.0)
     for i in range(4):
         sched.add(request(i))
     step(sched)

@@ -64,8 +64,9 @@ def denoising_of(seed: int) -> DenoisingScenario:
         slots=0,
         drafts=0,
         arrivals=arrivals,
-        sched=replace(base.sched, step_tokens=step_tokens, step_ms=0.0),
+        sched=replace(base.sched, step_tokens=step_tokens, step_ms=0.0, prefill_tokens=0, prefill_rows=0),
         state=replace(base.state, prefix_cache=base.state.prefix_cache and not whole),
+        tiers=None,
     )
     return DenoisingScenario(plain, canvas)
 

@@ -13,6 +13,7 @@ from bankfull.sched.pace import Pace, Room
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.sketch import Sketch
+from bankfull.sched.way import Way
 from bankfull.state.manager import Match, Parked, SequenceState, StateManager
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
@@ -181,7 +182,7 @@ def release_keeps_a_page(patch: MonkeyPatch) -> None:
 
 
 def waiting_for_memory_never_ends(patch: MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_coming", lambda *_: True)
+    patch.setattr(Way, "coming", lambda *_: True)
 
 
 def the_last_prompt_token_is_reused(patch: MonkeyPatch) -> None:

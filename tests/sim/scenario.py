@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.sched.policies import POLICIES
@@ -59,14 +60,17 @@ def scenario_of(seed: int, mixed: bool = False) -> Scenario:
     layout = layout_of(layers, random.choice((1, 2, 2, 3, 4)))
     vocab = random.choice((2, 3, 8, 40))
     rows = random.randint(1, 5)
+    step_tokens, policy = random.choice((1, 2, 3, 4, 6, 8, 16, 40)), random.choice(tuple(POLICIES))
+    batching = random.choice(("continuous", "continuous", "continuous", "static", "dynamic"))
     sched = SchedConfig(
         rows=rows,
-        step_tokens=random.choice((1, 2, 3, 4, 6, 8, 16, 40)),
-        policy=random.choice(tuple(POLICIES)),
-        batching=random.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
-        batch_size=random.randint(1, 4),
-        batch_delay=random.choice((0.0, 0.5, 3.0, 20.0)),
+        step_tokens=step_tokens,
+        policy=policy if batching == "continuous" else "fcfs",
+        batching=batching,
+        batch_size=min(rows, random.randint(1, 4)),
+        batch_timeout=random.choice((0.0, 0.5, 3.0, 20.0)),
         step_ms=speeds.choice((0.0, 5.0, 250.0)),
+        **_budgets(Random(seed + 11)),
     )
     state = StateConfig(
         prefix_cache=random.random() < 0.75,
@@ -93,6 +97,18 @@ def scenario_of(seed: int, mixed: bool = False) -> Scenario:
         arrivals=arrivals,
         tiers=_tiers(Random(seed + 7), ((), (), (), (), (Tier.HOST,), (Tier.HOST, Tier.DISK))),
     )
+
+
+def _budgets(random: Random) -> dict[str, Any]:
+    """Limits of a step by kind, and the times that queues go by."""
+    return {
+        "prefill_tokens": random.choice((0, 0, 1, 3, 16)),
+        "prefill_rows": random.choice((0, 0, 1, 2)),
+        "decode_rows": random.choice((0, 0, 0, 1, 2)),
+        "quantum_ms": random.choice((0.5, 10.0, 400.0)),
+        "starvation": random.choice((0.05, 3.0, 60.0)),
+        "weights": random.choice(((), (("a", 4.0),), (("b", 0.1), ("a", 1.0)))),
+    }
 
 
 def tiered_of(seed: int) -> Scenario:

@@ -259,6 +259,8 @@ class World:
         greedy = {by_row[work.row].batch for work in plan.work if work.drafts or work.count > 1}
         if self._batch_takes_turns(plan, by_row):
             greedy.discard(True)
+        if self._decodes_in_turns(plan):
+            greedy.clear()
         for seq in ready:
             # Online work may leave nothing to a batch: only its own prompts and drafts come after its decodes.
             robbed = False in greedy if not seq.batch else greedy == {True}
@@ -302,6 +304,20 @@ class World:
         rows, _ = batch_share(self.scenario.sched.step_tokens, 0, True)
         decoding = sum(by_row[work.row].batch and work.count == 1 for work in plan.work)
         return self._in_company(plan) and decoding >= rows
+
+    def _decodes_in_turns(self, plan: StepPlan) -> bool:
+        """Whether as many rows decode as one step may; the others then wait for their turn. No more than that decode,
+        and prompts keep to their own limits."""
+        config, entered = self.scenario.sched, {enter.row for enter in plan.enter}
+        prompts = [work.count for work in plan.work if work.count > 1]
+        demand(sum(prompts) <= (config.prefill_tokens or config.step_tokens), f"{sum(prompts)} prompt tokens in a step")
+        demand(len(prompts) <= (config.prefill_rows or config.rows), f"{len(prompts)} prompts in a step")
+        if not config.decode_rows:
+            return False
+        singles = [work for work in plan.work if work.count == 1 and work.row not in entered]
+        decodes = sum(work.sample for work in singles)  # the others are chunks, or prompts that are only scored
+        demand(decodes <= config.decode_rows, f"{decodes} rows decode in a step of {config.decode_rows}")
+        return len(singles) >= config.decode_rows
 
     def _check_writes(self, seq: Sequence, holders: list[int]) -> None:
         """Pages that a step may write belong to its sequence alone, and are not in the cache."""

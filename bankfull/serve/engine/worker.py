@@ -136,7 +136,7 @@ class Worker:
             set_threads(wanted.threads)
         files = LoadedWeights(wanted)
         options: dict[str, Any] = {"step_ms": STEP_MS, **wanted.options}
-        if not {"policy", "scheduling_policy"} & options.keys():
+        if not {"policy", "scheduling_policy", "schedule_policy", "batching"} & options.keys():
             options["policy"] = "priority"  # batch work yields to online requests
         llm = LLM(wanted.model, **options)
         self._front = llm.loaded.frontend
