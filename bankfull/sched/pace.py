@@ -10,7 +10,7 @@ predicted from those just before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 ALONE = 4
@@ -60,6 +60,9 @@ class Pace:
         self.bound, self.least = bound, least
         self.measured = bound > 0
         """Whether steps are timed, which a bound needs."""
+        self.forecast: Callable[[int, int], float] | None = None
+        """Seconds of a prompt's tokens from one to another, by a model of this machine; for the time before any was
+        measured."""
         self._decodes: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
         """Sequences and seconds of steps without prompts."""
         self._plain, self._scored = Rate(), Rate()
@@ -103,9 +106,12 @@ class Pace:
         return None if plain is None else SCORED * plain
 
     def prefill(self, start: int, end: int) -> float | None:
-        """Predicted seconds of the tokens from `start` to `end` of a prompt; None before any was timed."""
+        """Predicted seconds of the tokens from `start` to `end` of a prompt, as measured on this machine, else by the
+        forecast; None if there is neither."""
         each = self.token_seconds(False)
-        return None if each is None else each * (end - start)
+        if each is not None:
+            return each * (end - start)
+        return None if self.forecast is None else self.forecast(start, end)
 
     def room(self, decoding: int, awaited: bool, shared: bool = False) -> Room | None:
         """Time for the prompts of a step with this many decoding sequences; None for no limit. `awaited`: a user waits

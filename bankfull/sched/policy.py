@@ -43,6 +43,8 @@ class Policy(Protocol):
     """Whether tenants that compete get equal shares of rows, pages and step tokens."""
     reserves_limit: bool
     """Whether a sequence is admitted only if memory suffices for all sequences at their largest length."""
+    predicts: bool
+    """Whether it asks for predicted prefill times, so that steps have to be timed."""
     outlook: Outlook
     """Set by the scheduler."""
 

@@ -58,7 +58,7 @@ class Scheduler:
         self.preemptions = 0
         self.pace, self._clock = Pace(config.step_ms / 1e3), clock
         self.aside = Aside(state, self.pace, clock)
-        self.pace.measured |= state.tiers is not None
+        self.pace.measured |= self.predicts
         self._waiting = WaitingQueue(self.policy.gate)
         self.aside.next_turn = self.policy.next_turn
         state.pins.clock = clock
@@ -112,6 +112,11 @@ class Scheduler:
                 self.stuck = False
                 outputs.append(Output(request_id, seq.child, [], reason, cached=seq.cached))
         return outputs
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it asks for prefill times that were not measured yet: of the policy, or to compare with copies."""
+        return self.policy.predicts or self.state.tiers is not None
 
     @property
     def sealed(self) -> bool:

@@ -18,6 +18,7 @@ class FirstCome:
     preemptive = False
     fair = False
     reserves_limit = False
+    predicts = False
     outlook: Outlook
 
     def __init__(self, config: SchedConfig) -> None:

@@ -132,6 +132,8 @@ class Mlfq(FirstCome):
 
 
 class SkipJoinMlfq(Mlfq):
+    predicts = True
+
     def first_level(self, sequence: Sequence) -> int:
         """The first queue whose quantum covers the predicted prefill."""
         cached = self.outlook.cached(sequence)
