@@ -297,6 +297,7 @@ class Frontend:
         started = self.engine.started.get(output.request)
         if metrics.queue is None and started is not None:
             metrics.queue = started - pending.arrived
+        metrics.blocked = max(metrics.blocked, output.blocked)
         if output.tokens and metrics.ttft is None:
             metrics.ttft = now
         extra: Extra | None = output.extra

@@ -30,6 +30,8 @@ class Metrics:
     cached_tokens: int = 0
     """Prompt tokens whose state was found in the prefix cache."""
     output_tokens: int = 0
+    blocked: float = 0.0
+    """Seconds that it waited behind other requests: for its first row, and after preemptions (`sched.blocked`)."""
 
     @property
     def per_token(self) -> float | None:

@@ -239,6 +239,8 @@ class Output:
     extra: Any = None
     cached: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
+    blocked: float = 0.0
+    """Seconds that the sequence waited behind others so far (`sched.blocked`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
 from bankfull.sched.admission import Admission
 from bankfull.sched.aside import Aside
+from bankfull.sched.blocked import Blocking
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.outlook import SchedulerOutlook
@@ -73,7 +74,7 @@ class Scheduler:
         self._by_request: dict[Hashable, list[Sequence]] = {}
         self._filling: list[Sequence] = []
         """Sequences of which the newest step computes several tokens."""
-        self._tenants = Tenants(self.policy.fair)
+        self._tenants, self._blocking = Tenants(self.policy.fair), Blocking(clock)
         self._way = Way(
             self.config, state, self.policy, self._room, self._tenants, self._waiting, self._running, self._free_rows
         )
@@ -102,6 +103,13 @@ class Scheduler:
         self._tenants.add(request.tenant, len(siblings), now)
         if self.canvas is None:  # else they share the prompt through the prefix cache, where it has one
             adopt(siblings)
+        self._expect(siblings)
+
+    def _expect(self, siblings: list[Sequence]) -> None:
+        """Those that do not wait for a sibling may run from now on."""
+        for seq in siblings:
+            if seq.parent is None:
+                self._blocking.begin(seq)
 
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
         """End a request, or one of its samples, at any moment; launched work for it is dropped when it settles."""
@@ -110,7 +118,7 @@ class Scheduler:
             if child is None or seq.child == child:
                 self._end(seq)
                 self.stuck = False
-                outputs.append(Output(request_id, seq.child, [], reason, cached=seq.cached))
+                outputs.append(Output(request_id, seq.child, [], reason, cached=seq.cached, blocked=seq.blocked))
         return outputs
 
     @property
@@ -361,8 +369,10 @@ class Scheduler:
             if seq.parked is not None and seq.parked.step > self.state.pages.settled:
                 return  # a step in flight may still write beside its tokens
             if self.aside.awaits(seq):  # others may overtake it
+                self._blocking.end(seq)
                 index += 1
                 continue
+            self._blocking.begin(seq)
             if (match := self._room.fitting(seq, self._waiting)) is None:
                 return
             if not seq.admitted:
@@ -376,6 +386,9 @@ class Scheduler:
     def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
         """Give `seq` a row, and describe it to the runner."""
         self._waiting.leave(seq)
+        self._blocking.end(seq)
+        if not self._running:
+            self._blocking.occupied()
         self.aside.forget(seq)
         if not seq.admitted:
             seq.admitted = True
@@ -403,6 +416,7 @@ class Scheduler:
             if entered == FORKS_PER_STEP and seq.children:
                 return
         adopt(seq.children)
+        self._expect(seq.children)
         seq.children = []
 
     # -- preemption and ends
@@ -411,6 +425,7 @@ class Scheduler:
         self.aside.park(seq, self.canvas is None, for_memory)
         self._leave_row(seq)
         self._waiting.enter(seq)
+        self._blocking.begin(seq)
         self.preemptions += 1
 
     def _leave_row(self, seq: Sequence) -> None:
@@ -418,6 +433,8 @@ class Scheduler:
         self._free_rows.append(seq.row)
         self._leaving.append(seq.row)
         seq.give_up()
+        if not self._running:
+            self._blocking.idle()
 
     def _end(self, seq: Sequence) -> None:
         if seq.state is not None:
@@ -425,8 +442,10 @@ class Scheduler:
             self._leave_row(seq)
         else:
             self._waiting.leave(seq)
+            self._blocking.end(seq)
             self.aside.forget(seq)
         adopt(seq.children)
+        self._expect(seq.children)
         if seq.parent is not None:
             seq.parent.children.remove(seq)
         self._tenants.end(seq.tenant)
@@ -457,7 +476,7 @@ class Scheduler:
         for i, (work, seq, tokens) in enumerate(zip(plan.work, served, result.tokens, strict=True)):
             if not seq.flying or seq.flying[0] is not work:
                 continue  # aborted, ended or preempted since: the token is dropped
-            output = Output(seq.request.id, seq.child, [], None, None, None, seq.cached)
+            output = Output(seq.request.id, seq.child, [], None, None, None, seq.cached, seq.blocked)
             if extras:
                 output.extra = extras[i]
             if i in errors:

@@ -68,6 +68,9 @@ class Sequence:
     """Whether lower tiers were asked for its prefix since it began to wait."""
     kept: int = 0
     """Prefixes of `Request.keeps` that were pinned, or could not be."""
+    blocked: float = 0.0
+    """Seconds that it waited behind others so far (`sched.blocked`)."""
+    blocked_since: float | None = None
 
     @property
     def priority(self) -> int:

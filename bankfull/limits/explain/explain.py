@@ -67,6 +67,9 @@ class Explanation:
     """Shortest time that the cached part of the prompt would have taken."""
     speculation: SpeculationAccount | None = None
     """What draft tokens gave, or why there were none; None if nothing was decoded."""
+    blocked_seconds: float = 0.0
+    """Head-of-line blocking: time in which an idle engine would have run it, but others had the rows or the memory
+    (`sched.blocked`)."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,6 +96,7 @@ def explain(story: Story, step_limit: StepLimit | None = None, adviser: Adviser 
         story.waiting,
         saved,
         speculation_of(story),
+        story.blocked,
     )
 
 

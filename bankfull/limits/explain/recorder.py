@@ -127,6 +127,8 @@ class Story:
     started: float | None = None
     ended: float = 0.0
     queue: float = 0.0
+    blocked: float = 0.0
+    """Seconds behind others: the scheduler's own count (`sched.blocked`), in the queue and after preemptions."""
     parts: dict[str, StoryPart] = field(default_factory=dict)
     preemptions: int = 0
     recomputed: int = 0
@@ -186,10 +188,11 @@ class RequestRecorder:
     def follows(self, request: Hashable) -> bool:
         return request in self._stories
 
-    def finish(self, request: Hashable, ended: float) -> Story:
-        """Stop recording; the request's story. `ended`: time by the engine's clock."""
+    def finish(self, request: Hashable, ended: float, blocked: float = 0.0) -> Story:
+        """Stop recording; the request's story. `ended`: time by the engine's clock. `blocked`: seconds that it waited
+        behind others."""
         story = self._stories[request]
-        story.ended = ended
+        story.ended, story.blocked = ended, blocked
         if story.started is None:
             story.queue = ended - story.arrived
         elif story.parts and (rest := ended - self._last_of(story)) > 0:

@@ -31,7 +31,7 @@ def run_followed(
                 if delta.finish_reason is not None:
                     pending = front.pending[delta.request_id]
                     ended = pending.arrived + (pending.result.metrics.finished or 0.0)
-                    stories[delta.request_id] = recorder.finish(delta.request_id, ended)
+                    stories[delta.request_id] = recorder.finish(delta.request_id, ended, pending.result.metrics.blocked)
     finally:
         for request in ids:
             recorder.forget(request)

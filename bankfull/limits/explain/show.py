@@ -7,6 +7,9 @@ from rich.table import Table
 from bankfull.limits.explain.explain import Explanation
 from bankfull.limits.units import duration
 
+TOLD_SHARE = 0.001
+"""Least share of the time for blocking to be mentioned."""
+
 
 def explanation_table(found: Explanation, title: str) -> Table:
     table = Table(title=f"{title}: {duration(found.seconds)}")
@@ -53,8 +56,10 @@ def explanation_table(found: Explanation, title: str) -> Table:
 
 
 def facts(found: Explanation) -> str:
-    """Prefix cache hits, preemptions and speculation in one line; empty if there is nothing to tell."""
+    """Prefix cache hits, blocking, preemptions and speculation in one line; empty if there is nothing to tell."""
     said = []
+    if found.blocked_seconds > TOLD_SHARE * found.seconds:
+        said.append(f"blocked behind others for {duration(found.blocked_seconds)}")
     if found.cached_tokens:
         worth = "" if found.cached_saved_seconds is None else f", which spared {duration(found.cached_saved_seconds)}"
         said.append(f"{found.cached_tokens} of {found.prompt_tokens} prompt tokens were cached{worth} at the limit")

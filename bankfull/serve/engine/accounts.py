@@ -80,7 +80,8 @@ class Explainer:
 
         assert self._known is not None, "follow comes first"
         recorder, adviser = self._known
-        story = recorder.finish(request, pending.arrived + (pending.result.metrics.finished or 0.0))
+        metrics = pending.result.metrics
+        story = recorder.finish(request, pending.arrived + (metrics.finished or 0.0), metrics.blocked)
         return explain(story, recorder.step_limit, adviser).as_json()
 
     def forget(self, request: int) -> None:
