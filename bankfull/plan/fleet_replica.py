@@ -101,20 +101,25 @@ class FleetReplica:
         seconds = self._times.strides(rows, self._context(), steps)
         seconds[0] = now + seconds[0]
         ends: Floats = seconds.cumsum()  # added one by one, as the device's clock does
+        policy = self.scheduler.policy
+        if policy.counting:
+            ends = ends[: policy.steps_to_change(self.scheduler._running, now, ends.tolist())]
         return ends
 
     def take_stride(self, begun: float, ends: Floats) -> FleetStep | None:
         """Take the plain steps that end at these times. None if no request ends with the last of them; else that step,
         with the requests that end."""
         steps, running = len(ends), [*self.scheduler._running]
-        late = ends[-REMEMBERED - 1 :].tolist()
+        told = steps if self.scheduler.policy.counting else REMEMBERED
+        late = ends[-told - 1 :].tolist()
         last = late[-1]
-        if steps <= REMEMBERED:
+        if steps <= told:
             late.insert(0, begun)
         # The engine measures a step as the difference of two readings of its clock.
         seconds = [end - start for start, end in pairwise(late)]
         for seq in running:
             self.runner.skip(seq.row, steps)
+        self.clock.now = last
         ended = take_plain_steps(self.scheduler, steps, _decoded, seconds)
         totals = self.engine.totals
         totals.steps += steps
@@ -123,7 +128,6 @@ class FleetReplica:
         self.computed_tokens += steps * len(running)
         totals.busy += last - begun
         self.runner.busy += last - begun
-        self.clock.now = last
         if not ended:
             return None
         for seq in ended:

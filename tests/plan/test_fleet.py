@@ -29,6 +29,7 @@ from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
+from bankfull.sched.policies import POLICIES as SCHEDULING
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.types import Work
@@ -50,8 +51,8 @@ class Affine(StepTimes):
         return self.likely(StepShape.of(work))
 
 
-def spec(rows: int = 4, frames: int = 300, step_ms: float = 0.0) -> ReplicaSpec:
-    sched = SchedConfig(rows=rows, step_tokens=64, step_ms=step_ms, policy="priority")
+def spec(rows: int = 4, frames: int = 300, step_ms: float = 0.0, policy: str = "priority") -> ReplicaSpec:
+    sched = SchedConfig(rows=rows, step_tokens=64, step_ms=step_ms, policy=policy, quantum_ms=25.0, starvation=0.4)
     return ReplicaSpec(LAYOUT, Sizes(frames, 0, rows, CONTEXT), sched, StateConfig(page_tokens=4), 0, Affine())
 
 
@@ -80,7 +81,11 @@ EVENTS = st.builds(
     seed=st.integers(0, 1000),
 )
 KINDS = st.builds(
-    spec, rows=st.sampled_from([1, 4]), frames=st.sampled_from([110, 300]), step_ms=st.sampled_from([0.0, 40.0])
+    spec,
+    rows=st.sampled_from([1, 4]),
+    frames=st.sampled_from([110, 300]),
+    step_ms=st.sampled_from([0.0, 40.0]),
+    policy=st.sampled_from(sorted(SCHEDULING)),
 )
 
 

@@ -21,6 +21,8 @@ OUTPUT_COST = 4.0
 
 
 class Fair(FirstCome):
+    counting = True
+
     def __init__(self, config: SchedConfig) -> None:
         super().__init__(config)
         self._weights = dict(config.weights)
@@ -60,6 +62,16 @@ class Fair(FirstCome):
                 cost = (work.count - 1 + OUTPUT_COST if work.sample else work.count) / self.weight_of(seq.tenant)
                 self.served[seq.tenant] += cost
                 self._expected[seq] -= cost
+        self._least = max(self._least, self._lowest())
+        return ()
+
+    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
+        for seq in served:
+            if seq in self._expected:
+                cost = OUTPUT_COST / self.weight_of(seq.tenant)
+                for _ in seconds:
+                    self.served[seq.tenant] += cost
+                    self._expected[seq] -= cost
         self._least = max(self._least, self._lowest())
         return ()
 

@@ -18,6 +18,7 @@ class FirstCome:
     preemptive = False
     fair = False
     reserves_limit = False
+    counting = False
     predicts = False
     outlook: Outlook
 
@@ -38,6 +39,12 @@ class FirstCome:
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
         return ()
+
+    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
+        return ()
+
+    def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
+        return len(ends)
 
     def next_turn(self, sequence: Sequence, now: float) -> float:
         """By the order alone: the numbers mean no seconds, but their order is right."""

@@ -33,3 +33,6 @@ class LongestPrefix(FirstCome):
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
         return list(islice(self.outlook.waiting(), MOST_RANKED))
+
+    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
+        return list(islice(self.outlook.waiting(), MOST_RANKED))  # only the last order admits

@@ -12,9 +12,11 @@ before it has a single token. Skip-join puts a job into the first queue whose qu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
+from operator import ge
 
 from bankfull.config import SchedConfig
 from bankfull.sched.policies.fcfs import FirstCome
@@ -45,6 +47,7 @@ class Job:
 
 class Mlfq(FirstCome):
     preemptive = True
+    counting = True
 
     def __init__(self, config: SchedConfig) -> None:
         super().__init__(config)
@@ -53,7 +56,8 @@ class Mlfq(FirstCome):
         self.promotions = self.demotions = 0
         self._jobs: dict[Sequence, Job] = {}
         self._places = count()
-        self._checked = 0.0
+        self._oldest = -math.inf
+        """Lower bound of the times at which sequences below the first queue were served last."""
 
     def is_batch(self, request: Request) -> bool:
         return request.priority >= BATCH_PRIORITY
@@ -82,29 +86,51 @@ class Mlfq(FirstCome):
         return super().victim(needy, able, None)
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
+        return self.after_plain(served, [seconds], now)
+
+    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
         changed = []
         for seq in served:
             job = self._jobs.get(seq)
             if job is None:  # it has ended
                 continue
-            job.used += seconds
+            for each in seconds:
+                job.used += each
             job.since = now
             if job.used >= self.quantum_of(job.level) and job.level < DEEPEST:
                 self._move(job, job.level + 1)
                 self.demotions += 1
                 changed.append(seq)
-        if now - self._checked >= self.starvation / 8:
-            self._checked = now
-            changed += self._promoted(now)
-        return changed
+        return changed + (self._promoted(now) if now - self._oldest >= self.starvation else [])
+
+    def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
+        """Up to the step that uses up a quantum, or after which a sequence may be promoted."""
+        if any(s.fruitless >= MOST_FRUITLESS and len(s.tokens) <= s.entered for s in running):
+            return 1  # with its next token it may give way
+        number, before = 0, begun
+        budgets = [(job.used, self.quantum_of(job.level)) for job in map(self._jobs.__getitem__, running)]
+        used, quanta = [used for used, _ in budgets], [quantum for _, quantum in budgets]
+        shortest = min(quantum - used for used, quantum in budgets)
+        for number, end in enumerate(ends, 1):
+            seconds = end - before
+            before = end
+            used = [one + seconds for one in used]  # in the order of `after_plain`, so that the sums are equal
+            if end - begun >= shortest / 2 and any(map(ge, used, quanta)):
+                break
+            if end - self._oldest >= self.starvation:
+                break
+        return number
 
     def _promoted(self, now: float) -> list[Sequence]:
         """Sequences that have waited too long, the one that has waited longest first."""
-        starving = [
-            seq
-            for seq, job in self._jobs.items()
-            if job.level and seq.state is None and seq.parent is None and now - job.since >= self.starvation
-        ]
+        starving, self._oldest = list[Sequence](), now
+        for seq, job in self._jobs.items():
+            if not job.level:
+                continue
+            if seq.state is None and seq.parent is None and now - job.since >= self.starvation:
+                starving.append(seq)
+            else:
+                self._oldest = min(self._oldest, job.since)
         starving.sort(key=lambda seq: self._jobs[seq].since)
         for seq in starving:
             self._move(self._jobs[seq], 0)
