@@ -27,6 +27,7 @@ from bankfull.cli.load import (
     write_files,
 )
 from bankfull.cli.options import EngineOptions, Json, flat
+from bankfull.cli.policies import policies, tradeoff
 from bankfull.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ REQUESTS = 8
 
 bench = typer.Typer(
     rich_markup_mode=None,
-    help="Measure a model in this process (latency, throughput) or any server over HTTP (serve, sweep, compare). "
+    help="Measure a model in this process (latency, throughput), scheduling policies (policies, tradeoff), or any "
+    "server over HTTP (serve, sweep, compare). "
     "Set BANKFULL_API_KEY if the server needs a key.",
 )
 
@@ -427,6 +429,6 @@ def memory(
     measure(world, traffic, trace, requests, seed, chart, json)
 
 
-COMMANDS = (latency, throughput, speculative, diffusion, memory, serve, sweep, compare)
+COMMANDS = (latency, throughput, speculative, diffusion, policies, tradeoff, memory, serve, sweep, compare)
 for command in COMMANDS:
     bench.command(command.__name__)(flat(command))

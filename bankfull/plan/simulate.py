@@ -94,6 +94,10 @@ class FakeRunner:
     def finish(self, step: FakeStep, masks: Mapping[int, Any]) -> None:
         """The tokens are known already."""
 
+    def free_from(self, time: float) -> None:
+        """Steps that ran without this runner have ended at this time."""
+        self._free_at = max(self._free_at, time)
+
     def skip(self, row: int, tokens: int) -> None:
         """The row has generated these tokens without this runner."""
         self._known[row] += tokens
@@ -125,6 +129,8 @@ class RequestTimes:
     longest_gap: float = 0.0
     """Longest gap between two tokens."""
     cached: int = 0
+    blocked: float = 0.0
+    """Seconds that it waited behind others (`sched.blocked`)."""
     refused: bool = False
 
     def receive(self, now: float, tokens: int, ended: bool) -> None:
@@ -236,7 +242,7 @@ class Replica:
             if self.on_step is not None:
                 self.on_step(outputs)
             for output in outputs:
-                self._receive(cast(int, output.request), len(output.tokens), output.finish is not None, output.cached)
+                self._receive(output)
             if not outputs and self.engine.totals.steps == before and not self.engine.busy:
                 return
         raise ConfigError(
@@ -268,10 +274,11 @@ class Replica:
                 self._requests[number].refused = True
                 insort(self._ends, self.clock.now)
 
-    def _receive(self, number: int, tokens: int, ended: bool, cached: int) -> None:
+    def _receive(self, output: Output) -> None:
+        number, ended = cast(int, output.request), output.finish is not None
         served = self._requests[number]
-        served.receive(self.clock.now, tokens, ended)
-        served.cached = cached
+        served.receive(self.clock.now, len(output.tokens), ended)
+        served.cached, served.blocked = output.cached, output.blocked
         self.engine.started.pop(number, None)
         if ended:
             insort(self._ends, self.clock.now)

@@ -83,6 +83,13 @@ class Scheduler:
         self._company = -COMPANY_STEPS
         """The last step at which there was online work."""
 
+    def successor(self, config: SchedConfig, clock: Callable[[], float] | None = None) -> Scheduler:
+        """A scheduler with another configuration over the same state; this one must be idle."""
+        assert not self.unfinished and not self._inflight, "sequences would be lost"
+        made = Scheduler(config, self.state, clock or self._clock, self._ahead, self.canvas)
+        made._steps, made._leaving = self._steps, self._leaving  # the state and the runner know the steps so far
+        return made
+
     # -- requests
 
     def add(self, request: Request) -> None:

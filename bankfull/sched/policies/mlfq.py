@@ -107,7 +107,7 @@ class Mlfq(FirstCome):
         """Up to the step that uses up a quantum, or after which a sequence may be promoted."""
         if any(s.fruitless >= MOST_FRUITLESS and len(s.tokens) <= s.entered for s in running):
             return 1  # with its next token it may give way
-        number, before = 0, begun
+        before = begun
         budgets = [(job.used, self.quantum_of(job.level)) for job in map(self._jobs.__getitem__, running)]
         used, quanta = [used for used, _ in budgets], [quantum for _, quantum in budgets]
         shortest = min(quantum - used for used, quantum in budgets)
@@ -115,11 +115,10 @@ class Mlfq(FirstCome):
             seconds = end - before
             before = end
             used = [one + seconds for one in used]  # in the order of `after_plain`, so that the sums are equal
-            if end - begun >= shortest / 2 and any(map(ge, used, quanta)):
-                break
-            if end - self._oldest >= self.starvation:
-                break
-        return number
+            spent = end - begun >= shortest / 2 and any(map(ge, used, quanta))
+            if spent or end - self._oldest >= self.starvation:
+                return number
+        return len(ends)
 
     def _promoted(self, now: float) -> list[Sequence]:
         """Sequences that have waited too long, the one that has waited longest first."""

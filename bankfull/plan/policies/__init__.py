@@ -1,0 +1,1 @@
+"""Scheduling policies side by side: one traffic, simulated or on an engine."""

@@ -1,0 +1,205 @@
+"""Policies side by side: the figures of each, as a table, a chart and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from bankfull.config import SchedConfig
+from bankfull.errors import ConfigError
+from bankfull.limits.charts import Axis, Chart, Series
+from bankfull.limits.statistics import quantile
+from bankfull.limits.units import duration, scaled
+from bankfull.plan.policies.simulator import JobRun
+from bankfull.plan.policies.step_model import StepModel
+from bankfull.sched.policies import POLICIES
+
+BATCHES = {"static": "static", "dynamic": "dynamic"}
+"""Request-level batching, as contenders beside the policies: name -> `SchedConfig.batching`."""
+CONTENDERS = (*POLICIES, *BATCHES)
+
+
+def contenders(base: SchedConfig, names: Sequence[str]) -> dict[str, SchedConfig]:
+    """The schedulers to compare, by name. `base`: everything but the policy and the gate."""
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown:
+        raise ConfigError(f"--with {unknown[0][:40]!r} is unknown; use some of {', '.join(CONTENDERS)}.")
+    found = {}
+    for name in dict.fromkeys(names or CONTENDERS):
+        if name in BATCHES:
+            size = min(base.batch_size, base.rows)
+            found[name] = replace(base, policy="fcfs", batching=BATCHES[name], batch_size=size)
+        else:
+            found[name] = replace(base, policy=name, batching="continuous")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFigures:
+    """One policy on one traffic; times in seconds."""
+
+    policy: str
+    jct_mean: float
+    """Job completion time: from arrival to the last token."""
+    jct_p99: float
+    jct_longest: float
+    ttft_mean: float
+    ttft_p99: float
+    tpot_mean: float
+    blocked_mean: float
+    """Head-of-line blocking (`sched.blocked`)."""
+    blocked_p99: float
+    goodput: float
+    """Jobs per second that took at most `stretch` times as long as on an idle engine."""
+    good: float
+    """Their share of all jobs."""
+    preemptions: int
+    swapped_bytes: int
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def figures(policy: str, run: JobRun, model: StepModel, stretch: float) -> PolicyFigures:
+    done = [one for one in run.times if one.done]
+    assert len(done) == len(run.times), "every job ends"
+    jct, ttft, blocked = (
+        sorted(values)
+        for values in ([one.e2e for one in done], [one.ttft for one in done], [one.blocked for one in done])
+    )
+    tpot = [one.tpot for one in done if one.tokens > 1]
+    good = sum(one.e2e <= stretch * model.alone(one.prompt, one.output) for one in done)
+    return PolicyFigures(
+        policy,
+        sum(jct) / len(jct),
+        quantile(jct, 0.99),
+        jct[-1],
+        sum(ttft) / len(ttft),
+        quantile(ttft, 0.99),
+        sum(tpot) / max(1, len(tpot)),
+        sum(blocked) / len(blocked),
+        quantile(blocked, 0.99),
+        good / run.seconds,
+        good / len(done),
+        run.preemptions,
+        run.swapped,
+        run.seconds,
+    )
+
+
+def policy_table(found: Sequence[PolicyFigures], title: str) -> Table:
+    table = Table(title=Text(title))
+    table.add_column("policy", no_wrap=True)
+    headings = (
+        "JCT",
+        "p99",
+        "longest",
+        "TTFT",
+        "p99",
+        "TPOT",
+        "blocked",
+        "p99",
+        "good/s",
+        "good",
+        "preempted",
+        "swapped",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        times = (one.jct_mean, one.jct_p99, one.jct_longest, one.ttft_mean, one.ttft_p99, one.tpot_mean)
+        table.add_row(
+            one.policy,
+            *map(duration, times),
+            *map(duration, (one.blocked_mean, one.blocked_p99)),
+            f"{one.goodput:.3g}",
+            f"{one.good:.0%}",
+            str(one.preemptions),
+            scaled(one.swapped_bytes, "B"),
+        )
+    return table
+
+
+def policy_chart(found: Sequence[PolicyFigures], title: str) -> Chart:
+    """Bars of the mean times, one group for each policy, the shortest first."""
+    ranked = sorted(found, key=lambda one: one.jct_mean)
+    parts = (("job completion", "jct_mean"), ("blocked", "blocked_mean"), ("first token", "ttft_mean"))
+    series = [
+        Series(name, [(place, getattr(one, field)) for place, one in enumerate(ranked)], kind="bars")
+        for name, field in parts
+    ]
+    return Chart(
+        title, Axis("policy", names=[one.policy for one in ranked]), Axis("mean time", low=0, unit="s"), series
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """An engine and the simulator that was fed with its step times."""
+
+    same_order: bool
+    """Whether the policies have the same order by mean job completion time; those that differ by less than `TIE` on
+    the engine may come in any order."""
+    largest_error: float
+    """Largest relative difference of a mean job completion time."""
+
+    def __str__(self) -> str:
+        order = "the same order" if self.same_order else "another order"
+        return (
+            f"The simulator gives {order} by mean job completion time; it differs by at most {self.largest_error:.1%}."
+        )
+
+
+TIE = 0.05
+
+
+def agreement(measured: Sequence[PolicyFigures], simulated: Sequence[PolicyFigures]) -> Agreement:
+    both = list(zip(measured, simulated, strict=True))
+    errors = [abs(one.jct_mean / other.jct_mean - 1) for other, one in both]
+    swapped = any(
+        first.jct_mean * (1 + TIE) < second.jct_mean and first_too.jct_mean > second_too.jct_mean
+        for first, first_too in both
+        for second, second_too in both
+    )
+    return Agreement(not swapped, max(errors))
+
+
+@dataclass(frozen=True, slots=True)
+class TradeoffPoint:
+    """One pair of budgets of a step."""
+
+    prefill_tokens: int
+    decode_rows: int
+    ttft: float
+    tpot: float
+    jct: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def tradeoff_table(found: Sequence[TradeoffPoint], title: str) -> Table:
+    table = Table(title=Text(title))
+    for heading in ("decode rows", "prefill tokens", "TTFT", "TPOT", "JCT"):
+        table.add_column(heading, justify="right")
+    for one in found:
+        table.add_row(
+            str(one.decode_rows), str(one.prefill_tokens), duration(one.ttft), duration(one.tpot), duration(one.jct)
+        )
+    return table
+
+
+def tradeoff_chart(found: Sequence[TradeoffPoint], title: str) -> Chart:
+    """One line for each number of decode rows, over prompt tokens per step."""
+    rows = list(dict.fromkeys(one.decode_rows for one in found))
+    series = [
+        Series(f"{count} rows decode", [(one.tpot, one.ttft) for one in found if one.decode_rows == count])
+        for count in rows
+    ]
+    x, y = Axis("mean time per output token", unit="s", low=0), Axis("mean time to first token", log=True, unit="s")
+    return Chart(title, x, y, series)

@@ -1,0 +1,174 @@
+"""Policies side by side: the simulator's strides, the engine's steps, and what is promised about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bankfull.config import SchedConfig
+from bankfull.errors import ConfigError
+from bankfull.llm import LLM
+from bankfull.plan.policies.compare import CONTENDERS, agreement, contenders, figures, policy_chart
+from bankfull.plan.policies.jobs import JobTraffic
+from bankfull.plan.policies.measure import measure, scheduled
+from bankfull.plan.policies.simulator import JobRun, SimulatedEngine, saturation
+from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
+from bankfull.plan.simulate import Clock, RequestTimes
+from bankfull.types import StepPlan
+from tests.tiny import speaking_folder
+
+BASE = SchedConfig(rows=8, step_tokens=512)
+MODEL = StepModel()
+REACH = JobTraffic(jobs=4000, burstiness=1.0)
+
+
+def simulated(name: str, traffic: JobTraffic, rate: float, base: SchedConfig = BASE, **options: Any) -> JobRun:
+    return SimulatedEngine(contenders(base, [name])[name], MODEL, traffic, **options).run(traffic.draw(rate))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(CONTENDERS),
+    st.integers(0, 10_000),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([5.0, 20.0, 80.0]),
+    st.sampled_from([0, 3000]),
+    st.sampled_from([1, 3]),
+)
+def test_strides_equal_single_steps(
+    name: str, seed: int, rows: int, rate: float, memory_tokens: int, keys: int
+) -> None:
+    """Identical times, blocking, ends and counters, to the last bit."""
+    traffic = JobTraffic(jobs=40, seed=seed, shortest=4, longest=200, keys=keys)
+    base = SchedConfig(rows=rows, step_tokens=64, quantum_ms=20.0, starvation=0.5)
+    memory = max(memory_tokens, traffic.most_tokens + 64) if memory_tokens else 0
+    fast, slow = (
+        simulated(name, traffic, rate, base, stepped=stepped, memory_tokens=memory) for stepped in (False, True)
+    )
+    for one, other in zip(fast.times, slow.times, strict=True):
+        assert (one.first, one.last, one.tokens, one.blocked) == (other.first, other.last, other.tokens, other.blocked)
+    assert (fast.seconds, fast.preemptions, fast.steps) == (slow.seconds, slow.preemptions, slow.steps)
+    assert sorted(fast.ends) == sorted(slow.ends)
+
+
+def test_skip_join_mlfq_is_far_ahead_of_fcfs_and_near_the_oracle() -> None:
+    rate = 0.9 * saturation(BASE, MODEL, REACH)
+    mean = {}
+    for name in ("fcfs", "skip-join-mlfq", "srpt"):
+        mean[name] = figures(name, simulated(name, REACH, rate), MODEL, 3.0).jct_mean
+    assert mean["skip-join-mlfq"] <= 0.6 * mean["fcfs"]
+    assert mean["skip-join-mlfq"] <= 1.5 * mean["srpt"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["mlfq", "skip-join-mlfq"]), st.integers(0, 10_000), st.sampled_from([1, 4]))
+def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: int) -> None:
+    """The bound of docs/scheduling.md, on every wait of every job, under overload."""
+    traffic = JobTraffic(jobs=60, seed=seed, shortest=8, longest=300, burstiness=0.3)
+    base = SchedConfig(rows=rows, step_tokens=512, quantum_ms=20.0, starvation=0.5)
+    engine = SimulatedEngine(contenders(base, [name])[name], MODEL, traffic, stepped=True)
+    scheduler, clock = engine.scheduler, engine.clock
+    since: dict[Any, float] = {}
+    longest, most_jobs, longest_step, before = 0.0, 0, 0.0, 0.0
+    engine._run.times = [RequestTimes(job.time, job.prompt, job.output) for job in traffic.draw(60.0)]
+    engine._coming.extend(traffic.draw(60.0))
+    while engine.proceed():
+        running = {seq.request.id for seq in scheduler._running}
+        for seq in scheduler._waiting:
+            since.setdefault(seq.request.id, clock.now)
+            longest = max(longest, clock.now - since[seq.request.id])
+        for done in running & since.keys():
+            del since[done]
+        most_jobs = max(most_jobs, scheduler.unfinished)
+        if running:
+            longest_step = max(longest_step, clock.now - before)
+        before = clock.now
+    turn = base.quantum_ms / 1e3 + 2 * longest_step
+    assert longest <= base.starvation + (most_jobs / rows + 2) * turn + longest_step
+
+
+class TimedRunner:
+    """A runner that computes, on a clock that moves by the model's time of each step."""
+
+    def __init__(self, runner: Any, clock: Clock, model: StepModel) -> None:
+        self._runner, self._clock, self._model = runner, clock, model
+
+    def forward(self, plan: StepPlan) -> Any:
+        if plan.work:
+            self._clock.now += self._model.of(plan.work)
+        return self._runner.forward(plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def test_the_simulator_fed_with_an_engines_step_times_gives_its_order_and_its_completion_times() -> None:
+    traffic = JobTraffic(jobs=40, shortest=4, longest=60, prompts=(20, 40), shared=8)
+    llm = LLM(str(speaking_folder()), memory="2MiB", rows=4, step_tokens=64, max_model_len=128)
+    base, truth, clock = SchedConfig(rows=4, step_tokens=64), StepModel(4e-3, 1e-3, 1e-6, 1e-4), Clock()
+    own: Any = llm.loaded.engine
+    own.runner = TimedRunner(own.runner, clock, truth)
+
+    def sleep(seconds: float) -> None:
+        clock.now += max(seconds, 1e-6)  # rounding must not stop the clock
+
+    rate = 0.9 * saturation(base, truth, replace(traffic, jobs=400))
+    jobs, records, compared = traffic.draw(rate), list[StepRecord](), contenders(base, ())
+    measured = {}
+    for name, sched in compared.items():
+        own = scheduled(own, sched, clock)
+        measured[name], seen = measure(own, jobs, traffic, llm.loaded.frontend.vocab, clock=clock, sleep=sleep)
+        records += seen
+    model = fit(records)
+    runs = {name: SimulatedEngine(sched, model, traffic).run(jobs) for name, sched in compared.items()}
+    found = agreement(
+        [figures(name, run, model, 3.0) for name, run in measured.items()],
+        [figures(name, run, model, 3.0) for name, run in runs.items()],
+    )
+    assert found.same_order and found.largest_error < 0.1, found
+    assert model.step == pytest.approx(truth.step, rel=0.05) and model.prompt == pytest.approx(truth.prompt, rel=0.05)
+    assert len({round(run.times[-1].e2e, 6) for run in runs.values()}) > 1, "the policies differ"
+
+
+def test_step_times_are_recovered_and_no_term_is_negative() -> None:
+    shapes = [(rows, rows * context, prompt) for rows in (0, 1, 8) for context in (10, 500) for prompt in (0, 64, 512)]
+    truth = StepModel(3e-3, 2e-5, 1e-8, 4e-5)
+    found = fit([StepRecord(*shape, truth.seconds(*shape)) for shape in shapes])
+    for name in ("step", "row", "context", "prompt"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-6)
+    flat = fit([StepRecord(rows, 0, 0, 1e-3 - 1e-6 * rows) for rows in (1, 2, 8)])
+    assert flat.row == 0.0 and flat.step > 0
+    with pytest.raises(ConfigError, match="No step"):
+        fit([])
+
+
+def test_agreement_allows_ties_and_notices_another_order() -> None:
+    run = SimulatedEngine(BASE, MODEL, JobTraffic(jobs=20)).run(JobTraffic(jobs=20).draw(10.0))
+    one = figures("fcfs", run, MODEL, 3.0)
+    a, b = replace(one, jct_mean=1.0), replace(one, jct_mean=2.0)
+    assert agreement([a, b], [a, b]).same_order and agreement([a, b], [a, b]).largest_error == 0
+    assert not agreement([a, b], [b, a]).same_order and agreement([a, b], [b, a]).largest_error == 1.0
+    close = replace(one, jct_mean=1.02)
+    assert agreement([a, close], [close, a]).same_order
+
+
+def test_jobs_are_drawn_alike_for_a_seed_whatever_the_rate_and_have_a_heavy_tail() -> None:
+    traffic = JobTraffic(jobs=5000, seed=3)
+    slow, fast = traffic.draw(1.0), traffic.draw(100.0)
+    assert [job.output for job in slow] == [job.output for job in fast]
+    outputs = sorted(job.output for job in slow)
+    assert outputs[0] == 16 and outputs[-1] == 2048
+    assert sum(outputs[-500:]) > 0.4 * sum(outputs), "a tenth of the jobs has much of the work"
+    prompts = {traffic.tokens(job, 1000) for job in slow}
+    assert len(prompts) == len(slow) and {len(prompt) for prompt in prompts} == {job.prompt for job in slow}
+
+
+def test_the_chart_ranks_the_policies() -> None:
+    run = SimulatedEngine(BASE, MODEL, JobTraffic(jobs=20)).run(JobTraffic(jobs=20).draw(10.0))
+    one = figures("fcfs", run, MODEL, 3.0)
+    drawn = policy_chart([replace(one, policy="slow", jct_mean=9.0), replace(one, policy="quick")], "title")
+    assert list(drawn.x.names) == ["quick", "slow"] and len(drawn.series) == 3
