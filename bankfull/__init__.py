@@ -28,13 +28,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bankfull' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    if name in ("LLM", "AsyncEngine"):
-        import_module("bankfull.llm").LLM.prepare = staticmethod(_prepare)
     return value
 
 
-def _prepare(llm: LLM) -> None:
-    """What an engine gets from layers above it."""
+def prepare(llm: LLM) -> None:
+    """What a new engine gets from layers above it. They are imported only if it asks for something of theirs."""
     if llm.loaded.engine.scheduler.predicts:
         import_module("bankfull.limits.meter.foresight").foresee(llm)
 

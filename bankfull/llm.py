@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
+from bankfull import prepare
 from bankfull.best_of import Choose, rank, ranked_params
 from bankfull.errors import RequestError
 from bankfull.familiar import configure
@@ -30,9 +31,6 @@ class LLM:
     """A model on this machine. `model` is a path, a hub id or a short name; the default is `smollm2`. Options may have
     the names of other libraries (`bankfull.familiar`)."""
 
-    prepare: ClassVar[Callable[[LLM], None] | None] = None
-    """Called with every new LLM. `bankfull` sets it to what layers above this one contribute."""
-
     def __init__(
         self,
         model: str = "smollm2",
@@ -53,8 +51,7 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self._front = loaded.frontend
         self._front.engine.scheduler.sealed = True  # while one call runs, no other can bring a request
-        if LLM.prepare is not None:
-            LLM.prepare(self)
+        prepare(self)
 
     @property
     def max_model_len(self) -> int:

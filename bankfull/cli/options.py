@@ -217,10 +217,6 @@ class EngineOptions:
             from bankfull.loading import load
 
             llm = LLM(self.model, loaded=load(self.model, *configuration, text=text))
-        if llm.loaded.engine.scheduler.predicts:
-            from bankfull.limits.meter.foresight import foresee
-
-            foresee(llm)
         if (start := llm.loaded.start) is not None:
             say(f"bankfull: loaded in {start}")
         return llm

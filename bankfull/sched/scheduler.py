@@ -155,10 +155,6 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
-    def rows_in_order(self) -> list[Sequence]:
-        """Running sequences by row."""
-        return sorted(self._running, key=lambda seq: seq.row)
-
     def wake_at(self) -> float | None:
         """The clock's time at which `plan` may find work although nothing has arrived since; None if only an arrival
         helps."""
@@ -479,15 +475,14 @@ class Scheduler:
         self.state.settle(step, result.completed, result.failed)
         self.stuck = False
         outputs = []
-        extras, errors = result.extras, result.errors
         for i, (work, seq, tokens) in enumerate(zip(plan.work, served, result.tokens, strict=True)):
             if not seq.flying or seq.flying[0] is not work:
                 continue  # aborted, ended or preempted since: the token is dropped
             output = Output(seq.request.id, seq.child, [], None, None, None, seq.cached, seq.blocked)
-            if extras:
-                output.extra = extras[i]
-            if i in errors:
-                output.finish, output.error = Finish.ERROR, errors[i]
+            if result.extras:
+                output.extra = result.extras[i]
+            if i in result.errors:
+                output.finish, output.error = Finish.ERROR, result.errors[i]
             else:
                 settle_sequence(seq, step, tokens, output, self.state)
             if output.finish is not None:
@@ -496,11 +491,10 @@ class Scheduler:
                 outputs.append(output)
         now = self._clock()
         for seq in self.policy.after(plan, served, now, self._seconds):
-            self._rank_again(seq, now)
+            self.rank_again(seq, now)
         return outputs
 
-    def _rank_again(self, seq: Sequence, now: float) -> None:
-        if seq not in self._by_request.get(seq.request.id, ()):
-            return
-        line = self._waiting if seq.state is None else self._running
-        line.reorder(seq, (seq.batch, self.policy.rank(seq, now), seq.order[-1]))
+    def rank_again(self, seq: Sequence, now: float) -> None:
+        if seq in self._by_request.get(seq.request.id, ()):
+            line = self._waiting if seq.state is None else self._running
+            line.reorder(seq, (seq.batch, self.policy.rank(seq, now), seq.order[-1]))

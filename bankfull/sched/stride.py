@@ -97,5 +97,5 @@ def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds
         scheduler._end(seq)
     now = scheduler._clock()
     for seq in scheduler.policy.after_plain(served, seconds, now):
-        scheduler._rank_again(seq, now)
+        scheduler.rank_again(seq, now)
     return ended

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import bankfull
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.limits.meter.foresight import PrefillForecast, foresee
+from bankfull.limits.meter.foresight import PrefillForecast
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.meter.step_limit import step_limit_on
 from bankfull.llm import LLM
@@ -39,7 +38,6 @@ def test_a_forecast_is_the_shortest_time_of_the_chunks_that_a_prompt_is_cut_into
 
 def test_a_long_prompt_skips_queues_before_any_prompt_was_timed_and_by_the_pace_after(known: None) -> None:
     llm = fresh(policy="skip-join-mlfq", quantum_ms=1.0)
-    foresee(llm)
     scheduler = llm.loaded.engine.scheduler
     assert isinstance(scheduler.policy, SkipJoinMlfq) and scheduler.pace.forecast is not None
     params, levels = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), []
@@ -60,8 +58,6 @@ def test_a_long_prompt_skips_queues_before_any_prompt_was_timed_and_by_the_pace_
 
 def test_the_cost_of_recomputing_parked_state_is_foreseen(known: None, tmp_path: Path) -> None:
     llm = fresh(kv_disk=f"4MiB:{tmp_path}")
-    assert llm.loaded.engine.scheduler.aside.prices.prefill(0, 50) is None
-    foresee(llm)
     assert (llm.loaded.engine.scheduler.aside.prices.prefill(0, 50) or 0.0) > 0
 
 
@@ -70,13 +66,12 @@ def test_without_ceilings_a_policy_that_predicts_says_so(
 ) -> None:
     monkeypatch.setattr("bankfull.limits.machine.ceilings.known_of", lambda device: None)
     with caplog.at_level(logging.WARNING, "bankfull"):
-        foresee(fresh(policy="skip-join-mlfq"))
-        foresee(fresh(policy="mlfq"))
+        fresh(policy="skip-join-mlfq")
+        fresh(policy="mlfq")
     said = [record.getMessage() for record in caplog.records if "prefill times" in record.getMessage()]
     assert len(said) == 1 and "never measured" in said[0]
 
 
-def test_the_python_api_foresees_as_the_commands_do(known: None) -> None:
-    llm = bankfull.LLM(str(speaking_folder()), memory="2MiB", policy="skip-join-mlfq")
-    assert llm.loaded.engine.scheduler.pace.forecast is not None
-    assert bankfull.LLM(str(speaking_folder()), memory="2MiB").loaded.engine.scheduler.pace.forecast is None
+def test_an_engine_that_asks_for_no_prediction_gets_none(known: None) -> None:
+    assert fresh(policy="skip-join-mlfq").loaded.engine.scheduler.pace.forecast is not None
+    assert fresh().loaded.engine.scheduler.pace.forecast is None

@@ -1,7 +1,7 @@
 """Prefill times before any was measured, from the closed form of the model's costs and the machine's ceilings.
 
-The scheduler lies below this layer, so that it is given the prediction: `foresee` is called for every engine that a
-command, a server or `bankfull.LLM` starts. The measured pace replaces it with the first prompt that is timed.
+The scheduler lies below this layer, so that it is given the prediction: `bankfull.prepare` calls `foresee` for every
+`LLM` whose policy or tiers ask for it. The measured pace replaces it with the first prompt that is timed.
 """
 
 from __future__ import annotations

@@ -127,7 +127,6 @@ class Worker:
 
     def _load(self, wanted: Configure) -> Facts:
         self._say(LoadingPhase(f"loading {wanted.model}"))
-        from bankfull.limits.meter.foresight import foresee
         from bankfull.llm import LLM
         from bankfull.loop import EngineLoop
         from bankfull.ops.native import set_threads
@@ -140,7 +139,6 @@ class Worker:
         if not {"policy", "scheduling_policy", "schedule_policy", "batching"} & options.keys():
             options["policy"] = "priority"  # batch work yields to online requests
         llm = LLM(wanted.model, **options)
-        foresee(llm)
         self._front = llm.loaded.frontend
         self._front.names_prompts = False  # the API does
         self._loop = EngineLoop(self._front, self._tell, self._inbox)
