@@ -224,6 +224,9 @@ class RunConfig:
     kv_dtype: str = "auto"
     """Type of keys and values in the KV cache; auto = the model's, or bfloat16 where activations are quantized. int8,
     fp8 and int4 are lossy."""
+    kv_evict: str | None = None
+    """Tokens that full attention still sees and keeps, the first and the last ones: "sinks:4,window:1024" (lossy). None
+    = all."""
     activations: str = "auto"
     """Type of activations in matrix products: float (the computation's dtype), bf16 (dense weights become bfloat16,
     too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, without a second
@@ -249,6 +252,7 @@ class RunConfig:
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
         if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8", "fp8", "int4"):
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown; use auto, float32, bfloat16, int8, fp8 or int4.")
+        self.evicts()
         if self.activations not in ("auto", "int8", "int8-few", "token", "bf16", "float"):
             raise ConfigError(
                 f"activations={self.activations!r} is unknown; use auto, int8, int8-few, token, bf16 or float."
@@ -261,6 +265,18 @@ class RunConfig:
             raise ConfigError(f"diffusion={self.diffusion!r} is not a text of options; use 'threshold=0.9'.")
         SpeculativeChoice.parse(self.speculative)
         DiffusionChoice.parse(self.diffusion)
+
+    def evicts(self) -> tuple[int, int] | None:
+        """Tokens at the start and at the end of a sequence that stay; None: all."""
+        if self.kv_evict is None:
+            return None
+        match = re.fullmatch(r"\s*sinks:([0-9]{1,9})\s*,\s*window:([1-9][0-9]{0,8})\s*", str(self.kv_evict))
+        if match is None:
+            raise ConfigError(
+                f"kv_evict={self.kv_evict!r} cannot be read; give the first and the last tokens that stay, as in "
+                "'sinks:4,window:1024'."
+            )
+        return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, slots=True)

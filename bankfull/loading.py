@@ -47,6 +47,7 @@ from bankfull.runtime.tiering import add_tiers, state_facts
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
+from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout, Recurrent, joined_states, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
@@ -203,6 +204,7 @@ def assemble(
         share=device.share,
     )
     refuse_short_context(sizes.max_len, strategy)
+    refuse_eviction_without_use(layout_of(model.states(), state.page_tokens), build.kv_evict, sizes.max_len)
     for notice in sizes.notices:
         log.warning(notice)
     sched = replace(sched, rows=sizes.rows)
@@ -407,7 +409,24 @@ def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
     """The dtypes and providers of a model's build; options that are `auto` are decided here."""
     chosen, kit = choose_precision(files, run, device.kind), kit_for(device.kind, run.providers)
-    return Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
+    kept = run.evicts()
+    evict = None if kept is None else Mask(kept[1], global_tokens=kept[0])
+    made = Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
+    return made if evict is None else replace(made, kv_evict=evict)
+
+
+def refuse_eviction_without_use(layout: Layout, evict: Mask | None, longest: int) -> None:
+    """`longest`: tokens of the longest sequence."""
+    if evict is None:
+        return
+    asked = f"kv_evict='sinks:{evict.global_tokens},window:{evict.window}'"
+    if not any(group.window == evict for group in layout.paged):
+        raise ConfigError(f"{asked} has no use here: no layer of this model has full attention; leave it out.")
+    if evict.global_tokens + evict.window >= longest:
+        raise ConfigError(
+            f"{asked} keeps {evict.global_tokens + evict.window} tokens, and a sequence has at most {longest}: nothing "
+            "would be evicted; give a smaller window."
+        )
 
 
 def refuse_pages_without_use(layout: Layout, kv_dtype: str) -> None:

@@ -32,6 +32,15 @@ KvDtype = Annotated[
         "(about a quarter of bfloat16; lossier)."
     ),
 ]
+KvEvict = Annotated[
+    str | None,
+    typer.Option(
+        metavar="sinks:N,window:M",
+        help="Keep only the first N and the last M tokens of a sequence in layers with full attention (lossy): their "
+        "pages are freed while it runs.",
+        show_default="keep all",
+    ),
+]
 Activations = Annotated[
     str,
     typer.Option(
@@ -150,6 +159,7 @@ class EngineOptions:
         ),
     ] = None
     kv_dtype: KvDtype = "auto"
+    kv_evict: KvEvict = None
     activations: Activations = "auto"
     threads: Threads = None
     speculative: Annotated[

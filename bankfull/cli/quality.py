@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bankfull.cli.options import Activations, Dtype, Json, KvDtype
+from bankfull.cli.options import Activations, Dtype, Json, KvDtype, KvEvict
 
 if TYPE_CHECKING:
     import torch
 
     from bankfull.layers.decoder import Decoder
     from bankfull.limits.quality.evaluate import Quality
+    from bankfull.state.spec import Layout
     from bankfull.text.tokenizer import Tokenizer
 
 LARGEST_TEXT = 16 << 20
@@ -45,6 +46,7 @@ class QualityOptions:
     providers: Annotated[str, typer.Option(help="auto (the fastest kernels) or torch (the reference).")] = "auto"
     expand: Annotated[bool, typer.Option("--expand", help="Dequantize weights at load; needs more memory.")] = False
     kv_dtype: KvDtype = "auto"
+    kv_evict: KvEvict = None
     activations: Activations = "auto"
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 file to evaluate on.", show_default="a text of the package")
@@ -76,8 +78,8 @@ class FrontierOptions:
         str | None,
         typer.Option(
             help='Ways for --frontier, with semicolons: "bf16; int4:128; int4:32 kv:int8; DIR". A way is a type for '
-            "--quantize, a dtype, kv:TYPE, activations:TYPE, saved, several of these, or another saved form of the "
-            "model.",
+            "--quantize, a dtype, kv:TYPE, activations:TYPE, sinks:N,window:M, saved, several of these, or another "
+            "saved form of the model.",
             show_default="what suits the device",
         ),
     ] = None
@@ -180,7 +182,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.errors import ConfigError
     from bankfull.limits.quality.evaluate import dequantized
     from bankfull.limits.quality.windows import WINDOW
-    from bankfull.loading import choose_dtype, plan_build, refuse_pages_without_use
+    from bankfull.loading import choose_dtype, plan_build, refuse_eviction_without_use, refuse_pages_without_use
     from bankfull.models.registry import build_model
     from bankfull.ops.reference.rounded_pages import pages_name
     from bankfull.quantize.at_load import suited_sparsity
@@ -197,6 +199,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         providers=options.providers,
         expand=options.expand,
         kv_dtype=options.kv_dtype,
+        kv_evict=options.kv_evict,
         activations=options.activations,
     )
     if options.tables and options.quantize is None:
@@ -219,9 +222,11 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     longest = options.window or WINDOW
     build = plan_build(files, run, device, longest)
     built = build_model(files.config, build)
-    refuse_pages_without_use(layout_of(built.states(), StateConfig().page_tokens), options.kv_dtype)
+    layout = layout_of(built.states(), StateConfig().page_tokens)
+    refuse_pages_without_use(layout, options.kv_dtype)
     reference = dequantized(reference_files, device.torch, longest)
     window = options.window or min(WINDOW, built.max_positions, reference.max_positions)
+    refuse_eviction_without_use(layout, build.kv_evict, window)
     facts = {
         "model": model,
         "reference": options.against or f"{model}, dequantized",
@@ -232,6 +237,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         "bits_per_weight": bits_per_weight(files.source),
         "dtype": str(build.dtype).removeprefix("torch."),
         "kv_dtype": pages_name(build.pages),
+        "kv_evict": options.kv_evict,
         "activations": build.activations.name,
         "providers": options.providers,
         "expand": options.expand,
@@ -239,7 +245,31 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         "chunk": options.chunk or window,
     }
     ids = [tokenizer.encode(part, add_bos=False, parse_special=False) for part in texts]
+    if build.kv_evict is not None:
+        facts |= _eviction_facts(built, reference, tokenizer, layout, window, device.torch)
     return Pair(built, reference, ids, tokenizer.opening if tokenizer.add_bos else (), window, device.torch, facts)
+
+
+def _eviction_facts(
+    model: Decoder, reference: Decoder, tokenizer: Tokenizer, layout: Layout, window: int, device: torch.device
+) -> dict[str, Any]:
+    """What eviction costs beside perplexity, and what it saves: recall in prompts of the window's length, and bytes of
+    state at the window's end, computed token by token."""
+    from bankfull.limits.quality.recall import recall, recall_prompts
+    from bankfull.state.spec import PagedGroup
+
+    def bytes_of(group: PagedGroup, seen: bool) -> int:
+        pages = group.frames_for(window, 1) if seen else -(-window // group.page_tokens)
+        return pages * group.page_tokens * group.token_bytes
+
+    prompts = recall_prompts(tokenizer, window)
+    return {
+        "recall": recall(model, prompts, device),
+        "reference_recall": recall(reference, prompts, device),
+        "recall_tokens": max((len(prompt.tokens) for prompt in prompts), default=0),
+        "state_bytes": sum(bytes_of(group, True) for group in layout.paged),
+        "whole_state_bytes": sum(bytes_of(group, False) for group in layout.paged),
+    }
 
 
 def _texts(path: Path | None) -> list[str]:
@@ -308,10 +338,26 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
         rows["masked tokens recovered"] = f"{found.recovered:.2%}, reference {found.reference_recovered:.2%}"
         rows["perplexity"] += " (an upper bound)"
         rows["tokens"] = f"{found.tokens} masked ones in {found.windows} samples of up to {facts['window']} tokens"
+    if facts["kv_evict"] is not None:
+        rows |= _eviction_rows(facts)
     for name, value in rows.items():
         # Plain text, never markup: names come from the user.
         table.add_row(name, Text(value))
     return table
+
+
+def _eviction_rows(facts: dict[str, Any]) -> dict[str, str]:
+    own, whole = facts["state_bytes"], facts["whole_state_bytes"]
+    told = {
+        "state of a sequence": f"{own:,} bytes after {facts['window']} tokens, {1 - own / whole:.1%} "
+        f"less than {whole:,}"
+    }
+    if facts["recall"] is not None:
+        told["recall"] = (
+            f"{facts['recall']:.1%}, reference {facts['reference_recall']:.1%}, in prompts of up to "
+            f"{facts['recall_tokens']} tokens"
+        )
+    return {"evicted": f"all but {facts['kv_evict']} (lossy)", **told}
 
 
 def _chunks_table(widths: dict[int, Quality]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -82,7 +82,8 @@ class Attention:
     ) -> None:
         """`sinks`: one logit for each head, which only adds to the denominator of its softmax. `rotates_first`: RoPE
         comes before the norms of queries and keys, not after them."""
-        self.heads, self.rope = heads, rope
+        self.heads = heads = evicting(heads, build.kv_evict)
+        self.rope = rope
         self.q, self.k, self.v = q, k, v
         self.out: Product = out
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -168,6 +169,16 @@ class Attention:
         held = scales or (None, None)
         y = self._attend(q, state["k"], state["v"], meta, h.scale, h.sight, h.cap, *held, self.sinks)
         return y.flatten(1)
+
+
+def evicting(heads: Heads, evict: Mask | None) -> Heads:
+    """The heads of a layer in which tokens between the first and the last ones are evicted. Layers with a window or a
+    mask of their own forget tokens already."""
+    if evict is None or heads.sight is not None:
+        return heads
+    if heads.block:
+        raise ModelError("kv_evict needs causal attention, and tokens of this model see later ones; leave it out.")
+    return replace(heads, mask=evict)
 
 
 def _norms(q_norm: Norm | None, k_norm: Norm | None) -> HeadNorms | None:

@@ -13,6 +13,7 @@ from bankfull.errors import ModelError
 from bankfull.ops import Operation, expert_mlp_bf16, linear_bf16
 from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
 from bankfull.ops.registry import Function, Kit
+from bankfull.state.mask import Mask
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
@@ -42,6 +43,8 @@ class Build:
     (lossy)."""
     activations: ActivationRule = EXACT
     """Which activations a weight wants."""
+    kv_evict: Mask | None = None
+    """What layers with full attention see instead (lossy); None: all tokens."""
     prefix: str = ""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Reasons for expanding weights that were told."""

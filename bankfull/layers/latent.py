@@ -95,6 +95,8 @@ class LatentAttention:
                 f"Latent attention keeps its KV cache in floating point, and kv_dtype is {pages_name(build.pages)}; "
                 "use kv_dtype=bfloat16."
             )
+        if build.kv_evict is not None:
+            raise ModelError("kv_evict has no use here: latent attention sees and keeps all tokens; leave it out.")
         assert rope is not None, "latent attention always has a RoPE key"
         self.shape = shape
         self.rope: str | None = rope

@@ -98,3 +98,16 @@ def test_bad_input_gets_one_sentence(cli: Cli, model: Path, tmp_path: Path, text
         ("--against", "nobody"): "nobody",
     }.items():
         assert said in cli("quality", model, *options).sentence, options
+
+
+def test_eviction_tells_its_cost_in_perplexity_and_recall_beside_the_bytes_it_saves(
+    cli: Cli, model: Path, text: Path
+) -> None:
+    asked = ("quality", model, "--providers", "torch", "--dtype", "float32", "--text", text, "--kv-evict")
+    found = cli(*asked, "sinks:4,window:16", "--json").json
+    assert found["kv_evict"] == "sinks:4,window:16" and found["kl_mean"] > 0
+    assert 0 < found["state_bytes"] < found["whole_state_bytes"] / 3
+    assert 0 <= found["recall"] <= 1 and 0 <= found["reference_recall"] <= 1
+    shown = cli(*asked, "sinks:4,window:16").out
+    assert "all but sinks:4,window:16 (lossy)" in shown and "% less than" in shown and "recall" in shown
+    assert "nothing would be evicted" in cli(*asked, "sinks:4,window:400").sentence

@@ -18,7 +18,7 @@ DTYPES = {name: name for name in ("float32", "bfloat16", "float16")} | {
     "bf16": "bfloat16",
     "f16": "float16",
 }
-KV, ACTIVATIONS = "kv:", "activations:"
+KV, ACTIVATIONS, EVICT = "kv:", "activations:", "sinks:"
 DEFAULTS = {
     "cpu": "saved; bf16; int8; int4:32; int4:128; q6_k,keep; q4_k,keep; q3_k,keep; int3; int2; saved kv:int8",
     "cuda": "saved; bf16; int8; fp8; int4:32; int4:128; int3; saved kv:int8",
@@ -38,6 +38,7 @@ class RunWay:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     activations: str = "auto"
+    kv_evict: str | None = None
     path: str | None = None
 
     @property
@@ -52,13 +53,15 @@ class RunWay:
             expand=self.expand,
             kv_dtype=self.kv_dtype,
             activations=self.activations,
+            kv_evict=self.kv_evict,
             speculative="off",
         )
 
 
 def parse_ways(text: str, device: str) -> list[RunWay]:
     """ "bf16; int4:32; int4:32 kv:int8; ./model-awq": ways between semicolons. A way is the path of a saved model, or
-    words between spaces: a type for --quantize, a dtype, kv:TYPE, activations:TYPE, or `saved`."""
+    words between spaces: a type for --quantize, a dtype, kv:TYPE, activations:TYPE, sinks:N,window:M (for
+    --kv-evict), or `saved`."""
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if not parts or len(parts) > MOST_WAYS:
         raise ConfigError(f"--ways names {len(parts)} ways; give 1 to {MOST_WAYS}, with semicolons between them.")
@@ -79,6 +82,8 @@ def parse_way(text: str, device: str) -> RunWay:
             way = _set(way, "kv_dtype", word.removeprefix(KV))
         elif word.startswith(ACTIVATIONS):
             way = _set(way, "activations", word.removeprefix(ACTIVATIONS))
+        elif word.startswith(EVICT):
+            way = _set(way, "kv_evict", word)
         elif word.lower() in DTYPES:
             way = _set(way, "dtype", DTYPES[word.lower()])
         elif word.lower() != SAVED:

@@ -20,6 +20,7 @@ from bankfull.ops.activations import EXACT, ActivationRule
 from bankfull.ops.meter import Ledger, Meter
 from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import plan_mixers
+from bankfull.state.mask import Mask
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.formats import SCHEMES
@@ -174,11 +175,12 @@ class MeteredModel:
         page_tokens: int = 16,
         kv_dtype: torch.dtype | None = None,
         activations: ActivationRule = EXACT,
+        kv_evict: Mask | None = None,
         meter: Meter | None = None,
         shapes: RequestedShapes | None = None,
     ) -> None:
         """`scheme`: storage of the matrices of a bare configuration; a file has its own. `kv_dtype`: dtype of the KV
-        cache; None = that of the computation. `activations`: as in a build. `meter`: a meter that
+        cache; None = that of the computation. `activations` and `kv_evict`: as in a build. `meter`: a meter that
         records more than costs. `shapes`: stores each tensor of a bare configuration in a scheme of its own."""
         self.shapes: FileShapes | RequestedShapes
         if isinstance(model, ModelFiles):
@@ -193,6 +195,7 @@ class MeteredModel:
         self.meter = meter or Meter()
         kind = Build if isinstance(self.shapes, FileShapes) else _RequestingBuild
         build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype, activations=activations)
+        build = replace(build, kv_evict=kv_evict)
         self.model = build_model(self.config, build)
         self.layout = layout_of(self.model.states(), page_tokens)
 
@@ -205,6 +208,7 @@ class MeteredModel:
             expand=build.expand,
             kv_dtype=build.kv_dtype,
             activations=build.activations,
+            kv_evict=build.kv_evict,
         )
 
     @property

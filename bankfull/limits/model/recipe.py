@@ -19,6 +19,7 @@ from bankfull.ops.meter import Meter
 from bankfull.precision import choose_dtype, choose_precision
 from bankfull.quantize.at_load import is_rounded, suited_sparsity
 from bankfull.quantize.outliers import NAME as LLM_INT8
+from bankfull.state.mask import Mask
 from bankfull.state.spec import Paged, layout_of
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.rows import INT8_ROW
@@ -47,6 +48,8 @@ class Recipe:
     activations: ActivationRule = EXACT
     outliers: Mapping[str, int] = field(default_factory=dict)
     """Columns that are kept beside matrices (LLM.int8()), by the matrix's name."""
+    kv_evict: Mask | None = None
+    """What layers with full attention see instead of all tokens."""
     windows: tuple[int | None, ...] | None = None
     """Attention window of each layer; None = as configured."""
 
@@ -58,7 +61,9 @@ class Recipe:
         run = RunConfig() if build.activations.rounds else RunConfig(dtype=dtype, activations=EXACT.name)
         schemes = {} if build.expand else {name: files.source.scheme(name) for name in files.source.names()}
         kept = {} if build.expand else _outliers(files)
-        return Recipe(files, run, files.config, schemes, build.dtype, build.pages, build.activations, kept)
+        return Recipe(
+            files, run, files.config, schemes, build.dtype, build.pages, build.activations, kept, build.kv_evict
+        )
 
     @property
     def dtype_name(self) -> str:
@@ -86,6 +91,7 @@ class Recipe:
             dtype=self.dtype_name,
             kv_dtype=self.kv_dtype,
             activations=self.activations,
+            kv_evict=self.kv_evict,
             meter=meter,
             shapes=RequestedShapes(choose, self.schemes, stacks_experts=True, outliers=self.outliers),
         )
