@@ -305,7 +305,7 @@ class Pins:
         return moved
 
     def _copy_down(self, tiers: Tiers) -> None:
-        keys = []
+        keys: list[Key] = []
         while self._uncopied and len(keys) < COPIES_AT_ONCE:
             key = self._uncopied.popleft()
             held = self._held.get(key)

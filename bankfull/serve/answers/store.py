@@ -40,11 +40,19 @@ _decode = msgspec.msgpack.Decoder(StoredAnswer).decode
 
 
 class AnswerStore(Protocol):
-    limit: int
-    size: int
-    """Bytes in use."""
-    entries: int
-    evictions: int
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """Bytes in use."""
+        ...
+
+    @property
+    def entries(self) -> int: ...
+
+    @property
+    def evictions(self) -> int: ...
 
     async def get(self, key: bytes) -> StoredAnswer | None: ...
 

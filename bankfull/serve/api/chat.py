@@ -114,15 +114,15 @@ class Chat:
         context, options = facts_of(self.backend).max_len, ask.template_options
 
         def measured() -> Slices[list[Keep]]:
-            keeps = []
+            found: list[Keep] = []
             for mark in ask.marks:
                 other = yield from self.texts.encode_chat(
                     mark.messages, context, fits=False, tools=None if tools is None else mark.tools, options=options
                 )
-                keeps.append((common_length(prompt, other), mark.seconds))
-            return keeps
+                found.append((common_length(prompt, other), mark.seconds))
+            return found
 
-        keeps = await self.texts.run(len(ask.marks) * asked_bytes(), measured)
+        keeps: list[Keep] = await self.texts.run(len(ask.marks) * asked_bytes(), measured)
         return tuple(sorted(keep for keep in keeps if keep[0] >= self._pin_minimum))
 
     def _readers(
