@@ -93,9 +93,11 @@ def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds
     if scheduler.pace.measured:
         scheduler.pace.observe_decodes(len(scheduler._running), seconds[-REMEMBERED:])
     ended = [seq for seq in scheduler._running if len(seq.tokens) >= seq.request.limit]
+    now, policy = scheduler._clock(), scheduler.policy
+    if ended and policy.counting:  # it hears of a step's ends before it hears of the step
+        policy.after_plain(ended, seconds[:-1], now - sum(seconds))
     for seq in ended:
         scheduler._end(seq)
-    now = scheduler._clock()
-    for seq in scheduler.policy.after_plain(served, seconds, now):
+    for seq in policy.after_plain(served, seconds, now):
         scheduler.rank_again(seq, now)
     return ended

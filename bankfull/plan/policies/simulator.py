@@ -153,7 +153,10 @@ class SimulatedEngine:
             self._run.last_started = max(self._run.last_started, self._engine.started.pop(number, 0.0))
         served.receive(self.clock.now, len(output.tokens), ended)
         if ended:
-            served.blocked = output.blocked
+            served.tokens, served.blocked = (
+                served.output,
+                output.blocked,
+            )  # those of strides were not received one by one
             self._run.ends.append(number)
 
     def _stride(self) -> bool:

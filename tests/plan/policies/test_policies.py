@@ -23,14 +23,14 @@ from tests.tiny import speaking_folder
 
 BASE = SchedConfig(rows=8, step_tokens=512)
 MODEL = StepModel()
-REACH = JobTraffic(jobs=4000, burstiness=1.0)
+REACH = JobTraffic(jobs=2500, burstiness=1.0)
 
 
 def simulated(name: str, traffic: JobTraffic, rate: float, base: SchedConfig = BASE, **options: Any) -> JobRun:
     return SimulatedEngine(contenders(base, [name])[name], MODEL, traffic, **options).run(traffic.draw(rate))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(CONTENDERS),
     st.integers(0, 10_000),
@@ -64,7 +64,7 @@ def test_skip_join_mlfq_is_far_ahead_of_fcfs_and_near_the_oracle() -> None:
     assert mean["skip-join-mlfq"] <= 1.5 * mean["srpt"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["mlfq", "skip-join-mlfq"]), st.integers(0, 10_000), st.sampled_from([1, 4]))
 def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: int) -> None:
     """The bound of docs/scheduling.md, on every wait of every job, under overload."""
