@@ -43,8 +43,9 @@ def test_every_combination_gives_the_tokens_of_a_plain_loop_on_the_host(
     strategy: str,
     resumed: bool,
     tiers: str,
+    policy: str,
 ) -> None:
-    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, tiers, torch.float32, "auto")
+    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, tiers, policy, torch.float32, "auto")
 
 
 @pytest.mark.full
