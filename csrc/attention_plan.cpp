@@ -15,9 +15,10 @@ constexpr int64_t LEAST_ROWS = 16;   // minimum rows per item, if available: key
 constexpr int64_t ALONE = 1 << 11;   // multiplications per row of an item below which one thread finishes before another
                                      // wakes up: kernels with more rows per item are proportionally faster
 constexpr int64_t MERGED_ALONE = 1 << 21;  // the same for merging partial results
-// From this many decoding sequences on, their KV cache exceeds the CPU caches between steps. A thread with a few of
-// them prefetches the next one's pages while it processes one.
-constexpr int64_t MANY_SEQUENCES = 32, MANY_EACH = 16, FEW_EACH = 4;
+// Bytes of keys and values from which on a layer's cache does not stay in a core's own caches between two steps: kernels
+// then prefetch what they process next.
+constexpr int64_t FAR_BYTES = 1 << 20;
+constexpr int64_t LEAST_CHUNKS = 2;  // of a part of a sequence, if sequences are cut for all of their heads
 
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
@@ -95,6 +96,7 @@ struct Plan {
     std::vector<float> partials;
     int64_t products = 0;
     bool alone = false;
+    bool by_heads = true;  // the heads of a sequence may be processed by different threads
 
     static int64_t end_of(const AttentionJob& job, int64_t sequence, int64_t past, int64_t query) {
         return past + __builtin_popcountll(job.ancestors[job.q_start[sequence] + query]);
@@ -184,29 +186,35 @@ struct Plan {
                 products += (end - from) * count * job.heads * (job.size + job.values);
             }
         }
-        // A tile with more than its share of the chunks is split, so that one long sequence keeps every thread busy.
-        // With enough tiles for that, they stay whole: splits have to be merged.
-        const int64_t share = int64_t(tiles.size() + shared.size()) >= pieces ? chunks : std::max<int64_t>(1, chunks / pieces);
         alone = products <= ALONE * rows;
-        const int64_t floats = (job.values + 15) / 16 * 16 + 2;
+        const int64_t bundles = int64_t(tiles.size()) / job.kv_heads, each_head = chunks / job.kv_heads;
+        const bool decodes = job.q_start[sequences] == sequences;
+        by_heads = !decodes || (bundles < pieces && each_head < LEAST_CHUNKS * pieces);
+        // A tile with more than its share of the chunks is split, so that one long sequence keeps every thread busy.
+        // With enough tiles for that, they stay whole: splits have to be merged. The heads of a sequence are adjacent
+        // in its pages, so a decode of many chunks is cut between chunks, for all heads alike.
+        const int64_t whole = by_heads ? int64_t(tiles.size() + shared.size()) : bundles, all = by_heads ? chunks : each_head;
+        const int64_t share = whole >= pieces || alone ? all : std::max<int64_t>(1, all / pieces);
+        const int64_t floats = (job.values + 15) / 16 * 16 + 2, run = by_heads ? 1 : job.kv_heads;
         int64_t used = 0;
         for (const AttentionItem& tile : shared) used = split_tree(job, tile, share, groups, floats, used);
-        for (AttentionItem tile : tiles) {
-            if (tile.chunk_end - tile.chunk_begin <= share || alone) {
-                items.push_back(tile);
-                continue;
+        for (size_t first = 0; first < tiles.size(); first += size_t(run)) {
+            const AttentionItem& tile = tiles[first];
+            const int64_t each = tile.queries * groups * floats, chunks_of_tile = tile.chunk_end - tile.chunk_begin;
+            const bool cut = chunks_of_tile > share;
+            for (int64_t i = 0; i < run && cut; ++i) {
+                split.push_back(tiles[first + size_t(i)]);
+                split.back().partial = used + i * chunks_of_tile * each;
             }
-            const int64_t each = tile.queries * groups * floats;
-            tile.partial = used;
-            split.push_back(tile);
-            for (int64_t chunk = tile.chunk_begin; chunk < tile.chunk_end; chunk += share) {
-                AttentionItem piece = tile;
-                piece.chunk_begin = chunk;
-                piece.chunk_end = std::min(chunk + share, tile.chunk_end);
-                piece.partial = used + (chunk - tile.chunk_begin) * each;
-                items.push_back(piece);
-            }
-            used += (tile.chunk_end - tile.chunk_begin) * each;
+            for (int64_t chunk = tile.chunk_begin; chunk < tile.chunk_end; chunk += share)
+                for (int64_t i = 0; i < run; ++i) {
+                    items.push_back(tiles[first + size_t(i)]);
+                    AttentionItem& piece = items.back();
+                    piece.chunk_begin = chunk;
+                    piece.chunk_end = std::min(chunk + share, tile.chunk_end);
+                    if (cut) piece.partial = used + (i * chunks_of_tile + chunk - tile.chunk_begin) * each;
+                }
+            if (cut) used += run * chunks_of_tile * each;
         }
         if (int64_t(partials.size()) < used) partials.resize(size_t(used));
     }
@@ -224,9 +232,11 @@ void spread(const Task& task, int64_t count, int64_t piece) {
     }, &task);
 }
 
-bool holds_much(int64_t sequences, int64_t tokens) {
-    return tokens == sequences &&
-           sequences >= std::min(MANY_EACH * threads(), std::max(MANY_SEQUENCES, FEW_EACH * threads()));
+bool reads_much(const AttentionJob& job, PageType type, int64_t sequences) {
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < sequences; ++i) tokens += job.window ? std::min(job.window, job.kv_len[i]) : job.kv_len[i];
+    const int64_t numbers = job.size + job.values;
+    return tokens * job.kv_heads * (type == PAGES_INT4 ? numbers / 2 : numbers * number_bytes(type)) >= FAR_BYTES;
 }
 
 }  // namespace
@@ -246,10 +256,9 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     job.partials = plan.partials.data();
     const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());
     int64_t piece = items / (4 * pieces) + 1;
-    job.ahead = holds_much(sequences, tokens) && split == 0;
-    // The heads of a sequence are adjacent in its pages: after one of them, the others are in cache.
-    if (job.ahead) piece = std::max(piece, job.kv_heads);
+    if (!plan.by_heads) piece = std::max(piece, job.kv_heads);
     if (piece > job.kv_heads) piece -= piece % job.kv_heads;
+    job.ahead = tokens == sequences && reads_much(job, type, sequences);
     spread({kernel.attention[type], job}, items, plan.alone ? items : piece);
     spread({kernel.merge, job}, split, plan.products <= MERGED_ALONE ? split : 1);
 }

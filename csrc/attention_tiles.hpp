@@ -1,5 +1,5 @@
-// Attention over bfloat16 or int8 pages in AMX tiles of sixteen rows and thirty-two bfloat16, for head sizes that are
-// multiples of 32. Codes times their scales are rounded to bfloat16, one chunk at a time. Queries are rounded to
+// Attention over pages of bfloat16, int8, fp8 or int4 in AMX tiles of sixteen rows and thirty-two bfloat16, for head sizes
+// that are multiples of 32. Codes times their scales become bfloat16, one chunk at a time. Queries are rounded to
 // bfloat16, to nearest even; softmax weights are computed in bfloat16; sums are float32. A row's total is the sum of
 // the rounded weights, so that they add up to one, and a value shared by all keys passes unchanged.
 //
@@ -23,10 +23,12 @@
 namespace attention_tiles {
 
 #include "attention_tiles_shared.hpp"
+#include "attention_tiles_ahead.hpp"
 #include "attention_tiles_few.hpp"
 #include "attention_tiles_many.hpp"
 
 // Whether the values that only some queries see are finite: then weights of 0 mask them for the others.
+template <class E>
 static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item) {
     const AttentionJob& job = rows.job;
     const int64_t last = rows.count - 1, far = INT64_MAX;
@@ -35,58 +37,39 @@ static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item
     for (const auto& range : ends)
         for (int64_t from = range[0]; from < range[1]; from += CHUNK) {
             const int64_t to = from + CHUNK < range[1] ? from + CHUNK : range[1];
-            if (job.v.scales) {
-                float scales[CHUNK];
-                gather_scales(job, job.v, item, from, to, scales);
+            if constexpr (has_codes<E>) {
+                const int64_t floats = (to - from) * scale_floats<E>(job.values);
+                float* scales = scratch(floats);
+                widen_scales<E>(job, job.v, item, 1, job.values, from, to, scales);
+                for (int64_t i = 0; i < floats; ++i)
+                    if (!(scales[i] <= LARGEST_SCALE && scales[i] >= -LARGEST_SCALE)) return false;
+            } else {
+                const uint8_t* at[CHUNK];
+                locate<E>(job, job.v, item, from, to, at);
                 for (int64_t i = 0; i < to - from; ++i)
-                    if (!(scales[i] <= LARGEST_SCALE)) return false;
-                continue;
+                    for (int64_t byte = 0; byte < job.values * 2; byte += LINE)
+                        largest = _mm512_max_epu16(
+                            largest, _mm512_and_si512(load_line(at[i] + byte), _mm512_set1_epi16(0x7fff)));
             }
-            const uint8_t* at[CHUNK];
-            locate<BFloat16>(job, job.v, item, from, to, at);
-            for (int64_t i = 0; i < to - from; ++i)
-                for (int64_t byte = 0; byte < job.values * 2; byte += LINE)
-                    largest = _mm512_max_epu16(
-                        largest, _mm512_and_si512(load_line(at[i] + byte), _mm512_set1_epi16(0x7fff)));
         }
     return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0;
 }
 
-// `partials`: partial results of the first chunk; those of each next chunk are `step` floats later. Null if the item
-// finishes its rows.
-static void attend_item(const AttentionJob& job, const AttentionItem& item, float* partials, int64_t step,
-                        Ahead& ahead) {
-    const Rows rows(job, item);
-    if (rows.queries > 1 && !rows.paths && !hidden_values_are_finite(rows, item)) {
+template <class E>
+static void attend_bundle(const AttentionJob& job, const Bundle& bundle, Ahead& ahead) {
+    const Rows rows(job, *bundle.items);
+    bool finite = true;
+    for (int64_t head = 0; head < bundle.heads && rows.queries > 1 && !rows.paths; ++head)
+        finite = finite && hidden_values_are_finite<E>(rows, bundle.items[head]);
+    if (finite) return rows.count <= FEW_ROWS ? attend_few<E>(job, bundle, ahead) : attend_many<E>(job, *bundle.items);
+    for (int64_t head = 0; head < bundle.heads; ++head) {
+        const AttentionItem& item = bundle.items[head];
         for (int64_t i = 0; i < item.queries; ++i) {
             AttentionItem one = item;
             one.first += i;
             one.queries = 1;
-            attend_item(job, one, partials ? partials + i * rows.groups * partial_floats(job) : nullptr, step, ahead);
+            attend_bundle<E>(job, {&one, 1}, ahead);
         }
-        return;
-    }
-    const Work work(job, rows);
-    prepare_queries(rows, work);
-    const bool few = rows.count <= FEW_ROWS;
-    // The chunk that is first for every row, if there is one: it needs no merge.
-    const int64_t open = rows.from(0, 0) / CHUNK, first = open == rows.from(rows.count - 1, 0) / CHUNK ? open : -1;
-    for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk) {
-        float* place = partials ? partials + (chunk - item.chunk_begin) * step : nullptr;
-        if (!few) {
-            attend_many(rows, item, chunk, work, place);
-            continue;
-        }
-        const bool opens = chunk == first;
-        attend_few(rows, item, chunk, work, place ? place : opens ? work.running : work.partial, ahead);
-        if (!place && !opens) join_chunk(rows, chunk, work.partial, work.running);
-    }
-    if (partials) return;
-    if (few) return finish(rows, 0, rows.count, work.running);
-    for (int64_t row = 0; row < rows.count; row += SIDE) {
-        const int64_t count = rows.count - row < SIDE ? rows.count - row : SIDE;
-        transpose_result(job, work.running_of(job, row / SIDE), count, work.rows);
-        finish(rows, row, count, work.rows);
     }
 }
 
@@ -100,11 +83,14 @@ static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
     if (!fits(job)) return BANKFULL_ISA_NAME::attend<E>(job, begin, end);
     _tile_loadconfig(&SHAPES);
     Ahead ahead;
-    for (int64_t i = begin; i < end; ++i) {
-        const AttentionItem& item = job.items[i];
-        const int64_t step = item.queries * (job.heads / job.kv_heads) * partial_floats(job);
-        if (job.ahead) ahead.follow(job, item);
-        attend_item(job, item, item.partial < 0 ? nullptr : job.partials + item.partial, step, ahead);
+    const int64_t groups = job.heads / job.kv_heads;
+    for (int64_t i = begin; i < end;) {
+        Bundle bundle{job.items + i, 1};
+        if (bundle.items->queries * groups <= FEW_ROWS)
+            while (i + bundle.heads < end && Bundle::joins(*bundle.items, bundle.items[bundle.heads], bundle.heads))
+                ++bundle.heads;
+        attend_bundle<E>(job, bundle, ahead);
+        i += bundle.heads;
     }
     _tile_release();
 }

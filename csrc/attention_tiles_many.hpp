@@ -6,6 +6,115 @@
 //
 // Included inside attention_tiles, after attention_tiles_shared.hpp.
 
+// Addresses of a chunk's keys: piece d of tile t (dimensions from 32 d of the keys from 16 t).
+struct Keys {
+    const uint8_t* tiles[CHUNK / SIDE];
+    int64_t piece, stride;
+};
+
+struct Work {
+    uint8_t *queries;  // per sixteen rows: as prepare_queries leaves them
+    uint8_t *keys;     // copies: tiles of 16 keys and 32 dimensions
+    uint8_t *values;   // per 32 keys: the keys of each value
+    float *scores;     // of thirty-two rows, and of the next thirty-two; per sixteen rows [key][row]. Weights replace
+                       // them: [pair of keys][row]
+    float *rows;       // results of sixteen consecutive rows
+    float *partial, *running;  // values, maximum and sum of sixteen rows in lanes
+    int32_t *ends;     // per row: the position after the last one it sees
+    uint8_t *widened;  // a chunk's values, if pages hold codes
+    float *scales;     // of a chunk's keys or values, if pages hold codes
+    const uint8_t* zero_line;  // a zero key or value
+
+    int64_t blocks;    // of sixteen rows; even
+
+    Work(const AttentionJob& job, const Rows& all) : blocks((all.count + 31) / 32 * 2) {
+        const int64_t floats = partial_floats(job), line = job.size > job.values ? job.size : job.values;
+        const int64_t bytes[] = {blocks * SIDE * job.size * 2, CHUNK * job.size * 2, CHUNK * job.values * 2,
+                                 4 * CHUNK * SIDE * 4, SIDE * floats * 4, 2 * SIDE * floats * 4,
+                                 blocks * SIDE * floats * 4, blocks * SIDE * 4, job.v.scales ? CHUNK * job.values * 2 : 0,
+                                 job.v.scales ? CHUNK * (line / WIDE + 1) * 4 : 0, line * 2};
+        uint8_t* parts[sizeof bytes / sizeof *bytes];
+        divide_scratch(bytes, parts);
+        queries = parts[0], keys = parts[1], values = parts[2], widened = parts[8], zero_line = parts[10];
+        scores = reinterpret_cast<float*>(parts[3]), rows = reinterpret_cast<float*>(parts[4]);
+        partial = reinterpret_cast<float*>(parts[5]), running = reinterpret_cast<float*>(parts[6]);
+        ends = reinterpret_cast<int32_t*>(parts[7]), scales = reinterpret_cast<float*>(parts[9]);
+        __builtin_memset(parts[10], 0, size_t(line) * 2);
+        for (int64_t row = 0; row < blocks * SIDE; ++row)
+            ends[row] = int32_t(all.to(row < all.count ? row : all.count - 1, INT64_MAX));
+    }
+    uint8_t* queries_of(const AttentionJob& job, int64_t block) const { return queries + block * SIDE * job.size * 2; }
+    float* partial_of(const AttentionJob& job, int64_t block) const {
+        return partial + block * SIDE * partial_floats(job);
+    }
+    float* running_of(const AttentionJob& job, int64_t block) const {
+        return running + block * SIDE * partial_floats(job);
+    }
+};
+
+// Addresses of the chunk's keys or values and, if pages hold codes, their scales; both are 0 at positions that no row
+// sees. Returns the number of floats per head.
+template <class E>
+static int64_t find_heads(const Rows& rows, const Pages& pages, const AttentionItem& item, int64_t size, int64_t start,
+                          int64_t from, int64_t to, const Work& work, const uint8_t** at) {
+    locate_chunk<E>(rows.job, pages, item, start, from, to, work.zero_line, at);
+    const int64_t each = scale_floats<E>(size);
+    if constexpr (has_codes<E>) {
+        for (int64_t i = 0; i < (from - start) * each; ++i) work.scales[i] = 0.0f;
+        widen_scales<E>(rows.job, pages, item, 1, size, from, to, work.scales + (from - start) * each);
+        for (int64_t i = (to - start) * each; i < CHUNK * each; ++i) work.scales[i] = 0.0f;
+    }
+    return each;
+}
+
+template <class E>
+static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                      const Work& work, Keys& keys) {
+    const AttentionJob& job = rows.job;
+    const uint8_t* at[CHUNK];
+    const int64_t floats = find_heads<E>(rows, job.k, item, job.size, start, from, to, work, at);
+    keys.piece = TILE;
+    keys.stride = LINE;
+    // Whole blocks: two tiles are scored at once.
+    for (int64_t tile = (from - start) / WIDE * 2; tile < (to - start + WIDE - 1) / WIDE * 2; ++tile) {
+        uint8_t* copy = work.keys + tile * SIDE * job.size * 2;
+        keys.tiles[tile] = copy;
+        for (int64_t d = 0; d < job.size / WIDE; d += 2)
+            copy_tile<E>(at + tile * SIDE, 0, d, d + 1 < job.size / WIDE, work.scales + tile * SIDE * floats, floats,
+                         copy + d * TILE);
+    }
+}
+
+// The keys of each value, in tiles of 32 keys and 16 values.
+template <class E>
+static void turn_values(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                        const Work& work) {
+    const AttentionJob& job = rows.job;
+    const uint8_t* at[CHUNK];
+    const int64_t floats = find_heads<E>(rows, job.v, item, job.values, start, from, to, work, at);
+    const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
+    if constexpr (has_codes<E>)
+        for (int64_t i = first * WIDE; i < last * WIDE; ++i) {
+            uint8_t* wide = work.widened + i * job.values * 2;
+            const Lines<E> lines(at[i], work.scales + i * floats);
+            for (int64_t c = 0; c < job.values / WIDE; ++c) store_line(wide + c * LINE, lines.of(c));
+            at[i] = wide;
+        }
+    for (int64_t block = first; block < last; ++block)
+        for (int64_t c = 0; c < job.values; c += WIDE)
+            for (int high = 0; high < 2; ++high) {
+                __m512i lines[16];
+                for (int64_t pair = 0; pair < SIDE; ++pair) {
+                    const uint8_t* const* both = at + block * WIDE + 2 * pair;
+                    const __m512i even = load_line(both[0] + c * 2), odd = load_line(both[1] + c * 2);
+                    lines[pair] = high ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
+                }
+                transpose(lines);
+                uint8_t* to_values = work.values + (block * job.values + c) * LINE;
+                for (int64_t i = 0; i < SIDE; ++i) store_line(to_values + Lines<E>::place(i, high) * LINE, lines[i]);
+            }
+}
+
 // Visibility of a chunk for sixteen rows: each row sees the keys [from, to); at least one row sees [seen_from,
 // seen_to), all of them [all_from, all_to).
 struct Visibility {
@@ -191,19 +300,6 @@ static void exponentiate(const AttentionJob& job, const Keys& keys, const Pair& 
     ahead.finish_all();
 }
 
-static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last,
-                        uint8_t* values) {
-    for (int64_t block = first; block < last; ++block)
-        for (int64_t c = 0; c < job.values; c += WIDE)
-            for (int high = 0; high < 2; ++high) {
-                __m512i lines[16];
-                for (int64_t pair = 0; pair < SIDE; ++pair) lines[pair] = pair_up(at + block * WIDE, pair, c * 2, high);
-                transpose(lines);
-                uint8_t* to = values + (block * job.values + c + high * 4) * LINE;
-                for (int64_t i = 0; i < SIDE; ++i) store_line(to + (i / 4 * 8 + i % 4) * LINE, lines[i]);
-            }
-}
-
 // join_chunk of attention.hpp for sixteen rows in lanes: the same operations on the same numbers.
 class Merging {
   public:
@@ -305,16 +401,15 @@ static void transpose_result(const AttentionJob& job, const float* lanes, int64_
 }
 
 // Merges the chunk into the running result, or stores its partial results at `partials`.
-static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partials) {
+template <class E>
+static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partials) {
     const AttentionJob& job = rows.job;
     const int64_t start = chunk * CHUNK;
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
     if (from >= to) return;
     Keys keys;
-    copy_keys(rows, item, start, from, to, work, keys);
-    const uint8_t* at[CHUNK];
-    find_values(rows, item, start, from, to, work, at);
-    turn_values(job, at, (from - start) / WIDE, (to - start + WIDE - 1) / WIDE, work.values);
+    copy_keys<E>(rows, item, start, from, to, work, keys);
+    turn_values<E>(rows, item, start, from, to, work);
     settle_memory();
     // Later rows see later keys: the pairs that see any key of the chunk are consecutive.
     int64_t block = 0;
@@ -349,5 +444,22 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
         }
         if (!goes_on) return;
         pair = next;
+    }
+}
+
+template <class E>
+static void attend_many(const AttentionJob& job, const AttentionItem& item) {
+    const Rows rows(job, item);
+    const Work work(job, rows);
+    prepare_queries<E>(rows, work.blocks, work.queries);
+    const int64_t step = rows.count * partial_floats(job);
+    for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk)
+        attend_chunk<E>(rows, item, chunk, work,
+                        item.partial < 0 ? nullptr : job.partials + item.partial + (chunk - item.chunk_begin) * step);
+    if (item.partial >= 0) return;
+    for (int64_t row = 0; row < rows.count; row += SIDE) {
+        const int64_t count = rows.count - row < SIDE ? rows.count - row : SIDE;
+        transpose_result(job, work.running_of(job, row / SIDE), count, work.rows);
+        finish(rows, row, count, work.rows);
     }
 }

@@ -1,4 +1,4 @@
-// Shared by few and many rows in tiles: tile shapes and layouts, rounding, addresses of keys and values.
+// Shared by few and many rows in tiles: tile shapes and layouts, rounding, queries, addresses of keys and values.
 //
 // Included inside attention_tiles.
 
@@ -6,6 +6,7 @@ constexpr int64_t SIDE = 16;     // rows of a tile, and its columns of 32 bits
 constexpr int64_t WIDE = 32;     // bfloat16 in a row of a tile
 constexpr int64_t LINE = 64;     // bytes in a row of a tile
 constexpr int64_t TILE = 1024;   // bytes of a tile
+constexpr int64_t ALIAS = 4096;  // addresses that differ by multiples of it look alike to the load unit
 constexpr int64_t BLOCKS = CHUNK / WIDE;
 constexpr int64_t FEW_ROWS = 16;  // up to which transposing scores is cheaper than transposing values
 constexpr int64_t MANY_ROWS = 384;
@@ -102,145 +103,51 @@ static inline void transpose(__m512i (&r)[16]) {
     for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-// Addresses of a chunk's keys: piece d of tile t (dimensions from 32 d of the keys from 16 t).
-struct Keys {
-    const uint8_t* tiles[CHUNK / SIDE];
-    int64_t piece, stride;
-};
+#include "attention_tiles_lines.hpp"
 
-struct Work {
-    uint8_t *queries;  // per sixteen rows and 32 dimensions: [pair of dimensions][row]
-    uint8_t *keys;     // copies, if pages cannot be read in place: tiles of 16 keys and 32 dimensions
-    uint8_t *values;   // per 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
-    uint8_t *weights;  // few rows: per 32 keys, [row][key]. Many rows keep them in the scores: [pair of keys][row]
-    float *scores;     // per sixteen rows: [key][row]. Many rows: of thirty-two rows, and of the next thirty-two
-    float *rows;       // sixteen consecutive rows: scores, weighted values or results
-    float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
-    int32_t *ends;     // per row: the position after the last one it sees
-    uint8_t *widened;  // a chunk's values, if pages hold codes
-    const uint8_t* zero_line;  // a zero key or value
-
-    int64_t blocks;    // of sixteen rows; even, except for few rows
-
-    Work(const AttentionJob& job, const Rows& all) : blocks(all.count <= FEW_ROWS ? 1 : (all.count + 31) / 32 * 2) {
-        const int64_t floats = partial_floats(job);
-        const int64_t line = job.size > job.values ? job.size : job.values;
-        const int64_t wide = floats > CHUNK ? floats : CHUNK;
-        const int64_t bytes[] = {blocks * SIDE * job.size * 2, CHUNK * job.size * 2, CHUNK * job.values * 2,
-                                 BLOCKS * TILE, 4 * CHUNK * SIDE * 4, SIDE * wide * 4, 2 * SIDE * floats * 4,
-                                 blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2,
-                                 job.v.scales ? CHUNK * job.values * 2 : 0};
-        int64_t sum = LINE;
-        for (int64_t part : bytes) sum += (part + LINE - 1) / LINE * LINE;
-        const uintptr_t start = reinterpret_cast<uintptr_t>(scratch(sum / 4));
-        uint8_t* next = reinterpret_cast<uint8_t*>((start + LINE - 1) / LINE * LINE);
-        uint8_t* parts[sizeof bytes / sizeof *bytes];
-        for (size_t i = 0; i < sizeof bytes / sizeof *bytes; ++i) {
-            parts[i] = next;
-            next += (bytes[i] + LINE - 1) / LINE * LINE;
-        }
-        queries = parts[0], keys = parts[1], values = parts[2], weights = parts[3], zero_line = parts[9];
-        widened = parts[10];
-        scores = reinterpret_cast<float*>(parts[4]), rows = reinterpret_cast<float*>(parts[5]);
-        partial = reinterpret_cast<float*>(parts[6]), running = reinterpret_cast<float*>(parts[7]);
-        ends = reinterpret_cast<int32_t*>(parts[8]);
-        __builtin_memset(parts[9], 0, size_t(line) * 2);
-        for (int64_t row = 0; row < blocks * SIDE; ++row)
-            ends[row] = int32_t(all.to(row < all.count ? row : all.count - 1, INT64_MAX));
+// Consecutive parts of a thread's scratch memory, each aligned to a line, the first one to ALIAS.
+template <size_t N>
+static void divide_scratch(const int64_t (&bytes)[N], uint8_t* (&parts)[N]) {
+    int64_t sum = ALIAS;
+    for (int64_t part : bytes) sum += (part + LINE - 1) / LINE * LINE;
+    const uintptr_t start = reinterpret_cast<uintptr_t>(scratch(sum / 4));
+    uint8_t* next = reinterpret_cast<uint8_t*>((start + ALIAS - 1) / ALIAS * ALIAS);
+    for (size_t i = 0; i < N; ++i) {
+        parts[i] = next;
+        next += (bytes[i] + LINE - 1) / LINE * LINE;
     }
-    uint8_t* queries_of(const AttentionJob& job, int64_t block) const { return queries + block * SIDE * job.size * 2; }
-    float* partial_of(const AttentionJob& job, int64_t block) const {
-        return partial + block * SIDE * partial_floats(job);
-    }
-    float* running_of(const AttentionJob& job, int64_t block) const {
-        return running + block * SIDE * partial_floats(job);
-    }
-};
+}
 
-// Scaled here, unless a soft cap comes between scale and softmax. The softmax uses powers of two.
-static void prepare_queries(const Rows& rows, const Work& work) {
+// Queries of `blocks` times sixteen rows: per block and 32 dimensions, [pair of dimensions][row]. Scaled here, unless a
+// soft cap comes between scale and softmax. The softmax uses powers of two.
+template <class E>
+static void prepare_queries(const Rows& rows, int64_t blocks, uint8_t* to) {
     const AttentionJob& job = rows.job;
     const __m512 scale = _mm512_set1_ps(job.cap ? 1.0f : job.scale * LOG2_OF_E);
-    for (int64_t first = 0; first < work.blocks * SIDE; first += SIDE) {
-        uint8_t* to = work.queries_of(job, first / SIDE);
+    for (int64_t first = 0; first < blocks * SIDE; first += SIDE)
         for (int64_t d = 0; d < job.size; d += WIDE, to += TILE) {
             __m512i lines[16];
             for (int64_t i = 0; i < SIDE; ++i) {
                 lines[i] = _mm512_setzero_si512();
                 if (first + i >= rows.count) continue;
                 const float* q = rows.query(first + i) + d;
-                lines[i] = narrow(_mm512_mul_ps(_mm512_loadu_ps(q), scale),
-                                  _mm512_mul_ps(_mm512_loadu_ps(q + SIDE), scale));
+                lines[i] = Lines<E>::ordered(narrow(_mm512_mul_ps(_mm512_loadu_ps(q), scale),
+                                                    _mm512_mul_ps(_mm512_loadu_ps(q + SIDE), scale)));
             }
             transpose(lines);
             for (int64_t i = 0; i < SIDE; ++i) store_line(to + i * LINE, lines[i]);
         }
-    }
 }
 
 // Addresses of a whole chunk's keys or values; positions that no row sees point to zeros.
 template <class E>
-static void locate_chunk(const Rows& rows, const Pages& pages, const AttentionItem& item, int64_t start, int64_t from,
-                         int64_t to, const uint8_t* zero_line, const uint8_t** at) {
+static void locate_chunk(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t start,
+                         int64_t from, int64_t to, const uint8_t* zero_line, const uint8_t** at) {
     for (int64_t i = 0; i < from - start; ++i) at[i] = zero_line;
-    locate<E>(rows.job, pages, item, from, to, at + (from - start));
+    locate<E>(job, pages, item, from, to, at + (from - start));
     for (int64_t i = to - start; i < CHUNK; ++i) at[i] = zero_line;
-}
-
-// Thirty-two codes times their scale.
-static inline __m512i widen(const uint8_t* codes, __m512 scale) {
-    return narrow(_mm512_mul_ps(Int8::load(codes).v, scale), _mm512_mul_ps(Int8::load(codes + SIDE).v, scale));
-}
-
-// The same for values, in bfloat16 for any page type.
-static void find_values(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
-                        const Work& work, const uint8_t** at) {
-    const AttentionJob& job = rows.job;
-    if (!job.v.scales) return locate_chunk<BFloat16>(rows, job.v, item, start, from, to, work.zero_line, at);
-    locate_chunk<Int8>(rows, job.v, item, start, from, to, work.zero_line, at);
-    float scales[CHUNK];
-    gather_scales(job, job.v, item, from, to, scales);
-    for (int64_t i = from - start; i < to - start; ++i) {
-        uint8_t* line = work.widened + i * job.values * 2;
-        const __m512 scale = _mm512_set1_ps(scales[i - (from - start)]);
-        for (int64_t c = 0; c < job.values; c += WIDE) store_line(line + c * 2, widen(at[i] + c, scale));
-        at[i] = line;
-    }
-}
-
-static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
-                      const Work& work, Keys& keys) {
-    const AttentionJob& job = rows.job;
-    const uint8_t* at[CHUNK];
-    float scales[CHUNK] = {};
-    if (job.k.scales) {
-        locate_chunk<Int8>(rows, job.k, item, start, from, to, work.zero_line, at);
-        gather_scales(job, job.k, item, from, to, scales + (from - start));
-    } else {
-        locate_chunk<BFloat16>(rows, job.k, item, start, from, to, work.zero_line, at);
-    }
-    keys.piece = TILE;
-    keys.stride = LINE;
-    // Whole blocks: many rows score two tiles at once.
-    for (int64_t tile = (from - start) / WIDE * 2; tile < (to - start + WIDE - 1) / WIDE * 2; ++tile) {
-        uint8_t* copy = work.keys + tile * SIDE * job.size * 2;
-        keys.tiles[tile] = copy;
-        for (int64_t i = 0; i < SIDE; ++i) {
-            const uint8_t* key = at[tile * SIDE + i];
-            const __m512 scale = _mm512_set1_ps(scales[tile * SIDE + i]);
-            for (int64_t d = 0; d < job.size / WIDE; ++d)
-                store_line(copy + d * TILE + i * LINE,
-                           job.k.scales ? widen(key + d * WIDE, scale) : load_line(key + d * LINE));
-        }
-    }
 }
 
 static inline __m512 capped(const AttentionJob& job, __m512 score) {
     return (SoftCap::of(Lanes{score} * Lanes::splat(job.scale), job.cap) * Lanes::splat(LOG2_OF_E)).v;
-}
-
-// Sixteen pairs of keys and 32 values: the low or the high four of every eight values, in pairs of keys.
-static inline __m512i pair_up(const uint8_t* const* at, int64_t pair, int64_t byte, bool high) {
-    const __m512i even = load_line(at[2 * pair] + byte), odd = load_line(at[2 * pair + 1] + byte);
-    return high ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
 }

@@ -69,6 +69,21 @@ static constexpr void offer(Kernels& table, Format format, const char* name) {
     table.embedding[format] = embedding<F>;
 }
 
+// Pages of sixteen bits or fewer run in tiles where there are tiles.
+static constexpr void offer_pages(Kernels& table) {
+#if defined(__AMX_BF16__)
+    using attention_tiles::attend;
+    constexpr auto rows = attention_tiles::rows;
+#else
+    constexpr auto rows = attention_rows;
+#endif
+    table.attention[PAGES_BF16] = attend<BFloat16>;
+    table.attention[PAGES_INT8] = attend<Int8>;
+    table.attention[PAGES_FP8] = attend<Float8>;
+    table.attention[PAGES_INT4] = attend<Int4>;
+    for (int type = PAGES_BF16; type < PAGE_TYPES; ++type) table.attention_rows[type] = rows;
+}
+
 static constexpr Kernels build() {
     Kernels table{};
     offer<AsF32>(table, F32, "f32");
@@ -110,19 +125,8 @@ static constexpr Kernels build() {
     table.intake = intake;
     table.intake_head = intake_head;
     table.attention[PAGES_F32] = attend<Float32>;
-    table.attention[PAGES_FP8] = attend<Float8>;
-    table.attention[PAGES_INT4] = attend<Int4>;
     table.attention_rows[PAGES_F32] = attention_rows;
-    table.attention_rows[PAGES_FP8] = table.attention_rows[PAGES_INT4] = attention_rows;
-#if defined(__AMX_BF16__)
-    table.attention[PAGES_BF16] = attention_tiles::attend<BFloat16>;
-    table.attention[PAGES_INT8] = attention_tiles::attend<Int8>;
-    table.attention_rows[PAGES_BF16] = table.attention_rows[PAGES_INT8] = attention_tiles::rows;
-#else
-    table.attention[PAGES_BF16] = attend<BFloat16>;
-    table.attention[PAGES_INT8] = attend<Int8>;
-    table.attention_rows[PAGES_BF16] = table.attention_rows[PAGES_INT8] = attention_rows;
-#endif
+    offer_pages(table);
     table.merge = merge_split;
     table.head_products[0] = head_products<Float32>;
     table.head_products[1] = head_products<BFloat16>;

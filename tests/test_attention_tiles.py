@@ -1,4 +1,4 @@
-"""Attention over bfloat16 and int8 pages: in tiles where the processor has them, and on every other instruction set."""
+"""Attention over bfloat16 and rounded pages: in tiles where the processor has them, and on every instruction set."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from torch import Tensor
 
 _native = pytest.importorskip("bankfull._native", reason="the native extension was not built")
 
-from bankfull.ops import PagedMeta, paged_attention, write_pages_int8  # noqa: E402
+from bankfull.ops import (  # noqa: E402
+    PagedMeta,
+    paged_attention,
+    write_pages_fp8,
+    write_pages_int4,
+    write_pages_int8,
+)
+from bankfull.ops.reference.rounded_pages import ROUNDED, int4_group, page_numbers  # noqa: E402
 
 ISAS: list[str] = _native.isas()
 POISON = -1
 """As integers: every byte 0xFF, which is NaN in bfloat16."""
+WRITERS = {"int8": write_pages_int8, "fp8": write_pages_fp8, "int4": write_pages_int4}
 
 #: A decode, a prompt's first chunk, a later chunk, drafts to verify across a chunk's border, and the shortest one.
 MIXED = ((1, 300), (97, 97), (150, 401), (4, 130), (1, 1))
@@ -37,7 +45,7 @@ def threads() -> Iterator[None]:
     _native.set_threads(before)
 
 
-@pytest.fixture(params=["bfloat16", "int8"])
+@pytest.fixture(params=["bfloat16", *ROUNDED])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -51,7 +59,7 @@ class Pages:
     v: Tensor
     table: Tensor
     scales: tuple[Tensor, ...] = ()
-    """Of keys and values in int8."""
+    """Of rounded keys and values."""
 
     @property
     def page(self) -> int:
@@ -87,24 +95,28 @@ class Pages:
         which = range(len(works))
         q, meta = self.queries(which, works), self.meta(which, works)
         k, v = (
-            (pages.double() * (scales.unsqueeze(-1) if self.scales else 1.0)).nan_to_num()
-            for pages, scales in zip((self.k, self.v), self.scales or (self.k, self.v), strict=True)
+            page_numbers(pages, scales, torch.float64).nan_to_num()
+            for pages, scales in zip((self.k, self.v), self.scales or (None, None), strict=True)
         )
         return paged_attention.body(q.double(), k, v, meta, q.shape[-1] ** -0.5, window, cap)
 
-    def rounded(self) -> Pages:
-        """The same in int8. What was no number has a scale that is none, and any codes."""
+    def of(self, kind: str) -> Pages:
+        """The same in pages of another type. What was no number has a scale that is none, and any codes."""
+        if kind not in ROUNDED:
+            return self
         places = torch.arange(self.k.shape[0] * self.page)
         pages, scales = [], []
         for numbers in (self.k, self.v):
-            pages.append(torch.empty(numbers.shape, dtype=torch.int8))
-            scales.append(torch.empty(numbers.shape[:3]))
-            write_pages_int8.body(numbers.flatten(0, 1), pages[-1], scales[-1], places)
-            pages[-1][scales[-1].isnan()] = POISON
+            *shape, size = numbers.shape
+            paired = kind == "int4"
+            pages.append(torch.empty(*shape, size // 2 if paired else size, dtype=ROUNDED[kind]))
+            scales.append(
+                torch.empty(*shape, size // int4_group(size), dtype=torch.bfloat16) if paired else torch.empty(*shape)
+            )
+            WRITERS[kind].body(numbers.flatten(0, 1), pages[-1], scales[-1], places)
+            none = scales[-1].isnan().any(-1) if paired else scales[-1].isnan()
+            pages[-1].view(torch.int8)[none] = POISON
         return replace(self, k=pages[0], v=pages[1], scales=tuple(scales))
-
-    def of(self, kind: str) -> Pages:
-        return self.rounded() if kind == "int8" else self
 
 
 def pages_of(
@@ -172,7 +184,7 @@ def test_a_mixed_batch_is_the_body_among_poisoned_pages(
     error = (pages.attend(MIXED, window, cap).double() - pages.expected(MIXED, window, cap)).abs()
     in_tiles = isa == "amx" and sizes[0] % 32 == 0 and sizes[1] % 32 == 0
     assert error.max() < (1.5e-2 if in_tiles else 5e-6), error.max()
-    assert error.mean() < ((1e-3 if kind == "int8" else 7e-4) if in_tiles else 1e-7), error.mean()
+    assert error.mean() < ((7e-4 if kind == "bfloat16" else 1e-3) if in_tiles else 1e-7), error.mean()
 
 
 @pytest.mark.covering(2)

@@ -90,7 +90,7 @@ class Attention:
         self.rotates_first = rotates_first
         self.sinks = None if sinks is None else sinks.to(build.at_least_float32)
         self.rounded = is_rounded(build.pages)
-        own = Paged(_pages(heads, build.pages), heads.sight)
+        own = Paged(page_tensors(heads, build.pages), heads.sight)
         self.states: tuple[StateSpec, ...] = (own if state is None else state,)
         self._rotate = build.bind(rotate)
         self.fixed = _checkpoint_scales(build, heads) if build.pages is FP8 else ((), ())
@@ -188,7 +188,7 @@ def _norms(q_norm: Norm | None, k_norm: Norm | None) -> HeadNorms | None:
     return None
 
 
-def _pages(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+def page_tensors(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     """A token's part of a page: its key and value, and their scales if they are rounded."""
     kind = str(dtype).removeprefix("torch.")
     scales: tuple[int, ...] = (heads.kv,)
