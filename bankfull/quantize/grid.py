@@ -98,10 +98,10 @@ class Grid:
         found = []
         for part in matrix.split(max(1, (ON_DEVICE if matrix.is_cuda else ELEMENTS_AT_ONCE) // columns)):
             groups = part.unflatten(-1, (-1, self.group))
-            extremes = groups.aminmax(dim=-1, keepdim=True)
+            low, high = groups.aminmax(dim=-1, keepdim=True)
             best: tuple[Tensor, Tensor, Tensor] | None = None
             for shrink in shrinks:
-                scale, zero = self._scales(*extremes, shrink)
+                scale, zero = self._scales(low, high, shrink)
                 error = self.nearest(groups, scale, zero).sub_(groups).square_()
                 total = (error if weight is None else error.mul_(weight)).sum(-1, keepdim=True)
                 best = (total, scale, zero) if best is None else _better(best, (total, scale, zero))

@@ -19,6 +19,8 @@ MOST_KEYS = 1 << 16
 """Changes that the journal keeps, and keys of one message at most."""
 SLOT = "slot"
 """First part of the key of a recurrent snapshot, in the place of a group's number."""
+PRIVATE = b"parked"
+"""The names of a parked sequence's own state begin with it: nobody else can use it, and nobody after a restart."""
 
 
 class KeyChanges(NamedTuple):
@@ -85,8 +87,9 @@ class KeyJournal:
 
 
 def packed_keys(keys: Iterable[Any]) -> bytes:
-    """The keys, as the state manager publishes them, in 8 bytes each."""
-    return b"".join([name[:KEY_BYTES] if group == 0 else _tagged(group, name) for group, name in keys])
+    """The keys, as the state manager publishes them, in 8 bytes each; without those of parked sequences."""
+    shared = ((group, name) for group, name in keys if not name.startswith(PRIVATE))
+    return b"".join([name[:KEY_BYTES] if group == 0 else _tagged(group, name) for group, name in shared])
 
 
 def _tagged(group: int | str, name: bytes) -> bytes:

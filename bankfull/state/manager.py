@@ -14,14 +14,14 @@ from sys import maxsize
 
 from bankfull.config import StateConfig
 from bankfull.errors import ConfigError
-from bankfull.state.journal import SLOT, KeyJournal
+from bankfull.state.journal import PRIVATE, SLOT, KeyJournal
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Census, Pool
 from bankfull.state.pins import Pins
 from bankfull.state.policy import GroupPolicy, Hit, Reusable, Snapshots, longest_reusable, policy_of
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
-from bankfull.state.tiers import PRIVATE, Key, Tiers
+from bankfull.state.tiers import Key, Tiers
 from bankfull.types import NULL, Address, Keep, Tier
 
 

@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bankfull.state.journal import SLOT
+from bankfull.state.journal import PRIVATE, SLOT
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
 from bankfull.types import Address, Tier
 
 Key = tuple[int | str, bytes]
 """A paged group's number, or SLOT, and the name of a block of the chain."""
-PRIVATE = b"parked"
-"""The names of a parked sequence's own state begin with it: it is worth nothing after a restart."""
 IN_FLIGHT_BYTES = 64 << 20
 """Bytes of one tier's write-behind that are under way at once: more would delay the transfers that somebody waits
 for."""
