@@ -13,7 +13,7 @@ from bankfull.fleet import prefixes
 from bankfull.fleet.prefix_report import REPORT_SECONDS, PrefixReporter
 from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
 from bankfull.serve.engine.wire import Facts, PrefixChanges
-from bankfull.state.journal import SLOT, KeyJournal, place_tag, short_key
+from bankfull.state.journal import PRIVATE, SLOT, KeyJournal, place_tag, short_key
 from bankfull.state.manager import Match, StateManager
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec, layout_of
@@ -34,7 +34,7 @@ def facts_of(state: StateManager) -> Facts:
 
 
 def keys_of(state: StateManager) -> set[int]:
-    names = [*state.pages._by_key, *state.slots._by_key]
+    names = [key for key in (*state.pages._by_key, *state.slots._by_key) if not key[1].startswith(PRIVATE)]  # type: ignore[index]
     return {short_key(name) ^ place_tag(group) for group, name in names}  # type: ignore[misc]
 
 
