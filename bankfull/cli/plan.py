@@ -98,7 +98,8 @@ def plan(
         ),
     ] = None,
     routing: Annotated[
-        str, typer.Option(help="Routing of --simulate: prefix, least-loaded, random-two, round-robin, or all.")
+        str,
+        typer.Option(help="Routing of --simulate: prefix, completion, least-loaded, random-two, round-robin, or all."),
     ] = "prefix",
     trace: Annotated[
         str | None,

@@ -16,7 +16,7 @@ from bankfull.errors import ConfigError
 if TYPE_CHECKING:
     from bankfull.config import SchedConfig
     from bankfull.plan.policies.compare import PolicyFigures
-    from bankfull.plan.policies.jobs import JobTraffic
+    from bankfull.plan.policies.jobs import Job, JobTraffic
     from bankfull.plan.policies.step_model import StepModel
 
 ROWS, STEP_TOKENS = 8, 512
@@ -105,6 +105,15 @@ def policies(
         int, typer.Option(min=0, help="Tokens of a simulated host tier, for the state of preempted sequences.")
     ] = 0,
     token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token's state, for the bytes swapped.")] = 131072,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Simulate so many engines behind the router, which places jobs by their predicted completion, on the "
+            "least loaded one, or on one of two drawn at random.",
+        ),
+    ] = 1,
     stretch: Stretch = 3.0,
     chart: ChartPath = None,
     json: Json = False,
@@ -127,6 +136,8 @@ def policies(
         raise ConfigError("--engine measures step times and has its own memory; leave out the simulator's options.")
     if not stretch >= 1:
         raise ConfigError(f"--stretch {stretch} must be at least 1.")
+    if replicas > 1 and (on_engine or memory_tokens is not None or host_tokens):
+        raise ConfigError("--replicas simulates engines with the usual memory; leave out the options for one engine.")
     base = compared_base(engine)
     asked = traffic.traffic(64 if on_engine else 10_000)
     compared = contenders(base, names or [])
@@ -138,8 +149,11 @@ def policies(
     else:
         few = replace(asked, jobs=min(asked.jobs, SATURATION_JOBS))
         rate = traffic.load * saturation(replace(base, policy="fcfs"), model, few)
+    rate *= replicas
     jobs, found = asked.draw(rate), []
-    with progress("jobs", asked.jobs * len(compared)) as advance:
+    if replicas > 1:
+        found, compared = _placed(jobs, replicas, compared if names else {}, base, model, asked, stretch), {}
+    with progress("jobs", asked.jobs * max(1, len(compared))) as advance:
         for number, (name, sched) in enumerate(compared.items()):
             made = SimulatedEngine(
                 sched,
@@ -152,7 +166,8 @@ def policies(
             before = number * asked.jobs
             run = made.run(jobs, lambda done, _, name=name, before=before: advance(before + done, name))  # type: ignore[misc]
             found.append(figures(name, run, model, stretch))
-    title = f"{asked}, {traffic.load:g} of fcfs's saturation ({rate:.3g}/s), {base.rows} rows"
+    engines = f"{replicas} x {base.rows} rows" if replicas > 1 else f"{base.rows} rows"
+    title = f"{asked}, {traffic.load:g} of fcfs's saturation ({rate:.3g}/s), {engines}"
     if chart is not None:
         save(policy_chart(measured or found, title), chart)
     agreed = agreement(measured, found) if measured else None
@@ -162,6 +177,7 @@ def policies(
             "load": traffic.load,
             "rate": rate,
             "rows": base.rows,
+            "replicas": replicas,
             "step_model": {name: getattr(model, name) for name in ("step", "row", "context", "prompt")},
             "simulated": [one.as_json() for one in found],
         }
@@ -176,6 +192,42 @@ def policies(
     print(f"steps: {model}. good: within {stretch:g}x of the time on an idle engine.")
     if agreed is not None:
         print(agreed)
+
+
+def _placed(
+    jobs: list[Job],
+    replicas: int,
+    compared: dict[str, SchedConfig],
+    base: SchedConfig,
+    model: StepModel,
+    asked: JobTraffic,
+    stretch: float,
+) -> list[PolicyFigures]:
+    """Policies, skip-join-mlfq if none is chosen, under each way to place jobs on replicas."""
+    from bankfull.cli.terminal import progress
+    from bankfull.plan.policies.compare import figures
+    from bankfull.plan.policies.placing import ROUTINGS, place
+
+    compared = compared or {"skip-join-mlfq": replace(base, policy="skip-join-mlfq")}
+    if batched := [name for name, sched in compared.items() if sched.batching != "continuous"]:
+        raise ConfigError(f"--replicas runs engines with continuous batching; leave out --with {batched[0]}.")
+    found: list[PolicyFigures] = []
+    with progress("jobs", len(jobs) * len(compared) * len(ROUTINGS)) as advance:
+        for name, sched in compared.items():
+            for routing in ROUTINGS:
+                before = len(found) * len(jobs)
+                run = place(
+                    jobs,
+                    replicas,
+                    routing,
+                    sched,
+                    model,
+                    asked,
+                    asked.seed,
+                    lambda done, note, before=before: advance(before + done, note),  # type: ignore[misc]
+                )
+                found.append(figures(f"{name}, {routing}", run, model, stretch))
+    return found
 
 
 def compared_base(engine: EngineOptions) -> SchedConfig:

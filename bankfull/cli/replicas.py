@@ -28,8 +28,8 @@ class ReplicaOptions:
     routing: Annotated[
         str,
         typer.Option(
-            help="With --replicas, how one is chosen: prefix (cached prefix and load), round-robin, least-loaded or "
-            "random-two."
+            help="With --replicas, how one is chosen: prefix (cached prefix and load), completion (earliest end under "
+            "--policy), round-robin, least-loaded or random-two."
         ),
     ] = "prefix"
     ray: Annotated[

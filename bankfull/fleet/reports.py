@@ -109,6 +109,10 @@ class Load(msgspec.Struct, array_like=True):
     """Pins given up so far because a sequence lacked memory."""
     pins_over_share: int = 0
     """Pins dropped, or not made, so far, because pins hold their share of the memory."""
+    queues: list[float] = []
+    """Milliseconds of quanta that the sequences of each queue have left, for a policy with queues; else empty."""
+    quantum_ms: float = 0.0
+    """Quantum of its first queue; each next one is twice as long."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):
@@ -131,6 +135,12 @@ def pin_figures(scheduler: Scheduler) -> tuple[int, int, int, int]:
     """The fields of `Load` for pins."""
     pins = scheduler.state.pins
     return len(pins.all), pins.places if pins.all else 0, pins.counts.given_up, pins.counts.over_quota
+
+
+def queue_figures(scheduler: Scheduler) -> tuple[list[float], float]:
+    """The fields of `Load` for a policy with queues."""
+    queues = [1e3 * seconds for seconds in scheduler.policy.backlog()]
+    return queues, scheduler.config.quantum_ms if queues else 0.0
 
 
 def tier_figures(scheduler: Scheduler) -> tuple[list[TierLoad], MoveLoad | None]:

@@ -281,6 +281,52 @@ class PrefixRouting:
         return self._rotation.least(each)
 
 
+TIE_SHARE = 0.1
+"""Predicted completions that differ by a smaller share are equal: measured rates of equal replicas differ as much."""
+LASTS_TWICE = 0.5
+"""Chance that a request which has used up its quanta so far lasts for the next one, which is as long as all of them."""
+
+
+def completion_ms(prompt_tokens: int, replica: Candidate, steps: float) -> float:
+    """Predicted milliseconds until the last token, under the replica's scheduling policy, of a request that decodes for
+    `steps` steps. With queues, it joins the first one whose quantum covers its prefill, and waits for what is left in
+    this one and in those before it; for what is left in later queues only if it lasts long enough to get there, and
+    its steps are shared with all that are there. Without queues it waits for rows, and then has one for itself."""
+    own = max(1, prompt_tokens - replica.cached_tokens) * replica.prefill_ms_per_token
+    wait, full = 0.0, bool(replica.rows) and replica.online >= replica.rows
+    load, decode = replica.load, steps * replica.step_ms
+    if full and load is not None and load.quantum_ms:
+        chance, quantum = 1.0, load.quantum_ms
+        for left in load.queues:
+            wait += chance * left / replica.rows
+            if quantum >= own:
+                chance *= LASTS_TWICE
+            quantum *= 2
+        decode *= (replica.online + 1) / replica.rows
+    elif full:
+        wait = (replica.online - replica.rows + 1) * decode / replica.rows
+    return wait + own + replica.inflight_tokens * replica.prefill_ms_per_token + decode
+
+
+class CompletionRouting:
+    """Earliest predicted completion under the scheduling policy, then fewest samples in flight."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rotation = _Rotation()
+
+    def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
+        if batch:
+            return self._rotation.least_online(candidates)
+        known = with_rates(candidates)
+        # How long requests are is a property of the traffic: a replica that got short ones is not faster for it.
+        steps = median([replica.row_ms / replica.step_ms for replica in known])
+        costs = [completion_ms(prompt_tokens, one, steps) for one in known]
+        near = TIE_MS + (1 + TIE_SHARE) * min(costs)
+        return self._rotation.least(
+            [(cost > near, one.online, one.inflight_tokens) for cost, one in zip(costs, known, strict=True)]
+        )
+
+
 class RoundRobin:
     """Each replica in turn."""
 
@@ -326,6 +372,7 @@ POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "random-two": RandomTwo,
+    "completion": CompletionRouting,
 }
 """Policies by the name that `--routing` takes; each is made from a seed."""
 DEFAULT_POLICY = "prefix"

@@ -10,7 +10,7 @@ from typing import Any
 from bankfull.engine import Engine
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.prefixes import PrefixIndex, PromptKeys
-from bankfull.fleet.reports import Facts, Load, PrefixChanges, routing_figures
+from bankfull.fleet.reports import Facts, Load, PrefixChanges, queue_figures, routing_figures
 from bankfull.fleet.routing import routing_policy
 from bankfull.fleet.table import ReplicaTable
 from bankfull.state.mask import extent_of
@@ -155,4 +155,5 @@ def load_of(engine: Engine[Any], waiting_tokens: int) -> Load:
         0.0,
     )
     load.prefill_ms_per_token, load.step_ms, load.pages_cached = routing_figures(scheduler)
+    load.queues, load.quantum_ms = queue_figures(scheduler)
     return load

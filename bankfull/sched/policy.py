@@ -90,6 +90,10 @@ class Policy(Protocol):
         one comes back first."""
         ...
 
+    def backlog(self) -> list[float]:
+        """Seconds of quanta that the sequences of each queue have left, the first queue first; empty without queues."""
+        ...
+
     def ended(self, sequence: Sequence) -> None:
         """The sequence will not be seen again."""
         ...

@@ -53,6 +53,15 @@ def test_the_budgets_trade_first_tokens_for_later_ones(cli: Cli, tmp_path: Path)
     assert points[8, 32]["ttft"] > points[8, 512]["ttft"] and points[2, 512]["tpot"] > points[8, 512]["tpot"]
 
 
+def test_replicas_are_placed_by_completion_beside_other_ways(cli: Cli) -> None:
+    words = ("bench", "policies", "--jobs", 60, "--longest", 100, "--rows", 2, "--replicas", 3, "--json")
+    found = cli(*words).json
+    assert found["replicas"] == 3
+    named = [one["policy"] for one in found["simulated"]]
+    assert named == [f"skip-join-mlfq, {routing}" for routing in ("completion", "least-loaded", "random-two")]
+    assert "--replicas runs" in cli(*words[:-1], "--with", "static").sentence
+
+
 BAD: list[tuple[tuple[Any, ...], str]] = [
     (("policies", "--with", "magic"), "'magic' is unknown"),
     (("policies", "--policy", "srpt"), "leave out --policy"),

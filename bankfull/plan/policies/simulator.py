@@ -97,6 +97,8 @@ class SimulatedEngine:
         self._engine: Engine[FakeRunner] = Engine(self.scheduler, self._runner, Plain(), 0, clock=self.clock)
         self._run = JobRun([], 0.0, 0, 0, 0)
         self._coming: deque[Job] = deque()
+        self._horizon = float("inf")
+        """Time up to which all arrivals are known."""
 
     @property
     def unfinished(self) -> int:
@@ -140,6 +142,26 @@ class SimulatedEngine:
                 self._receive(output)
         return True
 
+    def run_until(self, time: float) -> None:
+        """Take every step that begins before this time."""
+        self._horizon = time
+        while self.clock.now < time and (self._engine.busy or (self._coming and self._coming[0].time < time)):
+            self.proceed()
+
+    def receive(self, job: Job, times: list[RequestTimes]) -> None:
+        """A job arrives that was not known before. `times`: of all jobs, by their numbers."""
+        self._run.times = times
+        self._coming.append(job)
+
+    @property
+    def ends(self) -> list[int]:
+        """Numbers of the jobs that have ended."""
+        return self._run.ends
+
+    @property
+    def engine(self) -> Engine[FakeRunner]:
+        return self._engine
+
     def _take_in(self) -> None:
         while self._coming and self._coming[0].time <= self.clock.now:
             job = self._coming.popleft()
@@ -165,7 +187,7 @@ class SimulatedEngine:
         most = plain_steps(scheduler)
         if most < 2:
             return False
-        arrival = self._coming[0].time if self._coming else float("inf")
+        arrival = min(self._horizon, self._coming[0].time if self._coming else float("inf"))
         running = scheduler._running
         rows, begun = len(running), self.clock.now
         context, now, ends = sum(seq.start + 1 for seq in running), begun, list[float]()

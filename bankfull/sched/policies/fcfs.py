@@ -51,6 +51,9 @@ class FirstCome:
         _, rank, arrival = sequence.order
         return rank + arrival * 1e-9
 
+    def backlog(self) -> list[float]:
+        return []
+
     def ended(self, sequence: Sequence) -> None:
         pass
 

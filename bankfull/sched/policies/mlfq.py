@@ -152,6 +152,12 @@ class Mlfq(FirstCome):
         promotion = self.starvation - (now - own.since)
         return max(0.0, min(promotion, ahead / self.rows))
 
+    def backlog(self) -> list[float]:
+        found = [0.0] * (1 + max((job.level for job in self._jobs.values()), default=-1))
+        for job in self._jobs.values():
+            found[job.level] += max(0.0, self.quantum_of(job.level) - job.used)
+        return found or [0.0]
+
     def ended(self, sequence: Sequence) -> None:
         self._jobs.pop(sequence, None)
 

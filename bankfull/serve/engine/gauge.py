@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from bankfull.fleet.reports import Load, pin_figures, routing_figures, tier_figures
+from bankfull.fleet.reports import Load, pin_figures, queue_figures, routing_figures, tier_figures
 
 if TYPE_CHECKING:
     from bankfull.engine import Engine
@@ -69,6 +69,7 @@ class Gauge:
             engine.totals.sampled,
             *tier_figures(scheduler),
             *pin_figures(scheduler),
+            *(queue_figures(scheduler) if self._paced else ([], 0.0)),
         )
 
     def _note(self, plan: StepPlan) -> None:
