@@ -16,7 +16,7 @@ from bankfull.errors import ConfigError
 if TYPE_CHECKING:
     from bankfull.config import SchedConfig
     from bankfull.plan.policies.compare import PolicyFigures
-    from bankfull.plan.policies.jobs import Job, JobTraffic
+    from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
     from bankfull.plan.policies.step_model import StepModel
 
 ROWS, STEP_TOKENS = 8, 512
@@ -195,7 +195,7 @@ def policies(
 
 
 def _placed(
-    jobs: list[Job],
+    jobs: list[TrafficJob],
     replicas: int,
     compared: dict[str, SchedConfig],
     base: SchedConfig,

@@ -13,7 +13,7 @@ DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrafficJob:
     """One request. Its length is known to the oracle only."""
 
     number: int
@@ -66,7 +66,7 @@ class JobTraffic:
         """Tokens of the longest sequence."""
         return self.prompts[1] + self.longest
 
-    def draw(self, rate: float) -> list[Job]:
+    def draw(self, rate: float) -> list[TrafficJob]:
         """The jobs, arriving at `rate` per second; infinite: all at once. Lengths do not depend on the rate."""
         random = Random(f"jobs/{self.seed}")
         times = Arrivals(rate, "gamma", self.burstiness).offsets(self.jobs, self.seed)
@@ -75,10 +75,10 @@ class JobTraffic:
             prompt = random.randint(*self.prompts)
             output = min(self.longest, int(self.shortest * random.paretovariate(self.tail)))
             key = 0 if random.random() < 0.5 else random.randrange(self.keys)
-            found.append(Job(number, time, prompt, output, random.randrange(self.groups), f"key-{key}"))
+            found.append(TrafficJob(number, time, prompt, output, random.randrange(self.groups), f"key-{key}"))
         return found
 
-    def tokens(self, job: Job, vocab: int) -> tuple[int, ...]:
+    def tokens(self, job: TrafficJob, vocab: int) -> tuple[int, ...]:
         """The prompt of a job, of token ids below `vocab`: the group's prefix, the job's number, and filling."""
         base = max(2, min(vocab, 1000))
         digits = tuple(job.number // base**place % base for place in range(DIGITS))

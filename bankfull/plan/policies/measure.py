@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from bankfull.config import SchedConfig
 from bankfull.engine import Engine
-from bankfull.plan.policies.jobs import Job, JobTraffic
+from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
 from bankfull.plan.policies.simulator import Advance, JobRun, swapped_bytes
 from bankfull.plan.policies.step_model import StepRecord
 from bankfull.plan.simulate import RequestTimes
 from bankfull.plan.step_timer import GREEDY
-from bankfull.runtime.rows import Job as RowJob
+from bankfull.runtime.rows import Job
 from bankfull.types import Request, StepPlan
 
 LONGEST_SLEEP = 0.01
@@ -29,7 +29,7 @@ def scheduled(engine: Engine[Any], sched: SchedConfig, clock: Callable[[], float
 
 def measure(
     engine: Engine[Any],
-    jobs: Sequence[Job],
+    jobs: Sequence[TrafficJob],
     traffic: JobTraffic,
     vocab: int,
     advance: Advance = lambda done, note: None,
@@ -49,7 +49,7 @@ def measure(
         before = ended_at if scheduler.unfinished else now + begun
         while coming and coming[0].time <= now:
             job = coming.popleft()
-            limit, payload = job.prompt + job.output, RowJob(GREEDY, 0)
+            limit, payload = job.prompt + job.output, Job(GREEDY, 0)
             engine.add(Request(job.number, traffic.tokens(job, vocab), limit, tenant=job.tenant, payload=payload))
         if not scheduler.unfinished or scheduler.stuck:
             scheduler.sealed = not coming

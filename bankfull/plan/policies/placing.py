@@ -8,7 +8,7 @@ from bankfull.config import SchedConfig
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.routing import routing_policy
 from bankfull.plan.fleet_front import facts_of, load_of
-from bankfull.plan.policies.jobs import Job, JobTraffic
+from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
 from bankfull.plan.policies.simulator import Advance, JobRun, SimulatedEngine
 from bankfull.plan.policies.step_model import StepModel
 from bankfull.plan.simulate import Clock, RequestTimes
@@ -18,7 +18,7 @@ ROUTINGS = ("completion", "least-loaded", "random-two")
 
 
 def place(
-    jobs: Sequence[Job],
+    jobs: Sequence[TrafficJob],
     replicas: int,
     routing: str,
     sched: SchedConfig,

@@ -14,7 +14,7 @@ from typing import Any, cast
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
-from bankfull.plan.policies.jobs import Job, JobTraffic
+from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
 from bankfull.plan.policies.step_model import StepModel
 from bankfull.plan.simulate import Clock, FakeRunner, RequestTimes
 from bankfull.sched.scheduler import Scheduler
@@ -96,7 +96,7 @@ class SimulatedEngine:
         self._runner = FakeRunner(self.clock, model.of, lambda request, position: 0)
         self._engine: Engine[FakeRunner] = Engine(self.scheduler, self._runner, Plain(), 0, clock=self.clock)
         self._run = JobRun([], 0.0, 0, 0, 0)
-        self._coming: deque[Job] = deque()
+        self._coming: deque[TrafficJob] = deque()
         self._horizon = float("inf")
         """Time up to which all arrivals are known."""
 
@@ -104,7 +104,7 @@ class SimulatedEngine:
     def unfinished(self) -> int:
         return self.scheduler.unfinished + len(self._coming)
 
-    def run(self, jobs: Sequence[Job], advance: Advance = lambda done, note: None) -> JobRun:
+    def run(self, jobs: Sequence[TrafficJob], advance: Advance = lambda done, note: None) -> JobRun:
         """Run all jobs to their ends."""
         run = self._run
         run.times = [RequestTimes(job.time, job.prompt, job.output) for job in jobs]
@@ -148,7 +148,7 @@ class SimulatedEngine:
         while self.clock.now < time and (self._engine.busy or (self._coming and self._coming[0].time < time)):
             self.proceed()
 
-    def receive(self, job: Job, times: list[RequestTimes]) -> None:
+    def receive(self, job: TrafficJob, times: list[RequestTimes]) -> None:
         """A job arrives that was not known before. `times`: of all jobs, by their numbers."""
         self._run.times = times
         self._coming.append(job)

@@ -35,7 +35,7 @@ DEEPEST = 12
 
 
 @dataclass(slots=True)
-class Job:
+class QueuedJob:
     level: int
     place: int
     """Order of joining the queue."""
@@ -54,7 +54,7 @@ class Mlfq(FirstCome):
         self.quantum, self.starvation = config.quantum_ms / 1e3, config.starvation
         self.rows = max(1, config.rows)
         self.promotions = self.demotions = 0
-        self._jobs: dict[Sequence, Job] = {}
+        self._jobs: dict[Sequence, QueuedJob] = {}
         self._places = count()
         self._oldest = -math.inf
         """Lower bound of the times at which sequences below the first queue were served last."""
@@ -71,7 +71,7 @@ class Mlfq(FirstCome):
     def rank(self, sequence: Sequence, now: float) -> float:
         job = self._jobs.get(sequence)
         if job is None:
-            job = self._jobs[sequence] = Job(self.first_level(sequence), next(self._places), now)
+            job = self._jobs[sequence] = QueuedJob(self.first_level(sequence), next(self._places), now)
         return job.level * SPREAD + job.place
 
     def first_level(self, sequence: Sequence) -> int:
@@ -137,7 +137,7 @@ class Mlfq(FirstCome):
             self.promotions += 1
         return starving
 
-    def _move(self, job: Job, level: int) -> None:
+    def _move(self, job: QueuedJob, level: int) -> None:
         job.level, job.place, job.used = level, next(self._places), 0.0
 
     def next_turn(self, sequence: Sequence, now: float) -> float:
