@@ -105,7 +105,7 @@ class Tier(IntEnum):
     DISK = 2
 
 
-class Address(NamedTuple):
+class TierAddress(NamedTuple):
     """A place of a tier: a page, or a slot where the transfer says so."""
 
     tier: Tier
@@ -119,8 +119,8 @@ class Transfer:
     may fail."""
 
     id: int
-    src: Address
-    dst: Address
+    src: TierAddress
+    dst: TierAddress
     slot: bool = False
     """Whether it copies a recurrent slot instead of a page."""
     key: bytes = b""

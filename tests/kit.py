@@ -34,7 +34,7 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.state.disk import DiskStore
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
-from bankfull.state.tiers import LowerTier, Rates, Tiers
+from bankfull.state.tiers import LowerTier, Tiers, TransferRates
 from bankfull.types import Output, Request, Tier
 from tests.tiny import DEVICE
 
@@ -118,7 +118,7 @@ class Bench:
             sizes = {"pages": pages, "slots": slots}, {"pages": layout.frame_bytes, "slots": slot}
             disk = DiskStore(Path(self.folder.name), bytes(32), {}, *sizes)
             lower.append(LowerTier(Tier.DISK, pages, slots, eager=True))
-        self.runner.mover = Mover(self.runner.storage, self.device, rates := Rates(), host, disk)
+        self.runner.mover = Mover(self.runner.storage, self.device, rates := TransferRates(), host, disk)
         manager.tiers = Tiers(
             manager.pages,
             manager.slots,

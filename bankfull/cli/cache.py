@@ -12,7 +12,7 @@ import typer
 from bankfull.cli.options import Json
 
 if TYPE_CHECKING:
-    from bankfull.state.disk import Stored
+    from bankfull.state.disk import StoredTier
 
 cache = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="List and delete cached prefixes on disk (--kv-disk)."
@@ -22,7 +22,7 @@ Where = Annotated[
 ]
 
 
-def _found(path: Path | None) -> tuple[Path, list[Stored]]:
+def _found(path: Path | None) -> tuple[Path, list[StoredTier]]:
     from bankfull.errors import ConfigError
     from bankfull.paths import cache_dir
     from bankfull.state.disk import stored
@@ -33,7 +33,7 @@ def _found(path: Path | None) -> tuple[Path, list[Stored]]:
     return root, list(stored(root))
 
 
-def _fields(one: Stored) -> dict[str, Any]:
+def _fields(one: StoredTier) -> dict[str, Any]:
     return {
         "path": str(one.path),
         "model": one.about.get("model"),

@@ -1,7 +1,7 @@
 """Three ways to give sequences memory for their keys and values, counted in tokens.
 
 `Contiguous` reserves one piece for a whole sequence, as engines did before paging: of the longest possible length, or
-of the length that the sequence will have, which only an oracle knows. `Paged` is this engine's own pool of pages.
+of the length that the sequence will have, which only an oracle knows. `PagedMemory` is this engine's own pool of pages.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Contiguous:
         self.pieces[at] = piece
 
 
-class Paged:
+class PagedMemory:
     def __init__(self, name: str, capacity: int, page_tokens: int) -> None:
         self.name, self.page_tokens = name, page_tokens
         self._pool = Pool(capacity // page_tokens)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bankfull.errors import ConfigError
-from bankfull.plan.allocators import Allocator, Contiguous, Paged
+from bankfull.plan.allocators import Allocator, Contiguous, PagedMemory
 
 PARTS = ("used", "reserved for later", "never used", "free, in pieces too small", "free")
 """What becomes of the memory: tokens in it; reserved, and filled later; reserved in vain (internal fragmentation);
@@ -61,14 +61,14 @@ class MemoryWorld:
     def allocators(self) -> list[Allocator]:
         longest = self.longest
         return [
-            Paged(f"pages of {self.page_tokens}", self.capacity, self.page_tokens),
+            PagedMemory(f"pages of {self.page_tokens}", self.capacity, self.page_tokens),
             Contiguous("contiguous, known length", self.capacity, lambda final: final),
             Contiguous("contiguous, maximum length", self.capacity, lambda final: longest),
         ]
 
 
 @dataclass(slots=True)
-class Running:
+class RunningSequence:
     number: int
     final: int
     known: int
@@ -117,8 +117,8 @@ class MemorySimulation:
     def __init__(self, world: MemoryWorld, allocator: Allocator, requests: Sequence[MemoryRequest]) -> None:
         self._world, self._allocator, self._requests = world, allocator, requests
         self._coming = deque(sorted(range(len(requests)), key=lambda number: requests[number].time))
-        self._waiting: deque[Running] = deque()
-        self.running: list[Running] = []
+        self._waiting: deque[RunningSequence] = deque()
+        self.running: list[RunningSequence] = []
         self._clock = 0.0
         self._outcome = MemoryOutcome(allocator.name)
 
@@ -140,7 +140,7 @@ class MemorySimulation:
         while self._coming and self._requests[self._coming[0]].time <= self._clock:
             number = self._coming.popleft()
             request = self._requests[number]
-            self._waiting.append(Running(number, request.final, request.prompt))
+            self._waiting.append(RunningSequence(number, request.final, request.prompt))
 
     def step(self) -> None:
         """Admit, compute, and give every complete sequence its next token."""
@@ -177,7 +177,7 @@ class MemorySimulation:
             self.running.append(self._waiting.popleft())
         self._outcome.most_sequences = max(self._outcome.most_sequences, len(self.running))
 
-    def _make_room(self, sequence: Running) -> None:
+    def _make_room(self, sequence: RunningSequence) -> None:
         while not self._allocator.grow(sequence.number, sequence.known):
             newest = self.running.pop()
             self._allocator.end(newest.number)

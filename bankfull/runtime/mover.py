@@ -22,8 +22,8 @@ from bankfull.runtime.device import Copying, CopyNow, Device, usable_cores
 from bankfull.state.disk import DamagedPlace, DiskStore
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
-from bankfull.state.tiers import Rates
-from bankfull.types import Address, Tier, Transfer
+from bankfull.state.tiers import TransferRates
+from bankfull.types import Tier, TierAddress, Transfer
 
 log = logging.getLogger("bankfull")
 
@@ -68,7 +68,7 @@ class Mover:
         self,
         storage: Storage,
         device: Device,
-        rates: Rates,
+        rates: TransferRates,
         host: HostPlaces | None = None,
         disk: DiskStore | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class Mover:
         """The targets and the sources."""
         return self._place(transfer.dst, transfer.slot), self._place(transfer.src, transfer.slot)
 
-    def _place(self, address: Address, slot: bool) -> list[Tensor]:
+    def _place(self, address: TierAddress, slot: bool) -> list[Tensor]:
         tier, place = address
         if tier == Tier.DEVICE:
             return [tensor[place] for tensor in self._storage.slots] if slot else [self._storage.frames[place]]

@@ -19,7 +19,7 @@ from bankfull.runtime.mover import HostPlaces, Mover
 from bankfull.state.disk import DiskStore, identity_of, make_room
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout
-from bankfull.state.tiers import LowerTier, Rates, Tiers, key_from_disk
+from bankfull.state.tiers import LowerTier, Tiers, TransferRates, key_from_disk
 from bankfull.types import Tier
 from bankfull.weights.fingerprint import weights_fingerprint
 from bankfull.weights.source import ModelFiles
@@ -72,7 +72,7 @@ def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, 
     if (found := config.disk()) is not None:
         store, tier = _disk(manager, config, *found, about)
         lower.append(tier)
-    rates = Rates()
+    rates = TransferRates()
     runner.mover = Mover(runner.storage, device, rates, host, store)
     manager.tiers = Tiers(
         manager.pages,

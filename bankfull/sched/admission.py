@@ -11,7 +11,7 @@ from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import Match, StateManager
 
 
-class Admission:
+class AdmissionRoom:
     def __init__(
         self,
         config: SchedConfig,

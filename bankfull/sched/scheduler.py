@@ -17,7 +17,7 @@ from itertools import count
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
-from bankfull.sched.admission import Admission
+from bankfull.sched.admission import AdmissionRoom
 from bankfull.sched.aside import Aside
 from bankfull.sched.blocked import Blocking
 from bankfull.sched.canvas import Canvas
@@ -67,7 +67,7 @@ class Scheduler:
         self._seconds = 0.0
         """The device's time for the step that settles next."""
         self._running = OrderedSequences()
-        self._room = Admission(config, state, self.policy, self.aside, self._running, canvas)
+        self._room = AdmissionRoom(config, state, self.policy, self.aside, self._running, canvas)
         self._free_rows = list(range(config.rows - 1, -1, -1))
         self._leaving: list[int] = []
         self._inflight: deque[tuple[int, list[Sequence]]] = deque()

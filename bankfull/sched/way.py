@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bankfull.config import SchedConfig
-from bankfull.sched.admission import Admission
+from bankfull.sched.admission import AdmissionRoom
 from bankfull.sched.gates import WaitingQueue
 from bankfull.sched.policy import Policy
 from bankfull.sched.sequence import Sequence
@@ -23,7 +23,7 @@ class Way:
         config: SchedConfig,
         state: StateManager,
         policy: Policy,
-        room: Admission,
+        room: AdmissionRoom,
         tenants: Tenants,
         waiting: WaitingQueue,
         running: list[Sequence],

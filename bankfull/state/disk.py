@@ -43,7 +43,7 @@ class DamagedPlace(BankfullError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlaceEntry:
     place: int
     key: bytes
     stamp: int
@@ -61,7 +61,7 @@ class PlaceFile:
         self._data = _open_private(directory / f"{kind}.data")
         self._index = _open_private(directory / f"{kind}.index")
         self._lock = threading.Lock()
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, PlaceEntry] = {}
         self._stamp = self._erased = 0
         if os.pread(self._index, HEADER.size, 0) != self._header:
             os.ftruncate(self._index, 0)
@@ -84,7 +84,7 @@ class PlaceFile:
         if data > self.places * self.place_bytes:
             os.ftruncate(self._data, self.places * self.place_bytes)
 
-    def entries(self, oldest: float = 0.0) -> list[Entry]:
+    def entries(self, oldest: float = 0.0) -> list[PlaceEntry]:
         """What was written since the time `oldest`, in the order of writing."""
         found = [entry for entry in self._entries.values() if entry.written >= oldest]
         return sorted(found, key=lambda entry: entry.stamp)
@@ -99,7 +99,7 @@ class PlaceFile:
         at = HEADER.size + (place - 1) * ENTRY.size
         _write_all(self._index, bytes(ENTRY.size), at)
         _write_all(self._data, content, (place - 1) * self.place_bytes)
-        entry = Entry(place, key, stamp, time.time(), len(content), zlib.crc32(content))
+        entry = PlaceEntry(place, key, stamp, time.time(), len(content), zlib.crc32(content))
         with self._lock:
             if erased == self._erased:
                 _write_all(self._index, _packed(entry), at)
@@ -161,7 +161,7 @@ class DiskStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTier:
     """A directory of the disk tier, for `bankfull cache`."""
 
     path: Path
@@ -173,7 +173,7 @@ class Stored:
     """Whether a process uses it now."""
 
 
-def stored(root: Path) -> Iterator[Stored]:
+def stored(root: Path) -> Iterator[StoredTier]:
     """Every directory of the disk tier below `root`. Other files are left alone."""
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if not path.is_dir() or path.is_symlink() or not (path / "lock").is_file():
@@ -184,10 +184,10 @@ def stored(root: Path) -> Iterator[Stored]:
             nbytes += sum(_allocated(path / f"{kind}.{part}") for part in ("data", "index"))
             entries += _count(path / f"{kind}.index")
         used = about.get("used")
-        yield Stored(path, about, nbytes, entries, used if isinstance(used, float) else 0.0, _is_locked(path))
+        yield StoredTier(path, about, nbytes, entries, used if isinstance(used, float) else 0.0, _is_locked(path))
 
 
-def remove(found: Stored) -> bool:
+def remove(found: StoredTier) -> bool:
     """Delete a directory, unless a process uses it."""
     lock = _try_lock(found.path)
     if lock is None:
@@ -280,18 +280,18 @@ def _write_all(handle: int, content: bytes | memoryview, at: int) -> None:
         done += os.pwrite(handle, view[done:], at + done)
 
 
-def _packed(entry: Entry) -> bytes:
+def _packed(entry: PlaceEntry) -> bytes:
     key = bytes((len(entry.key),)) + entry.key
     head = ENTRY.pack(entry.stamp, entry.written, entry.nbytes, entry.checksum, key, 0)
     return head[:-4] + zlib.crc32(head[:-4]).to_bytes(4, "little")
 
 
-def _parse(place: int, raw: bytes) -> Entry | None:
+def _parse(place: int, raw: bytes) -> PlaceEntry | None:
     """None for an empty or damaged entry."""
     stamp, written, nbytes, checksum, key, own = ENTRY.unpack(raw)
     if not stamp or own != zlib.crc32(raw[:-4]) or key[0] > MOST_KEY:
         return None
-    return Entry(place, key[1 : 1 + key[0]], stamp, written, nbytes, checksum)
+    return PlaceEntry(place, key[1 : 1 + key[0]], stamp, written, nbytes, checksum)
 
 
 def _read_about(path: Path) -> dict[str, Any]:

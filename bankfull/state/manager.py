@@ -22,7 +22,7 @@ from bankfull.state.policy import GroupPolicy, Hit, Reusable, Snapshots, longest
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
 from bankfull.state.tiers import Key, Tiers
-from bankfull.types import NULL, Address, Keep, Tier
+from bankfull.types import NULL, Keep, Tier, TierAddress
 
 
 @dataclass(slots=True)
@@ -470,7 +470,7 @@ class StateManager:
         def ended(succeeded: bool) -> None:
             pages.drop_all((src, dst), pages.settled)
 
-        self.moves.start(Address(Tier.DEVICE, src), Address(Tier.DEVICE, dst), ended)
+        self.moves.start(TierAddress(Tier.DEVICE, src), TierAddress(Tier.DEVICE, dst), ended)
 
     def _opened(
         self, chain: Chain, tables: list[list[int]], live: list[int], published: list[int], length: int, slot: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from bankfull.types import Address, Transfer
+from bankfull.types import TierAddress, Transfer
 
 Ended = Callable[[bool], None]
 """Called once when a transfer has ended, with whether it succeeded."""
@@ -26,7 +26,9 @@ class Moves:
         self._planned: list[Transfer] = []
         self._count = 0
 
-    def start(self, src: Address, dst: Address, ended: Ended, *, slot: bool = False, key: bytes = b"") -> Transfer:
+    def start(
+        self, src: TierAddress, dst: TierAddress, ended: Ended, *, slot: bool = False, key: bytes = b""
+    ) -> Transfer:
         """The next plan carries the transfer."""
         transfer = Transfer(self._count, src, dst, slot, key)
         self._count += 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from bankfull.state.journal import PRIVATE, SLOT
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
-from bankfull.types import Address, Tier
+from bankfull.types import Tier, TierAddress
 
 Key = tuple[int | str, bytes]
 """A paged group's number, or SLOT, and the name of a block of the chain."""
@@ -41,7 +41,7 @@ def key_from_disk(name: bytes) -> Key:
     return (SLOT if name[0] == 255 else name[0]), name[1:]
 
 
-class Rates:
+class TransferRates:
     """Measured bytes per second from one tier to another."""
 
     FIRST = {Tier.HOST: 10e9, Tier.DISK: 500e6}  # noqa: RUF012
@@ -61,7 +61,7 @@ class Rates:
 
 
 @dataclass(slots=True)
-class Traffic:
+class TierTraffic:
     """Counters of one tier."""
 
     written: int = 0
@@ -77,7 +77,7 @@ class LowerTier:
     def __init__(self, tier: Tier, pages: int, slots: int, *, eager: bool = False, rate: float = 0.0) -> None:
         self.tier, self.eager, self.rate = tier, eager, rate
         self.pages, self.slots = Pool(pages), Pool(slots)
-        self.traffic = Traffic()
+        self.traffic = TierTraffic()
         self.writing = 0
         """Bytes of write-behind under way."""
         self._credit, self._credited = 0.0, 0.0
@@ -165,11 +165,11 @@ class Tiers:
         *,
         page_bytes: int,
         slot_bytes: int,
-        rates: Rates | None = None,
+        rates: TransferRates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lower = tuple(sorted(lower, key=lambda tier: tier.tier))
-        self.rates = rates or Rates()
+        self.rates = rates or TransferRates()
         self._pages, self._slots, self._moves, self._clock = pages, slots, moves, clock
         self._page_bytes, self._slot_bytes = page_bytes, slot_bytes
         self._eager = [tier for tier in self.lower if tier.eager]
@@ -265,7 +265,7 @@ class Tiers:
             if succeeded and not tier.eager:
                 pool.evict_first(place)
 
-        src, dst = Address(Tier.DEVICE, place), Address(tier.tier, taken[0])
+        src, dst = TierAddress(Tier.DEVICE, place), TierAddress(tier.tier, taken[0])
         name = disk_key(key) if tier.tier == Tier.DISK else b""
         self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name)
         return True
@@ -423,7 +423,9 @@ class Tiers:
             pool.drop(place, -1)
 
         name = disk_key(key) if tier.tier == Tier.DISK else b""
-        self._moves.start(Address(tier.tier, below), Address(Tier.DEVICE, place), ended, slot=key[0] == SLOT, key=name)
+        self._moves.start(
+            TierAddress(tier.tier, below), TierAddress(Tier.DEVICE, place), ended, slot=key[0] == SLOT, key=name
+        )
 
     def release(self, fetch: Fetch) -> None:
         """The sequence was admitted, or does not wait for it any longer."""

@@ -22,7 +22,7 @@ from bankfull.ops.triton import experts_words
 from bankfull.ops.triton.experts import FEW_TOKENS, SOME_TOKENS, run_expert_mlp
 from bankfull.ops.triton.experts_operands import Operands, sorted_pairs
 from bankfull.ops.triton.experts_weights import ExpertWords, Stacked, form_of, prepare
-from bankfull.ops.triton.experts_words import FewPlan, TilePlan
+from bankfull.ops.triton.experts_words import ExpertTilePlan, FewPlan
 from bankfull.weights.formats import READ_ONLY, SCHEMES
 from benchmarks.gpu.quantized import chain_seconds, random_codes
 
@@ -88,9 +88,9 @@ def few_plans() -> Iterator[FewPlan]:
         yield FewPlan(outputs, warps, programs)
 
 
-def tile_plans() -> Iterator[TilePlan]:
+def tile_plans() -> Iterator[ExpertTilePlan]:
     for outputs, warps, stages in product((64, 128), (4, 8), (2, 3, 4)):
-        yield TilePlan(outputs, warps, stages)
+        yield ExpertTilePlan(outputs, warps, stages)
 
 
 def stages(layers: list[Layer], tokens: int) -> Iterator[tuple[str, Callable[[int], Iterator[tuple[str, Call]]]]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bankfull.plan.allocators import Contiguous, Paged
+from bankfull.plan.allocators import Contiguous, PagedMemory
 from bankfull.plan.memory import PARTS, MemoryRequest, MemorySimulation, MemoryWorld, compare
 
 WORLD = MemoryWorld(capacity=1024, longest=256, page_tokens=8, rows=64, step_tokens=128)
@@ -35,7 +35,7 @@ def test_free_pieces_and_reservations_always_cover_the_memory_once(actions: list
 
 
 def test_pages_waste_less_than_one_page_of_each_sequence() -> None:
-    memory = Paged("", 1024, 16)
+    memory = PagedMemory("", 1024, 16)
     for number, tokens in enumerate((1, 16, 17, 100)):
         assert memory.start(number, tokens, 500, 0)
         assert 0 <= memory.reserved(number) - tokens < 16

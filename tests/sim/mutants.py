@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
-from bankfull.sched.admission import Admission
+from bankfull.sched.admission import AdmissionRoom
 from bankfull.sched.pace import Pace, Room
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
@@ -20,7 +20,7 @@ from bankfull.state.pages import Pool
 from bankfull.state.policy import Window
 from bankfull.state.prefix import Chain
 from bankfull.state.tiers import Key, Tiers
-from bankfull.types import Address, Tier, Work
+from bankfull.types import Tier, TierAddress, Work
 
 Mutant = Callable[[MonkeyPatch], None]
 
@@ -90,7 +90,7 @@ def sharing_takes_no_reference(patch: MonkeyPatch) -> None:
 
 def transfers_pin_nothing(patch: MonkeyPatch) -> None:
     def copy(manager: StateManager, src: int, dst: int) -> None:
-        manager.moves.start(Address(Tier.DEVICE, src), Address(Tier.DEVICE, dst), lambda succeeded: None)
+        manager.moves.start(TierAddress(Tier.DEVICE, src), TierAddress(Tier.DEVICE, dst), lambda succeeded: None)
 
     patch.setattr(StateManager, "_copy_page", copy)
 
@@ -186,10 +186,10 @@ def waiting_for_memory_never_ends(patch: MonkeyPatch) -> None:
 
 
 def the_last_prompt_token_is_reused(patch: MonkeyPatch) -> None:
-    def match(room: Admission, seq: Sequence) -> Match:
+    def match(room: AdmissionRoom, seq: Sequence) -> Match:
         return room._state.match(seq.chain, seq.tokens, len(seq.tokens))
 
-    patch.setattr(Admission, "match", match)
+    patch.setattr(AdmissionRoom, "match", match)
 
 
 def drafts_take_the_budget_of_decodes(patch: MonkeyPatch) -> None:
@@ -216,10 +216,10 @@ def a_page_is_named_by_its_own_tokens_only(patch: MonkeyPatch) -> None:
 
 
 def a_parent_starts_behind_the_fork(patch: MonkeyPatch) -> None:
-    def match(room: Admission, seq: Sequence) -> Match:
+    def match(room: AdmissionRoom, seq: Sequence) -> Match:
         return room._state.match(seq.chain, seq.tokens, len(seq.tokens) - 1 if seq.request.reuse else 0)
 
-    patch.setattr(Admission, "match", match)
+    patch.setattr(AdmissionRoom, "match", match)
 
 
 def batch_work_gives_no_way(patch: MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bankfull.state.spec import Paged, StateSpec, TensorSpec, layout_of
 from bankfull.state.storage import Storage
-from bankfull.types import Address, Tier, Transfer
+from bankfull.types import Tier, TierAddress, Transfer
 
 CPU = torch.device("cpu")
 DTYPES = ["float64", "float32", "bfloat16", "int8"]
@@ -75,6 +75,6 @@ def test_poisoned_int8_pages_have_scales_that_are_nan() -> None:
 def test_a_transfer_takes_codes_and_scales_along() -> None:
     storage = rounded_layer()
     storage.frames.random_(0, 100)
-    storage.transfer([Transfer(0, Address(Tier.DEVICE, 1), Address(Tier.DEVICE, 4))])
+    storage.transfer([Transfer(0, TierAddress(Tier.DEVICE, 1), TierAddress(Tier.DEVICE, 4))])
     for (layer,) in storage.layers:
         assert all(torch.equal(tensor[1], tensor[4]) for tensor in layer.values())

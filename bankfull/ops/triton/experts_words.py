@@ -158,7 +158,7 @@ def few_down(own: Operands, middle: Tensor, plan: FewPlan | None = None) -> Tens
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan:
+class ExpertTilePlan:
     outputs: int
     warps: int
     stages: int
@@ -182,11 +182,11 @@ def _tile_constants(own: Operands, matrix: WordWeight, order: Order | None) -> d
     }
 
 
-def tile_gate(own: Operands, order: Order | None, plan: TilePlan | None = None) -> Tensor:
+def tile_gate(own: Operands, order: Order | None, plan: ExpertTilePlan | None = None) -> Tensor:
     """f(gate(x)) * up(x) of each pair, or of each place in the order."""
     assert isinstance(own.gate, ExpertWords) and isinstance(own.up, ExpertWords)
     matrix, (experts, inner, _) = own.gate.matrix, own.gate.shape
-    plan = plan or TilePlan(64, 4, 2 if own.wide else 3)
+    plan = plan or ExpertTilePlan(64, 4, 2 if own.wide else 3)
     middle = own.for_pairs(inner)
     word_gate_kernel[(-(-inner // plan.outputs), experts if order is None else order.blocks)](
         own.x,
@@ -210,11 +210,11 @@ def tile_gate(own: Operands, order: Order | None, plan: TilePlan | None = None) 
     return middle
 
 
-def tile_down(own: Operands, order: Order | None, middle: Tensor, plan: TilePlan | None = None) -> Tensor:
+def tile_down(own: Operands, order: Order | None, middle: Tensor, plan: ExpertTilePlan | None = None) -> Tensor:
     """down(middle) of each pair."""
     assert isinstance(own.down, ExpertWords)
     matrix, (experts, hidden, inner) = own.down.matrix, own.down.shape
-    plan = plan or TilePlan(64 if own.wide or hidden < 1024 else 128, 4, 2 if own.wide else 3)
+    plan = plan or ExpertTilePlan(64 if own.wide or hidden < 1024 else 128, 4, 2 if own.wide else 3)
     out = own.for_pairs(hidden)
     word_down_kernel[(-(-hidden // plan.outputs), experts if order is None else order.blocks)](
         middle,

@@ -46,7 +46,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 @dataclass(slots=True)
-class Mark:
+class CacheMark:
     """A place in a conversation: the conversation, and its tools, with a sentinel at that place. The prompt up to there
     is pinned in the prefix cache."""
 
@@ -78,7 +78,7 @@ class Ask:
     """Seconds from now."""
     explain: bool = False
     """Whether `Answer.done` has an account of the time."""
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[CacheMark] = field(default_factory=list)
 
 
 class Chat:

@@ -21,7 +21,7 @@ from bankfull.serve.api.calls import (
     structured_output,
     text_of,
 )
-from bankfull.serve.api.chat import Ask, Mark, NamedTool, ToolChoice
+from bankfull.serve.api.chat import Ask, CacheMark, NamedTool, ToolChoice
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.api.openai.chat_completions import MAX_MESSAGES, Function, Tool, template_tools
 from bankfull.serve.api.switches import Switches
@@ -209,7 +209,7 @@ def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], swit
     ask.explain = bool(call.explain)
     for mark in breakpoints_of(call):
         beyond = conversation_of(with_sentinel(call, mark))
-        ask.marks.append(Mark(beyond, tools_with_sentinel(ask.tools, mark), mark.seconds))
+        ask.marks.append(CacheMark(beyond, tools_with_sentinel(ask.tools, mark), mark.seconds))
     return ask
 
 
