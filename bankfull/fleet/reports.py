@@ -131,12 +131,6 @@ def routing_figures(scheduler: Scheduler) -> tuple[float, float, int]:
     return 1e3 * (token or 0.0), 1e3 * step, scheduler.state.pages.cached
 
 
-def pin_figures(scheduler: Scheduler) -> tuple[int, int, int, int]:
-    """The fields of `Load` for pins."""
-    pins = scheduler.state.pins
-    return len(pins.all), pins.places if pins.all else 0, pins.counts.given_up, pins.counts.over_quota
-
-
 def queue_figures(scheduler: Scheduler) -> tuple[list[float], float]:
     """The fields of `Load` for a policy with queues."""
     queues = [1e3 * seconds for seconds in scheduler.policy.backlog()]

@@ -52,11 +52,9 @@ class Scheduler:
         self._ahead, self.canvas = ahead, canvas
         self.config = config = config.suited()
         self.state, self.policy = state, policy_of(config)
-        self._sealed = False
+        self._sealed, self.preemptions, self._prompt_limits = False, 0, config.prompt_limits
         self.stuck = False
-        """Whether the last `plan` found nothing to run, with nothing under way and nothing changed since: only an
-        arrival or the time of `wake_at` helps."""
-        self.preemptions = 0
+        """Whether the last `plan` found nothing to run, and only an arrival or the time of `wake_at` changes that."""
         self.pace, self._clock = Pace(config.step_ms / 1e3), clock
         self.aside = Aside(state, self.pace, clock)
         self.pace.measured |= self.predicts
@@ -170,7 +168,7 @@ class Scheduler:
     def plan(self, drafts: Drafts = 0) -> StepPlan | None:
         """The next step with up to `drafts` draft tokens per decoding row; None when nothing can run now."""
         quota = self._waiting.quota(self.running, self._clock(), self.sealed) if self._waiting else 0
-        step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota, *self.config.prompt_limits)
+        step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota, *self._prompt_limits)
         self._filling.clear()
         preemptions = self.preemptions
         if self.state.windowed:
@@ -179,7 +177,8 @@ class Scheduler:
                 self.state.forget_before(seq.state, seq.start)
         if self.state.pins.all:
             self.state.pins.advance()
-        self.aside.advance(self._waiting, len(self._free_rows))
+        if self.state.tiers is not None:
+            self.aside.advance(self._waiting, len(self._free_rows))
         self._way.make(step)
         if any(not line[0].batch for line in (self._running, self._waiting) if line):
             self._company = step.plan.step
@@ -189,8 +188,8 @@ class Scheduler:
             step.batch = True
             self._fill([s for s in self._running if s.batch], step, drafts)
         plan = step.plan
-        plan.transfers = self.state.moves.take_planned()
-        if not (plan.work or plan.enter or plan.transfers or (self.state.moves and not self._inflight)):
+        plan.transfers = self.state.moves.take_planned() if self.state.moves.under_way else []
+        if not (plan.work or plan.enter or plan.transfers or (self.state.moves.under_way and not self._inflight)):
             if self.preemptions != preemptions:  # a sequence gave way to one that may start only now that it has gone
                 return self.plan(drafts)
             self.stuck = not self._inflight
@@ -371,7 +370,7 @@ class Scheduler:
                 return
             if seq.parked is not None and seq.parked.step > self.state.pages.settled:
                 return  # a step in flight may still write beside its tokens
-            if self.aside.awaits(seq):  # others may overtake it
+            if seq.fetch is not None and self.aside.awaits(seq):  # others may overtake it
                 self._blocking.end(seq)
                 index += 1
                 continue
@@ -392,7 +391,8 @@ class Scheduler:
         self._blocking.end(seq)
         if not self._running:
             self._blocking.occupied()
-        self.aside.forget(seq)
+        if seq.parked is not None or seq.fetch is not None:
+            self.aside.forget(seq)
         if not seq.admitted:
             seq.admitted = True
             step.quota -= 1

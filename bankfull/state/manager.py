@@ -428,12 +428,13 @@ class StateManager:
         """All steps up to `step` have finished. Transfers that have ended no longer pin their places."""
         self.pages.settle(step)
         self.slots.settle(step)
-        self.moves.settle(completed, failed)
+        if completed or failed:
+            self.moves.settle(completed, failed)
 
     @property
     def moving(self) -> bool:
         """Whether content is on its way between tiers, or waits for it."""
-        return bool(self.moves) or (self.tiers is not None and self.tiers.waits)
+        return bool(self.moves.under_way) or (self.tiers is not None and self.tiers.waits)
 
     def wake_at(self) -> float | None:
         """When content that waits for its way down may go; None if something is under way, or nothing waits."""

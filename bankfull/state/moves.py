@@ -22,7 +22,8 @@ class Moves:
     `ended`."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, Move] = {}
+        self.under_way: dict[int, Move] = {}
+        """Transfers whose end was not reported yet, by id."""
         self._planned: list[Transfer] = []
         self._count = 0
 
@@ -32,7 +33,7 @@ class Moves:
         """The next plan carries the transfer."""
         transfer = Transfer(self._count, src, dst, slot, key)
         self._count += 1
-        self._under_way[transfer.id] = Move(transfer, ended)
+        self.under_way[transfer.id] = Move(transfer, ended)
         self._planned.append(transfer)
         return transfer
 
@@ -45,7 +46,7 @@ class Moves:
         """Transfers have ended, with or without success."""
         for succeeded, ids in ((True, completed), (False, failed)):
             for number in ids:
-                self._under_way.pop(number).ended(succeeded)
+                self.under_way.pop(number).ended(succeeded)
 
     @property
     def planned(self) -> bool:
@@ -53,4 +54,4 @@ class Moves:
 
     def __len__(self) -> int:
         """Transfers whose end was not reported yet."""
-        return len(self._under_way)
+        return len(self.under_way)

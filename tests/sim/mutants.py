@@ -106,7 +106,7 @@ def a_failed_transfer_is_published(patch: MonkeyPatch) -> None:
 def a_fetched_prefix_is_used_before_it_arrives(patch: MonkeyPatch) -> None:
     def copy_up(tiers: Tiers, key: Key) -> None:
         original(tiers, key)
-        move = list(tiers._moves._under_way.values())[-1]
+        move = list(tiers._moves.under_way.values())[-1]
         tiers.device_pool(key).publish(move.transfer.dst.place, key)
 
     original = Tiers._copy_up

@@ -365,7 +365,7 @@ class World:
             for written in seq.state.writing:
                 for slot in written:
                     slots[slot] += 1
-        for move in state.moves._under_way.values():
+        for move in state.moves.under_way.values():
             for tier, place in (move.transfer.src, move.transfer.dst):
                 if tier == Tier.DEVICE:
                     (slots if move.transfer.slot else pages)[place] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from bankfull.fleet.reports import Load, pin_figures, queue_figures, routing_figures, tier_figures
+from bankfull.fleet.reports import Load, queue_figures, routing_figures, tier_figures
 
 if TYPE_CHECKING:
     from bankfull.engine import Engine
@@ -43,7 +43,8 @@ class Gauge:
 
     def load(self) -> Load:
         """The load after a step."""
-        engine, scheduler, pages = self._engine, self._engine.scheduler, self._engine.scheduler.state.pages
+        engine, scheduler = self._engine, self._engine.scheduler
+        pages, pins = scheduler.state.pages, scheduler.state.pins
         if self._decodes:
             self._decode_busy += engine.totals.busy - self._busy
         self._busy = engine.totals.busy
@@ -67,8 +68,11 @@ class Gauge:
             list(engine.totals.drafted),
             list(engine.totals.accepted),
             engine.totals.sampled,
-            *tier_figures(scheduler),
-            *pin_figures(scheduler),
+            *(tier_figures(scheduler) if scheduler.state.tiers is not None else ([], None)),
+            len(pins.all),
+            pins.places if pins.all else 0,
+            pins.counts.given_up,
+            pins.counts.over_quota,
             *(queue_figures(scheduler) if self._paced else ([], 0.0)),
         )
 
