@@ -10,9 +10,8 @@ template <class E>
 static constexpr int64_t scale_floats(int64_t size) { return E::paired ? size / WIDE : 2; }
 
 // Tile products leave one port for float arithmetic, so codes become bfloat16 with little of it: products of codes and
-// scales are not rounded but truncated, to the upper words of float32. Before that they are enlarged, by half of the last
-// place in the mean of all mantissas: their error has no bias, and is below a unit in the last place.
-constexpr float ENLARGED = 1.0f + 0x1.715476p-9f;  // 1 / (2^9 log 2): half of the mean of 2^-7 / mantissa
+// scales are rounded half away from zero, by an integer addition before their upper words are taken.
+constexpr int32_t HALF = 0x8000;
 constexpr float EXCESS = 32896.0f;
 
 // The head at `head`. of: its line `number`. `scales`: those of the head, from widen_scales.
@@ -54,9 +53,12 @@ struct Lines<Int8> {
         const __m512i evens = _mm512_load_si512(EVEN), odds = _mm512_add_epi8(evens, _mm512_set1_epi8(1));
         const __m512i even = _mm512_mask_permutexvar_epi8(base, second_bytes, evens, codes);
         const __m512i odd = _mm512_mask_permutexvar_epi8(base, second_bytes, odds, codes);
-        const __m512i low = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(even), scale, excess));
-        const __m512i high = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(odd), scale, excess));
+        const __m512i half = _mm512_set1_epi32(HALF);
+        const __m512i low = product(even, half), high = product(odd, half);
         return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
+    }
+    __m512i product(__m512i codes, __m512i half) const {
+        return _mm512_add_epi32(_mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(codes), scale, excess)), half);
     }
     static __m512i ordered(__m512i line) { return line; }
     static constexpr int64_t place(int64_t i, bool high) { return i / 4 * 8 + i % 4 + (high ? 4 : 0); }
@@ -80,7 +82,8 @@ struct Lines<Int4> {
         const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(head + number * SIDE)));
         const __m512i codes = _mm512_multishift_epi64_epi8(_mm512_load_si512(CODES), bytes);
         const __m512 numbers = _mm512_mul_ps(_mm512_load_ps(LEVELS), _mm512_set1_ps(scales[number]));
-        return _mm512_permutexvar_epi16(_mm512_or_si512(codes, _mm512_set1_epi16(1)), _mm512_castps_si512(numbers));
+        const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(numbers), _mm512_set1_epi32(HALF));
+        return _mm512_permutexvar_epi16(_mm512_or_si512(codes, _mm512_set1_epi16(1)), rounded);
     }
     static __m512i ordered(__m512i line) {
         return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), line);
@@ -102,15 +105,14 @@ static inline void store_pairs(float* to, __m512 first, __m512 second, int64_t c
 template <class E>
 static inline void widen_some(const uint8_t* scales, int64_t count, float* to) {
     const __mmask16 some = __mmask16((1 << count) - 1);
-    const __m512 enlarged = _mm512_set1_ps(ENLARGED);
     if constexpr (E::paired) {
         const __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, scales));
-        _mm512_mask_storeu_ps(to, some, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), enlarged));
+        _mm512_mask_storeu_ps(to, some, _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)));
     } else if constexpr (E::unit != 1.0f) {
         const __m512 wide = _mm512_mul_ps(_mm512_maskz_loadu_ps(some, scales), _mm512_set1_ps(E::unit));
         store_pairs(to, wide, wide, count);
     } else {
-        const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_maskz_loadu_ps(some, scales), enlarged));
+        const __m512i bits = _mm512_castps_si512(_mm512_maskz_loadu_ps(some, scales));
         const __m512 wide = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int32_t(0xfffffe00))));
         store_pairs(to, wide, _mm512_mul_ps(wide, _mm512_set1_ps(-EXCESS)), count);
     }
