@@ -28,11 +28,11 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bankfull.limits.machine.ceilings.known_of", lambda device: MACHINE)
 
 
-def test_a_forecast_is_the_shortest_time_of_the_chunks_that_a_prompt_is_cut_into() -> None:
+def test_a_forecast_is_twice_the_shortest_time_of_the_chunks_that_a_prompt_is_cut_into() -> None:
     limit = step_limit_on(fresh(), MACHINE)
     forecast = PrefillForecast(limit, 32)
     chunks = [StepShape.prefill(32, past=10), StepShape.prefill(8, past=42)]
-    assert forecast(10, 50) == pytest.approx(sum(limit.seconds(limit.form.features(chunk)) for chunk in chunks))
+    assert forecast(10, 50) == pytest.approx(2 * sum(limit.seconds(limit.form.features(chunk)) for chunk in chunks))
     assert forecast(10, 10) == 0.0 and forecast(0, 64) > forecast(32, 64) > 0
 
 
