@@ -135,7 +135,7 @@ def test_pages_between_are_freed_while_a_sequence_runs() -> None:
 
     def note(plan: StepPlan) -> None:
         held.append(state.pages.census().held)
-        tables.extend(list(seq.state.tables[0]) for seq in engine.scheduler.rows_in_order() if seq.state is not None)
+        tables.extend(list(seq.state.tables[0]) for seq in engine.scheduler._running if seq.state is not None)
 
     engine.on_launch.append(note)
     answer(llm, PROMPT, 120)

@@ -425,7 +425,7 @@ class Scheduler:
     # -- preemption and ends
 
     def _preempt(self, seq: Sequence, for_memory: bool = False) -> None:
-        self.aside.park(seq, self.canvas is None, for_memory)
+        self.aside.park(seq, self.canvas is None and not self._ahead, for_memory)  # a drafter may lag
         self._leave_row(seq)
         self._waiting.enter(seq)
         self._blocking.begin(seq)

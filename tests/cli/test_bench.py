@@ -122,7 +122,7 @@ def test_bad_input_is_refused_in_one_sentence(cli: Cli, model: Path, bad: tuple[
 
 def test_a_missing_kind_or_model_is_refused(cli: Cli, model: Path) -> None:
     assert (
-        "Choose a benchmark: latency, throughput, speculative, diffusion, serve, sweep, compare"
-        in cli("bench").sentence
+        "Choose a benchmark: latency, throughput, speculative, diffusion, policies, tradeoff, memory, "
+        "serve, sweep, compare" in cli("bench").sentence
     )
     assert "/no/such" in cli("bench", "latency", "-m", "/no/such").sentence

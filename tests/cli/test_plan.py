@@ -117,7 +117,7 @@ def test_a_simulated_day_as_json_has_figures_and_curves(cli: Cli, model: Path) -
     done = cli("plan", model, *DAY, "--simulate", "2..4", "--routing", "all", "--json")
     assert done.code == 0 and done.out.count("\n") == 1, done.err
     found = done.json["simulated"]
-    assert {one["routing"] for one in found} == {"prefix", "least-loaded", "random-two", "round-robin"}
+    assert {one["routing"] for one in found} == {"completion", "prefix", "least-loaded", "random-two", "round-robin"}
     for one in found:
         assert (one["requests"], one["lost"], one["replicas"]) == (300, 0, "2..4")
         assert 0 < one["goodput_per_s"] <= 20.5 and one["dollars_per_million"] > 0 and 0 <= one["hit_rate"] < 1

@@ -211,7 +211,7 @@ def test_a_weight_costs_the_bytes_of_its_scheme(scheme: str) -> None:
     weight = make.weight(cases.WEIGHTS[scheme], 10, inner)
     stored = 10 * cases.WEIGHTS[scheme].row_bytes(inner)
     x, ids = torch.zeros(4, inner), torch.tensor([1, 5, 9])
-    flops = 2 * 4 * 10 * inner * SCHEMES[scheme].density
+    flops = 2 * 4 * 10 * inner * cases.WEIGHTS[scheme].density
     assert OPERATIONS["linear"].cost(x, weight) == Cost(flops, 4 * inner * 4 + stored, 4 * 10 * 4)
     expected = Cost(0, 3 * stored / 10 + 3 * 8, 3 * inner * 2)
     assert OPERATIONS["embedding"].cost(ids, weight, torch.bfloat16) == expected

@@ -40,9 +40,15 @@ OWNERS = {
     "cluster/replica.py": {"Thread": (1, "the replica's process, which ends with it and is started again by Ray")},
     "loading.py": {"ThreadPoolExecutor": (1, "load, which waits for it")},
     "ops/triton/ahead.py": {"ThreadPoolExecutor": (1, "compile_ahead, which waits for it")},
+    "runtime/mover.py": {
+        "Thread": (1, "Mover: a transfer's failure is told to the scheduler, which computes it again")
+    },
     "sample/grammar.py": {
         "ThreadPoolExecutor": (1, "MaskPool: a failure is raised where the mask is used"),
         "Thread": (1, "compile, which waits for it"),
+    },
+    "serve/answers/store.py": {
+        "ThreadPoolExecutor": (1, "the store: a failure is raised where the answer is asked for")
     },
     "serve/app.py": {"ensure_future": (1, "the request that it watches for")},
     "serve/batch/runner.py": {

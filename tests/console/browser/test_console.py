@@ -285,7 +285,8 @@ def test_the_page_tables_of_running_sequences_show_what_they_share(page: Any, se
         until(page, "document.querySelectorAll('#tables .pages li.shared').length > 1")
         shared = page.locator("#tables .pages li.shared").first
         assert re.fullmatch(r"page \d+: \d+ of \d+ tokens, held \d+ times", shared.get_attribute("title") or "")
-        assert re.search(r"\d+ pages held, \d+ cached, [\d,]+ free", page.locator("#tables figcaption").inner_text())
+        said = page.locator("#tables figcaption").inner_text()
+        assert re.search(r"[\d,]+ pages held, [\d,]+ cached, [\d,]+ free", said)
     until(page, "document.querySelectorAll('#tables .page-row').length === 0")
 
 

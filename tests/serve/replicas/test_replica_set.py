@@ -25,7 +25,7 @@ from tests.serve.scripted import settings
 
 
 def load_of(**changes: Any) -> Load:
-    numbers = [name for name in Load.__struct_fields__ if name not in (*DRAFTS, "tiers", "moves")]
+    numbers = [name for name in Load.__struct_fields__ if name not in (*DRAFTS, "tiers", "moves", "queues")]
     return Load(**{**dict.fromkeys(numbers, 0), **changes})
 
 
