@@ -48,7 +48,9 @@ def test_a_method_makes_the_same_model_as_on_a_cpu(name: str, tmp_path: Path) ->
     files = open_model(random_folder(tmp_path / "m"))
     here, there = (changes(files, RECIPES[name], device) for device in (CPU, DEVICE))
     assert float(here.norm()) > 0
-    assert float((here - there).norm()) < 0.1 * float(here.norm())
+    # A tie that falls to the other side moves a number by a whole step, and with GPTQ those after it, too.
+    other = (here - there).abs() > 0.01 * here.abs().max()
+    assert float(other.float().mean()) < 0.05
 
 
 def test_the_same_neurons_go_as_on_a_cpu(tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ def launch_decode(
     groups = heads // key_heads
     width = next(most for most in WIDTHS if width <= most)
     paired = k_pages.dtype is INT4
-    # Numbers are even in number, because a page's rows have to begin at whole words.
-    words = scales is not None and not paired and new is None and size % 2 == values % 2 == 0
+    words = scales is not None and not paired and new is None and all(map(_in_words, (k_pages, v_pages)))
     padded, padded_values = (max(32 if paired or words else 16, power_of_two(n)) for n in (size, values))
     largest = max(padded, padded_values)
     most_rows = most_queries(largest, q.element_size())
@@ -143,3 +142,8 @@ def launch_decode(
         num_warps=plan.warps,
         **overlapped(q),
     )
+
+
+def _in_words(pages: Tensor) -> bool:
+    """Whether the heads of 8-bit pages begin and end at whole words of two bytes."""
+    return not any(n % 2 for n in (pages.data_ptr(), pages.shape[-1], *pages.stride()[:-1]))
