@@ -21,6 +21,7 @@ from bankfull.limits.meter.roofline import least_seconds
 from bankfull.limits.meter.step import StepShape
 from bankfull.loading import Assembled, assemble
 from bankfull.ops.cost import Cost
+from bankfull.quantize.outliers import NAME as LLM_INT8
 from bankfull.runtime.device import open_device
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
@@ -28,6 +29,7 @@ from bankfull.synthetic.random_weights import RandomWeights, random_model
 from bankfull.synthetic.shapes import shape_config, with_layers
 from bankfull.types import Request, StepPlan
 from benchmarks.gpu.mxfp4 import MXFP4Experts
+from benchmarks.gpu.outliers import with_outliers
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -121,10 +123,13 @@ class Session:
 
             drawn = PrunedWeights
         files = random_model(setup.shape, setup.config, dtype, opened.torch, weights=drawn)
+        quantize = setup.quantize
+        if quantize == LLM_INT8:
+            files, quantize = with_outliers(files, opened.torch), None
         run = RunConfig(
             device=device,
             dtype=setup.dtype,
-            quantize=setup.quantize,
+            quantize=quantize,
             activations=setup.activations,
             kv_dtype=setup.kv_dtype,
             speculative="off",

@@ -11,6 +11,7 @@ WAYS = {
     "int4": ("int4:128,tables", "auto"),
     "int8": ("int8:row,tables", "token"),
     "fp8": ("fp8,tables", "token"),
+    "llm.int8": ("llm.int8", "auto"),
     "sparse24": ("2:4", "auto"),
 }
 """Name -> weights and activations."""
