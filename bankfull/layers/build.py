@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
-from bankfull.ops import Operation, expert_mlp_bf16, linear_bf16
+from bankfull.layers.shard import Shard, VocabularyShare
+from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear_bf16
 from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
 from bankfull.ops.registry import Function, Kit
 from bankfull.state.mask import Mask
@@ -45,6 +47,8 @@ class Build:
     """Which activations a weight wants."""
     kv_evict: Mask | None = None
     """What layers with full attention see instead (lossy); None: all tokens."""
+    shard: Shard | None = None
+    """The part of the weights that this rank holds; None: all of them."""
     prefix: str = ""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Reasons for expanding weights that were told."""
@@ -52,6 +56,10 @@ class Build:
     @property
     def pages(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
+
+    @property
+    def tensor_ranks(self) -> int:
+        return 1 if self.shard is None else self.shard.group.size
 
     @property
     def matrices(self) -> torch.dtype:
@@ -141,10 +149,26 @@ class Build:
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""
-        return self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
+        found = self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
+        if self.shard is None or not name.endswith("bias") or self.shard.holds_bias(self._full(name)):
+            return found
+        return torch.zeros_like(found)
+
+    def sum_of_ranks(self, weight: str) -> Callable[[Tensor], Tensor] | None:
+        """Adds up the ranks' products with their parts of a weight's columns; None if each rank has all columns."""
+        if self.shard is None or not self.shard.has_cut_inputs(self._full(weight)):
+            return None
+        run, group = self.bind(all_reduce), self.shard.group
+        return lambda x: run(x, group)
+
+    def vocabulary(self, count: int) -> VocabularyShare | None:
+        """The share of an embedding's or a head's rows that this rank holds; None: all of them."""
+        return None if self.shard is None else VocabularyShare(count, self.shard.group)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
         found = self.source.get(self._full(name))
+        if tuple(found.shape) != shape and self.shard is not None:
+            found = self.shard.own(self._full(name), found, shape) or found
         if tuple(found.shape) != shape:
             raise ModelError(
                 f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration needs "

@@ -14,7 +14,8 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
-from bankfull.ops import Unnormed, soft_cap
+from bankfull.layers.shard import VocabularyShare
+from bankfull.ops import Unnormed, gather_outputs, soft_cap
 from bankfull.ops.reference.linear import highest
 from bankfull.progress import PROGRESS
 from bankfull.state.spec import StateSpec
@@ -103,18 +104,29 @@ def joined(norm: Norm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor
 class Head:
     """From hidden states to logits."""
 
-    def __init__(self, build: Build, project: Linear, stored: Callable[[], QTensor], cap: float | None = None) -> None:
-        """`stored` reads the matrix of `project` again, as the file stores it."""
-        self.build, self.project, self.stored, self.cap = build, project, stored, cap
+    def __init__(
+        self,
+        build: Build,
+        project: Linear,
+        stored: Callable[[], QTensor],
+        cap: float | None = None,
+        share: VocabularyShare | None = None,
+    ) -> None:
+        """`stored` reads the matrix of `project` again, as the file stores it. `share`: the tokens whose logits
+        `project` computes here; other ranks have the others."""
+        self.build, self.project, self.stored, self.cap, self.share = build, project, stored, cap, share
         self._cap = build.bind(soft_cap)
+        self._gather = build.bind(gather_outputs)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.project(hidden)
+        if self.share is not None:
+            logits = self._gather(logits, self.share.group, self.share.vocab)
         return logits if self.cap is None else self._cap(logits, self.cap)
 
     def best(self, hidden: Tensor | Unnormed) -> Tensor:
         """The token with the highest logit, the lowest id among equal ones; -1 where that logit is not finite."""
-        if self.cap is None:
+        if self.cap is None and self.share is None:
             return self.project.best(hidden)
         # Under the cap, rounding may make different scores equal: the capped logits decide.
         assert isinstance(hidden, Tensor)
@@ -122,7 +134,7 @@ class Head:
 
     def norms(self, rows: int) -> bool:
         """Whether `best` takes this many rows `Unnormed`."""
-        return self.cap is None and self.project.norms_for_best(rows)
+        return self.cap is None and self.share is None and self.project.norms_for_best(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,8 @@ class Experts:
             build.tensor(f"{name.replace('{}.', '')}.bias", (rule.experts, size)) if shape.bias else None
             for name, size in ((names.gate, inner), (names.up, inner), (names.down, hidden))
         )
+        self.sum_of_ranks = build.sum_of_ranks(f"{names.down.replace('{}.', '')}.weight")
+        """Set where this rank holds a part of each expert's width."""
         self._route = build.bind(route, experts=rule.experts)
         self._add = build.bind(add)
         self._add_gated = build.bind(add_gated)
@@ -125,6 +127,8 @@ class Experts:
             self.down_bias,
             self.kind,
         )
+        if self.sum_of_ranks is not None:
+            y = self.sum_of_ranks(y)
         if self.shared is None:
             return y
         beside = self.shared(x)

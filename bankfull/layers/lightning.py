@@ -40,7 +40,7 @@ class LightningMixer:
     rope: str | None = None
 
     def __init__(self, build: Build, shape: LightningShape, slopes: Tensor) -> None:
-        """`slopes`: one for each head; the decay per token is exp(-slope)."""
+        """`slopes`: one for each head of the model, also those of other ranks; the decay per token is exp(-slope)."""
         self.shape = shape
         width = shape.heads * shape.size
         # The file has the rows of query, key and value side by side for each head.
@@ -50,7 +50,8 @@ class LightningMixer:
         self.out = Linear(build.at("out_proj"), width, shape.hidden)
         self.norm = RMSNorm(build.at("norm"), width, shape.eps)
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
-        self.slopes = slopes.to(precise).to(build.device)
+        first = 0 if build.shard is None else build.shard.group.index * shape.heads
+        self.slopes = slopes[first : first + shape.heads].to(precise).to(build.device)
         state = TensorSpec("state", (shape.heads, shape.size, shape.size), str(precise).removeprefix("torch."))
         self.states: tuple[StateSpec, ...] = (Recurrent((state,)),)
         self._activate = build.bind(activate)

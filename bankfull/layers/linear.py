@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
+from bankfull.layers.shard import VocabularyShare
 from bankfull.ops import (
     Operation,
     Unnormed,
@@ -34,6 +35,7 @@ from bankfull.ops import (
     normed_gated_linear_w8a8,
     normed_linear,
     normed_linear_w8a8,
+    spread_embedding,
 )
 from bankfull.ops.activations import (
     BF16,
@@ -129,6 +131,8 @@ class Linear:
         self._linear = build.bind(product, weight=stored)
         self._best = None if best is None else build.bind(best, weight=stored)
         self._gather = build.bind(gather_columns) if self.columns is not None else None
+        self.sum_of_ranks = build.sum_of_ranks("weight")
+        """Set where this rank multiplies only some of the inputs."""
         self._normed: Normed | None = None
         self._normed_best: Function | None = None
         if self.columns is None:  # a fused norm would not gather
@@ -146,7 +150,8 @@ class Linear:
         if isinstance(x, Unnormed):
             assert self._normed is not None
             return self._normed.of(len(x.x))(x, self.weight, self.bias)
-        return self._linear(self.ordered(x), self.weight, *(self.outliers or ()), self.bias)
+        y: Tensor = self._linear(self.ordered(x), self.weight, *(self.outliers or ()), self.bias)
+        return y if self.sum_of_ranks is None else self.sum_of_ranks(y)
 
     def ordered(self, x: Tensor) -> Tensor:
         """The columns of x as the weight has them."""
@@ -255,11 +260,23 @@ def split_linear(
 
 
 class Embedding:
-    def __init__(self, build: Build, count: int, size: int, scale: float = 1.0) -> None:
+    def __init__(self, build: Build, count: int, size: int, scale: float = 1.0, spread: bool = False) -> None:
+        """`spread`: whether ranks share the rows."""
+        self.share = build.vocabulary(count) if spread else None
         self.table = build.table("weight", (count, size))
+        if self.share is not None:
+            self.table = shared_rows(self.table, self.share)
         self.scale = scale
         self._dtype = build.dtype
-        self._embedding = build.bind(embedding, weight=self.table)
+        self._embedding = build.bind(embedding if self.share is None else spread_embedding, weight=self.table)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return self._embedding(ids, self.table, self._dtype, self.scale)
+        where = () if self.share is None else (self.share.first, self.share.group)
+        found: Tensor = self._embedding(ids, self.table, self._dtype, self.scale, *where)
+        return found
+
+
+def shared_rows(whole: QTensor, share: VocabularyShare) -> QTensor:
+    """This rank's rows of a table, copied; what is missing at the end is filled with the table's last rows."""
+    rows = torch.arange(share.first, share.first + share.most, device=whole.device)
+    return whole.rows(rows.clamp_max(share.vocab - 1))

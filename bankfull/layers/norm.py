@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.ops import Unnormed, add, add_rms_norm, layer_norm, rms_norm
+from bankfull.ops import Unnormed, add, add_rms_norm, layer_norm, rms_norm, spread_rms_norm
 
 
 class Norm(Protocol):
@@ -40,6 +40,10 @@ class RMSNorm:
         self._join = build.bind(add_rms_norm)
         self.reader: Reader | None = None
         self._zeros = partial(torch.zeros, size, dtype=build.dtype, device=build.device)
+        split = build.shard is not None and build.shard.is_cut(f"{build.prefix}.weight")
+        self._spread = build.bind(spread_rms_norm) if split else None
+        """The norm of rows whose columns are spread over ranks."""
+        self._group = None if build.shard is None else build.shard.group
 
     def read_by(self, reader: Reader) -> RMSNorm:
         """A copy of the norm whose only reader is `reader`."""
@@ -53,9 +57,13 @@ class RMSNorm:
         return self._zeros()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._spread is not None:
+            normed: Tensor = self._spread(x, self.weight, self.eps, self.offset, self._group)
+            return normed
         return self._norm(x, self.weight, self.eps, self.offset)
 
     def join(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Unnormed]:
+        assert self._spread is None, "the stream is not split by columns"
         if self.reader is not None and self.reader.norms(len(x)):
             branch = self._nothing.expand_as(x) if delta is None else delta
             if x.dtype == branch.dtype:

@@ -21,6 +21,7 @@ from bankfull.ops import (
     causal_conv_silu,
     gated_rms_norm,
     scale_columns,
+    spread_rms_norm,
     ssd_scan,
 )
 from bankfull.state.spec import Recurrent, StateSpec, TensorSpec
@@ -66,6 +67,8 @@ class GatedNorm:
     """Equal parts of a row that are normed separately."""
     before_gate: bool = False
     """Whether the gate is applied to the normed rows instead of before the norm."""
+    across_ranks: bool = False
+    """Whether the columns of its one group are spread over tensor ranks."""
 
 
 class Mamba2Mixer:
@@ -119,6 +122,8 @@ class Mamba2Mixer:
         self._scale = build.bind(scale_columns)
         self._norm = build.bind(gated_rms_norm)
         self._gate = build.bind(activate_mul)
+        self._spread = build.bind(spread_rms_norm)
+        self._group = None if build.shard is None else build.shard.group
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> RecurrentMeta:
         return recurrent_plan(batch)
@@ -141,4 +146,8 @@ class Mamba2Mixer:
         if self.norm is None:
             return self.out(self._gate(gate, y, "silu"))
         norm = self.norm
+        if norm.across_ranks:
+            y = y if norm.before_gate else self._gate(gate, y, "silu")
+            y = self._spread(y, self.weight, norm.eps, 0.0, self._group)
+            return self.out(self._gate(gate, y, "silu") if norm.before_gate else y)
         return self.out(self._norm(y, gate, self.weight, norm.eps, norm.groups, norm.before_gate))

@@ -12,7 +12,7 @@ from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed, Head, Module
-from bankfull.layers.linear import Embedding, Linear
+from bankfull.layers.linear import Embedding, Linear, shared_rows
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
@@ -130,13 +130,17 @@ def tied_head(config: Config) -> tuple[str, ...]:
 
 
 def head_of(fields: ConfigFields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
-    vocab, hidden = embed.table.shape
-    weight, at = embed.table if fields.flag("tie_word_embeddings") else None, build.at("lm_head")
+    vocab, hidden = fields.size("vocab_size"), embed.table.shape[1]
+    tied, at = fields.flag("tie_word_embeddings"), build.at("lm_head")
+    weight, share = embed.table if tied else None, embed.share if tied else build.vocabulary(vocab)
+    if share is not None and not tied:
+        weight = shared_rows(at.weight("weight", (vocab, hidden)), share)
 
     def stored() -> QTensor:
         return at.weight("weight", (vocab, hidden)) if weight is None else weight
 
-    return Head(build, Linear(at, hidden, vocab, weight=weight, int8_when_batched=True), stored, cap)
+    outer = vocab if weight is None else weight.shape[0]
+    return Head(build, Linear(at, hidden, outer, weight=weight, int8_when_batched=True), stored, cap, share)
 
 
 def decoder(
@@ -155,7 +159,7 @@ def decoder(
     """Blocks between an embedding, a last norm and a head. `root`: the prefix of all names but the head's."""
     root = root or build.at("model")
     vocab, hidden = fields.size("vocab_size"), fields.size("hidden_size")
-    embed = Embedding(root.at("embed_tokens"), vocab, hidden, embed_scale)
+    embed = Embedding(root.at("embed_tokens"), vocab, hidden, embed_scale, spread=True)
 
     norm = RMSNorm(root.at(norm_name), hidden, fields.number("rms_norm_eps"), norm_offset)
     if logit_scale != 1.0:

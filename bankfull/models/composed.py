@@ -32,6 +32,7 @@ from bankfull.models.common import decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.kinds import DEFAULTS, ROPE, AttentionShape, FeedShape, RopeShape
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_plan
 
 
 class _Composer:
@@ -40,7 +41,8 @@ class _Composer:
     def __init__(self, config: Config, build: Build) -> None:
         self.fields, self.build = ConfigFields(config, DEFAULTS), build
         self.hidden, self.eps = self.fields.size("hidden_size"), self.fields.number("rms_norm_eps")
-        self.plans = plans_of(config)
+        self.ranks = build.tensor_ranks
+        self.plans = [split_plan(plan, self.ranks) for plan in plans_of(config)]
         self._ropes: dict[RopeShape, str] = {}
         self._owners: dict[int, Attention] = {}
         """By layer: attention whose keys and values later layers may share."""
@@ -98,7 +100,7 @@ class _Composer:
         return MambaMixer(at, shape, bias=False, conv_bias=True)
 
     def mamba2(self, at: Build, shape: Mamba2Shape, number: int) -> Mamba2Mixer:
-        return Mamba2Mixer(at, shape, norm=GatedNorm(self.eps))
+        return Mamba2Mixer(at, shape, norm=GatedNorm(self.eps, across_ranks=self.ranks > 1))
 
     def s4(self, at: Build, shape: S4Shape, number: int) -> S4Mixer:
         return S4Mixer(at, shape)
@@ -110,7 +112,7 @@ class _Composer:
         return BasedMixer(at, shape)
 
     def lightning(self, at: Build, shape: LightningShape, number: int) -> LightningMixer:
-        return LightningMixer(at, shape, lightning_slopes(shape.heads, number, len(self.plans)))
+        return LightningMixer(at, shape, lightning_slopes(shape.heads * self.ranks, number, len(self.plans)))
 
     def delta(self, at: Build, shape: DeltaShape, number: int) -> DeltaMixer:
         return DeltaMixer(at, shape)

@@ -83,7 +83,8 @@ def build_falcon_h1(config: Config, build: Build) -> Decoder:
     shape, limits = mamba2_shape(fields, inner), fields.limits("time_step_limit")
     norm = None
     if fields.flag("mamba_rms_norm"):
-        norm = GatedNorm(eps, shape.groups, fields.flag("mamba_norm_before_gate"))
+        across = bool(fields.raw("norm_across_ranks", False))
+        norm = GatedNorm(eps, shape.groups, fields.flag("mamba_norm_before_gate"), across)
     conv_bias, out_bias = fields.flag("mamba_conv_bias"), fields.flag("projectors_bias")
     scales = [fields.number("ssm_in_multiplier") * factor for factor in fields.numbers("ssm_multipliers", 5)]
     gate_scale, down_scale = fields.numbers("mlp_multipliers", 2)

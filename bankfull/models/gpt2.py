@@ -33,6 +33,7 @@ def build_gpt2(config: Config, build: Build) -> Decoder:
     inner = fields.size_or_none("intermediate_size") or 4 * hidden
     made_for, eps = fields.size("max_position_embeddings"), fields.number("layer_norm_epsilon")
     count, size = _heads(fields, hidden)
+    width = count * size
     scaled, by_layer = fields.flag("scale_attn_weights"), fields.flag("scale_attn_by_inverse_layer_idx")
     # The first published files have no prefix.
     root = build if build.has("wte.weight") else build.at("transformer")
@@ -47,8 +48,8 @@ def build_gpt2(config: Config, build: Build) -> Decoder:
         at = root.at("h").at(layer)
         own, feed = at.at("attn"), at.at("mlp")
         scale = (size**-0.5 if scaled else 1.0) / (layer + 1 if by_layer else 1)
-        q, k, v = split_linear(own.at("c_attn"), hidden, [hidden] * 3, True, int8_when_batched=(True, True, False))
-        out = Linear(own.at("c_proj"), hidden, hidden, True, int8_when_batched=True)
+        q, k, v = split_linear(own.at("c_attn"), hidden, [width] * 3, True, int8_when_batched=(True, True, False))
+        out = Linear(own.at("c_proj"), width, hidden, True, int8_when_batched=True)
         return Block(
             Attention(own, Heads(count, count, size, scale), q, k, v, out, rope=None),
             before_mixer=norm(at.at("ln_1")),
@@ -77,12 +78,12 @@ def build_gpt2(config: Config, build: Build) -> Decoder:
 
 
 def _heads(fields: ConfigFields, hidden: int) -> tuple[int, int]:
-    count = fields.size("num_attention_heads")
-    if hidden % count:
+    count, size = fields.size("num_attention_heads"), fields.size_or_none("head_dim")
+    if size is None and hidden % count:
         raise ModelError(
             f"The model's configuration has a hidden size of {hidden}, which is no multiple of its {count} heads."
         )
-    return count, hidden // count
+    return count, size or hidden // count
 
 
 FAMILY = Family(build_gpt2, tied_head)

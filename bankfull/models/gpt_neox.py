@@ -35,12 +35,13 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
     fields = ConfigFields(config, GPT_NEOX)
     hidden, inner, vocab = (fields.size(name) for name in ("hidden_size", "intermediate_size", "vocab_size"))
     eps, bias = fields.number("layer_norm_eps"), fields.flag("attention_bias")
-    count = fields.size("num_attention_heads")
-    if hidden % count:
+    count, size = fields.size("num_attention_heads"), fields.size_or_none("head_dim")
+    if size is None and hidden % count:
         raise ModelError(
             f"The model's configuration has a hidden_size of {hidden}, which is no multiple of its {count} heads."
         )
-    heads = Heads(count, count, hidden // count, (hidden // count) ** -0.5)
+    size = size or hidden // count
+    heads, width = Heads(count, count, size, size**-0.5), count * size
     order = by_part(heads) if fields.flag("qkv_by_head") else None
     plus = build.bind(add) if fields.flag("use_parallel_residual") else None
     root = build.at("gpt_neox")
@@ -52,10 +53,10 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
     def block(at: Build) -> Block:
         own, feed = at.at("attention"), at.at("mlp")
         q, k, v = split_linear(
-            own.at("query_key_value"), hidden, [hidden] * 3, bias, int8_when_batched=(True, True, False), order=order
+            own.at("query_key_value"), hidden, [width] * 3, bias, int8_when_batched=(True, True, False), order=order
         )
         return Block(
-            Attention(own, heads, q, k, v, Linear(own.at("dense"), hidden, hidden, bias, int8_when_batched=True)),
+            Attention(own, heads, q, k, v, Linear(own.at("dense"), width, hidden, bias, int8_when_batched=True)),
             before_mixer=norm(at.at("input_layernorm")),
             feed=MLP(
                 feed,

@@ -49,11 +49,14 @@ def build_granite_hybrid(config: Config, build: Build) -> Decoder:
     heads, bias = heads_of(fields, scale=positive(fields, "attention_multiplier")), fields.flag("attention_bias")
     rotates = config.get("position_embedding_type") == ROPE
     kinds = fields.per_layer("layer_types", (*MAMBA, *ATTENTION), [MAMBA[0]] * fields.layers())
-    shape, limits = mamba2_shape(fields, fields.size("mamba_expand") * hidden), fields.limits("time_step_limit")
+    inner = fields.size_or_none("mamba_d_ssm") or fields.size("mamba_expand") * hidden
+    shape, limits = mamba2_shape(fields, inner), fields.limits("time_step_limit")
     proj_bias, conv_bias = fields.flag("mamba_proj_bias"), fields.flag("mamba_conv_bias")
     # The stream is divided, and so is the epsilon of its norms; that of the gated norm is not.
     norm = GatedNorm(
-        given.number("rms_norm_eps"), fields.size_or_none("mamba_norm_groups") or fields.size("mamba_n_groups")
+        given.number("rms_norm_eps"),
+        fields.size_or_none("mamba_norm_groups") or fields.size("mamba_n_groups"),
+        across_ranks=bool(fields.raw("norm_across_ranks", False)),
     )
     experts = None
     if fields.number("num_local_experts") > 0:

@@ -40,7 +40,7 @@ def build_jamba(config: Config, build: Build) -> Decoder:
     hidden, eps, heads = fields.size("hidden_size"), fields.number("rms_norm_eps"), heads_of(fields)
     automatic = config.get("mamba_dt_rank", "auto") == "auto"
     rank = math.ceil(hidden / 16) if automatic else fields.size("mamba_dt_rank")
-    inner = fields.size("mamba_expand") * hidden
+    inner = fields.size_or_none("mamba_inner") or fields.size("mamba_expand") * hidden
     shape = MambaShape(hidden, inner, fields.size("mamba_d_state"), rank, fields.size("mamba_d_conv"))
     bias, conv_bias = fields.flag("mamba_proj_bias"), fields.flag("mamba_conv_bias")
     attends, mixes = every(fields, "attn_layer"), every(fields, "expert_layer")

@@ -41,7 +41,11 @@ def build_mamba2(config: Config, build: Build) -> Decoder:
         fields.size("conv_kernel"),
     )
     bias, conv_bias, limits = fields.flag("use_bias"), fields.flag("use_conv_bias"), fields.limits("time_step_limit")
-    norm = GatedNorm(fields.number("layer_norm_epsilon"), fields.size_or_none("norm_groups") or fields.size("n_groups"))
+    norm = GatedNorm(
+        fields.number("layer_norm_epsilon"),
+        fields.size_or_none("norm_groups") or fields.size("n_groups"),
+        across_ranks=bool(fields.raw("norm_across_ranks", False)),
+    )
     return backbone(
         fields,
         build,

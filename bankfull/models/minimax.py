@@ -57,7 +57,7 @@ def build_minimax(config: Config, build: Build) -> Decoder:
     def mixer(layer: int, at: Build) -> Mixer:
         if kinds[layer] == FULL:
             return attention(fields, at, heads, qkv_bias=False, out_bias=False)
-        return LightningMixer(at, lightning, lightning_slopes(heads.count, layer, layers))
+        return LightningMixer(at, lightning, lightning_slopes(heads.count * build.tensor_ranks, layer, layers))
 
     def block(layer: int) -> Block:
         at = build.at("model").at("layers").at(layer)

@@ -36,12 +36,13 @@ def build_opt(config: Config, build: Build) -> Decoder:
     outer = fields.size_or_none("word_embed_proj_dim") or hidden
     made_for, bias = fields.size("max_position_embeddings"), fields.flag("enable_bias")
     norm_first, affine = fields.flag("do_layer_norm_before"), fields.flag("layer_norm_elementwise_affine")
-    count = fields.size("num_attention_heads")
-    if hidden % count:
+    count, size = fields.size("num_attention_heads"), fields.size_or_none("head_dim")
+    if size is None and hidden % count:
         raise ModelError(
             f"The model's configuration has a hidden_size of {hidden}, which is no multiple of its {count} heads."
         )
-    heads = Heads(count, count, hidden // count, (hidden // count) ** -0.5)
+    size = size or hidden // count
+    heads, width = Heads(count, count, size, size**-0.5), count * size
     root = build.at("model").at("decoder")
     tokens = Embedding(root.at("embed_tokens"), vocab, outer)
     places = Embedding(root.at("embed_positions"), made_for + POSITION_OFFSET, hidden)
@@ -55,7 +56,8 @@ def build_opt(config: Config, build: Build) -> Decoder:
 
     def block(at: Build) -> Block:
         own = at.at("self_attn")
-        q, k, v, out = (Linear(own.at(n), hidden, hidden, bias) for n in ("q_proj", "k_proj", "v_proj", "out_proj"))
+        q, k, v = (Linear(own.at(name), hidden, width, bias) for name in ("q_proj", "k_proj", "v_proj"))
+        out = Linear(own.at("out_proj"), width, hidden, bias)
         return Block(
             Attention(own, heads, q, k, v, out, rope=None),
             before_mixer=norm(at.at("self_attn_layer_norm")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -81,6 +81,11 @@ def family_of(config: Config) -> Family:
 def build_model(config: Config, build: Build) -> Decoder:
     """The model with all its weights. A missing tensor, or one that the model does not read, is an error naming it."""
     family = family_of(config)
+    if build.shard is not None:
+        from bankfull.models.splitting import rank_config  # it imports the families' shapes
+
+        mine = rank_config(config, build.shard.group.size)
+        config, build = mine.values, replace(build, shard=replace(build.shard, fused=mine.fused))
     try:
         model = family.build(config, build)
     except KeyError as missing:

@@ -16,6 +16,14 @@ from bankfull.ops.reference.attention import (
     paged_attention,
     write_pages,
 )
+from bankfull.ops.reference.collectives import (
+    all_reduce,
+    gather_outputs,
+    gather_rows,
+    reduce_scatter,
+    spread_embedding,
+    spread_rms_norm,
+)
 from bankfull.ops.reference.delta import delta_rule
 from bankfull.ops.reference.experts import (
     RoutingRule,
@@ -80,6 +88,7 @@ __all__ = [
     "RoutingRule",
     "Unnormed",
     "absorb_queries",
+    "all_reduce",
     "activate",
     "activate_mul",
     "add",
@@ -104,6 +113,8 @@ __all__ = [
     "gated_linear_w8a8",
     "gated_rms_norm",
     "gather_columns",
+    "gather_outputs",
+    "gather_rows",
     "head_products",
     "kit_for",
     "latent_attention",
@@ -122,6 +133,7 @@ __all__ = [
     "normed_linear",
     "normed_linear_w8a8",
     "paged_attention",
+    "reduce_scatter",
     "rms_norm",
     "rope_angles",
     "rotate",
@@ -129,6 +141,8 @@ __all__ = [
     "scale_columns",
     "selective_scan",
     "soft_cap",
+    "spread_embedding",
+    "spread_rms_norm",
     "ssd_scan",
     "taylor_features",
     "taylor_size",

@@ -38,6 +38,8 @@ class Cost:
     """FLOPs with operands rounded to bfloat16, and below with others; all are part of `flops`."""
     int8: float = 0.0
     fp8: float = 0.0
+    wire: float = 0.0
+    """Bytes that leave the rank for others of its group."""
 
     @property
     def bytes(self) -> float:
@@ -77,7 +79,7 @@ class Cost:
     @property
     def vector(self) -> tuple[float, ...]:
         """The fields in order, for linear algebra."""
-        return self.flops, self.read, self.write, self.bf16, self.int8, self.fp8
+        return self.flops, self.read, self.write, self.bf16, self.int8, self.fp8, self.wire
 
     def arithmetic(self, rates: Rates) -> float:
         """Seconds of the arithmetic alone; 0 if the rate of one of its operands is not known."""
@@ -109,7 +111,7 @@ NUMBERS = len(fields(Cost))
 def seconds_per_number(rates: Rates) -> tuple[float, ...]:
     """Factors by which the numbers of a cost add up to the seconds of its arithmetic."""
     own = 1 / rates.own
-    return own, 0.0, 0.0, 1 / rates.bf16 - own, 1 / rates.int8 - own, 1 / rates.fp8 - own
+    return own, 0.0, 0.0, 1 / rates.bf16 - own, 1 / rates.int8 - own, 1 / rates.fp8 - own, 0.0
 
 
 def _all_on(operands: Operands, flops: float) -> dict[str, float]:

@@ -115,6 +115,19 @@ class QTensor:
         count = next(iter(parts.values())).shape[1]
         return self._with(parts, (self.shape[0], count, *self.shape[2:]), selected)
 
+    def columns_from(self, first: int, count: int) -> QTensor | None:
+        """Adjacent columns without dequantizing, copied; None where they are not whole blocks in the stored order."""
+        block = self.scheme.block
+        if not self.is_plain or first % block or count % block:
+            return None
+        parts = {}
+        for part in self.scheme.parts:
+            stored, begin = self.parts[part.name], first // block * part.per_block
+            inside = stored[..., begin : begin + count // block * part.per_block]
+            of_row = stored[..., stored.shape[-1] - part.per_row :]
+            parts[part.name] = torch.cat((inside, of_row), -1).contiguous()
+        return QTensor(self.scheme, parts, (*self.shape[:-1], count))
+
     def flattened(self) -> QTensor:
         """A dense tensor as a vector."""
         return QTensor.dense(self.parts["data"].reshape(-1))

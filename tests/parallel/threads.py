@@ -1,0 +1,89 @@
+"""Ranks as threads of one process: what they exchange passes through shared memory, and its bytes are counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+SECONDS = 60.0
+"""The longest wait for another rank."""
+
+
+class Meeting:
+    """Where the ranks of a group put their tensors down and pick up those of the others."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=SECONDS)
+        self._given: list[Any] = [None] * size
+
+    def exchange(self, index: int, x: Any) -> list[Any]:
+        self._given[index] = x
+        self._barrier.wait()
+        found = list(self._given)
+        self._barrier.wait()
+        return found
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+
+@dataclass
+class ThreadRank:
+    meeting: Meeting
+    size: int
+    index: int
+    sent: list[int] = field(default_factory=list)
+    """Bytes of each collective that this rank would send over a ring."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._count(x, 2)
+        found = self.meeting.exchange(self.index, x)
+        return torch.stack([part.to(torch.float64) for part in found]).sum(0).to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._count(x, self.size)
+        return torch.stack(self.meeting.exchange(self.index, x))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self._count(x, 1)
+        found = self.meeting.exchange(self.index, x)
+        return torch.stack(found).sum(0).chunk(self.size)[self.index]
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        self._count(x, 1)
+        found = self.meeting.exchange(self.index, x)
+        return torch.stack([part[self.index] for part in found])
+
+    def _count(self, x: Tensor, passes: float) -> None:
+        self.sent.append(int(passes * x.numel() * x.element_size() * (self.size - 1) / self.size))
+
+
+def on_ranks(count: int, work: Callable[[ThreadRank], T]) -> list[T]:
+    """The results of all ranks; the first error of any is raised."""
+    meeting = Meeting(count)
+    found: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            with torch.inference_mode():
+                found[index] = work(ThreadRank(meeting, count, index))
+        except BaseException as error:  # the others must not wait for this rank
+            errors.append(error)
+            meeting.leave()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if real or errors:
+        raise (real or errors)[0]
+    return found
