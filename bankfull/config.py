@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from bankfull.errors import ConfigError
+from bankfull.mesh import ALONE, MeshSpec
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -242,8 +243,17 @@ class RunConfig:
     may choose the same distribution instead (rejection), or a lossy rule (typical)."""
     diffusion: str = ""
     """Diffusion language models: `key=value[,key=value...]` (`DiffusionChoice`); empty = the defaults."""
+    parallel: str = ""
+    """The ranks that the model is split over, as in "tp=2" (`MeshSpec`); empty = one."""
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return MeshSpec.parse(self.parallel) if self.parallel else ALONE
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parallel, str):
+            raise ConfigError(f"parallel={self.parallel!r} is no layout; use a text such as 'tp=2'.")
+        _ = self.mesh
         if self.depth is not None and self.depth not in (0, 1):
             raise ConfigError(f"depth={self.depth!r} must be 0 (the host waits) or 1 (the host runs one step behind).")
         if self.threads is not None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,7 @@ from bankfull.errors import ConfigError
 from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.layers.shard import Shard
 from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import build_model, family_of
@@ -38,7 +40,7 @@ from bankfull.precision import choose_dtype, choose_precision
 from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
-from bankfull.runtime.device import Device, open_device
+from bankfull.runtime.device import Device, open_device, usable_cores
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.memory import Sizes, plan_memory, shown
@@ -60,10 +62,15 @@ from bankfull.weights.requantized import inner_weights
 from bankfull.weights.source import ModelFiles, open_model
 from bankfull.weights.streams import read_streams
 
+if TYPE_CHECKING:
+    from bankfull.parallel.groups import Ranks
+
 log = logging.getLogger("bankfull")
 
 OFFERED = frozenset[str]()
 """Features that a strategy may need beyond hidden states and logits: none so far."""
+HEADS_OF_MODEL = ("medusa", "eagle", "mtp", "streaming", "tree-streaming")
+"""Speculation with the model's own head, or with parts trained for it."""
 AUTO_GAIN = 1.05
 """Expected gain from which on `speculative=auto` verifies draft tokens."""
 
@@ -131,13 +138,68 @@ def load(
     with ThreadPoolExecutor(1) as pool:  # one thread reads the vocabulary; the kernels' threads repack weights
         reading = pool.submit(lambda: text or load_tokenizer(files))
         device = device or open_device(run.device)
-        made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
+        if run.mesh.ranks > 1:
+            made = assemble_leader(files, run, sched, state, max_len, device)
+        else:
+            made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
         tokenizer, template = reading.result()
     frontend = Frontend(
         made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
     )
     parts = {field.name: getattr(made, field.name) for field in fields(made)}
     return Loaded(**parts, tokenizer=tokenizer, template=template, frontend=frontend)
+
+
+def assemble_leader(
+    files: ModelFiles, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None, device: Device
+) -> Assembled:
+    """Rank 0 of a model over several ranks, which it starts."""
+    from bankfull.parallel.groups import RankLost
+    from bankfull.parallel.leading import Followers
+
+    refuse_layout(run, state)
+    run = replace(run, device=device.kind)
+    if device.kind == "cpu" and run.threads is None:
+        run = replace(run, threads=max(1, usable_cores() // run.mesh.ranks))
+    followers = Followers(run.mesh, device.kind)
+    try:
+        ranks = followers.begin(str(files.path), run, sched, state, max_len)
+        made = assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
+        followers.await_ready()
+    except RankLost:
+        followers.await_ready()  # raises what a rank has said, if one has
+        raise
+    except BaseException:
+        followers.close()
+        raise
+    made.engine.runner.followers = followers
+    return made
+
+
+def load_rank(
+    name: str, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None, ranks: Ranks
+) -> DeviceRunner:
+    """The runner of another rank: the same model, state and steps as rank 0's."""
+    kind = run.device if run.device != "cuda" else f"cuda:{ranks.place.rank}"
+    device = open_device(kind)
+    made = assemble(open_model(locate(name)), run, sched, state, max_len=max_len, device=device, ranks=ranks)
+    return made.engine.runner
+
+
+def refuse_layout(run: RunConfig, state: StateConfig) -> None:
+    """Refuse what a model over several ranks cannot do yet."""
+    mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
+    if mesh.pp > 1 or mesh.cp > 1 or mesh.ep > 1 or mesh.sp != "off":
+        raise ConfigError(f"The layout {mesh} cannot be run yet, only predicted; tensor ranks run: parallel='tp=2'.")
+    if state.kv_host or state.kv_disk:
+        raise ConfigError(
+            f"KV tiers below the device need one rank, and the layout {mesh} has {mesh.ranks}; leave out one."
+        )
+    if speculative.name in HEADS_OF_MODEL:
+        raise ConfigError(
+            f"speculative={speculative.name} reads the model's head, which {mesh} spreads over ranks; use suffix, "
+            "ngram, lookahead or a draft model."
+        )
 
 
 def assemble(
@@ -149,8 +211,9 @@ def assemble(
     max_len: int | None = None,
     device: Device | None = None,
     strategy: Strategy | None = None,
+    ranks: Ranks | None = None,
 ) -> Assembled:
-    """An engine over a configuration and any source of tensors."""
+    """An engine over a configuration and any source of tensors. `ranks`: this rank's groups, if the model is split."""
     device = device or open_device(run.device)
     choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
     strategy = strategy or own_strategy(choice, files, run, device) or Plain()
@@ -166,6 +229,8 @@ def assemble(
     asked, sched = sched.step_tokens, sched.suited(**device.suits)
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
+    if ranks is not None and ranks.tensor is not None:
+        build = replace(build, shard=Shard(ranks.tensor))
     if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
@@ -203,6 +268,9 @@ def assemble(
         drafts=max(strategy.width(0), guesses),
         share=device.share,
     )
+    if ranks is not None:  # all have the same pages, as many as the one with the least memory
+        least = ranks.world.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
+        sizes = Sizes(*least, sizes.notices)
     refuse_short_context(sizes.max_len, strategy)
     refuse_eviction_without_use(layout_of(model.states(), state.page_tokens), build.kv_evict, sizes.max_len)
     for notice in sizes.notices:

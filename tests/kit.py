@@ -74,6 +74,7 @@ class Bench:
         guesses = 0 if lookup is None else lookup.most
         width = max(self.strategy.width(0), guesses)
         slots = (2 + self.depth) * (1 + width) * self.sched.rows + self.state.snapshot_slots
+        self.slots = slots
         self.manager = StateManager(layout, self.frames if layout.paged else 0, slots, self.state)
         self.runner = DeviceRunner(
             self.model,

@@ -161,6 +161,15 @@ class EngineOptions:
     kv_dtype: KvDtype = "auto"
     kv_evict: KvEvict = None
     activations: Activations = "auto"
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="AXIS=RANKS[,AXIS=RANKS]",
+            help="Split the model over ranks, each a process with its own device or its share of the cores: tp=2 "
+            "(heads, widths and the vocabulary).",
+            show_default="one rank",
+        ),
+    ] = ""
     threads: Threads = None
     speculative: Annotated[
         str | None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -81,6 +82,8 @@ class Step:
     def wait(self) -> StepResult:
         """Block until the step is done; its values on the host."""
         assert self.landed is not None, "a step is waited for after `finish`"
+        if self.runner.followers is not None:
+            self.runner.followers.settle()
         landed = self.landed.wait()
         if not self.plan.work and self.runner.mover is not None:
             self.runner.mover.wait(IDLE_SECONDS)  # the step is there to learn of a transfer's end
@@ -99,6 +102,15 @@ class Landed:
     drafts: tuple[list[int], Tensor, Tensor | None] | None = None
     """Rows under a grammar, with tokens and parents of their next drafts."""
     shown: ShownDrafts | None = None
+
+
+class StepFollowers(Protocol):
+    """Other ranks that run each step of this runner, in the same order."""
+
+    def forward(self, plan: StepPlan) -> None: ...
+    def finish(self, masks: Mapping[int, np.ndarray]) -> None: ...
+    def settle(self) -> None:
+        """The oldest step in flight is waited for."""
 
 
 class DeviceRunner:
@@ -154,6 +166,8 @@ class DeviceRunner:
         if strategy.own is not None:
             layers, on_tape = len(model.mixers), kit is not None and device.kind == "cpu"
             strategy.attach(OwnedSteps(strategy.own, layout, self.storage, layers, self.rows, device, on_tape))
+        self.followers: StepFollowers | None = None
+        """The other ranks of the model, if it has any: they run the same steps."""
         self.entered = [-1] * rows
         """The step in which a row got its sequence."""
         self._demanding: set[int] = set()
@@ -162,6 +176,8 @@ class DeviceRunner:
         """Called around launched work and the head, for timing; empty unless something is measured."""
 
     def forward(self, plan: StepPlan) -> Step:
+        if self.followers is not None:
+            self.followers.forward(plan)
         step = Step(plan, self)
         for enter in plan.enter:
             self.entered[enter.row] = plan.step
@@ -214,6 +230,8 @@ class DeviceRunner:
         return all(w.count == 1 and w.sample and not w.drafts and w.row not in demanding for w in work)
 
     def finish(self, step: Step, masks: Mapping[int, np.ndarray]) -> None:
+        if self.followers is not None:
+            self.followers.finish(masks)
         if step.landed is not None:
             return
 

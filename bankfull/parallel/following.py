@@ -1,0 +1,23 @@
+"""A follower's side: it runs the steps that rank 0 plans, and decides nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from bankfull.parallel.messages import Connection, Masks, Plan, Settle, masks_of, step_plan
+from bankfull.runtime.device_runner import DeviceRunner
+
+
+def follow(connection: Connection, runner: DeviceRunner) -> None:
+    """Run steps until rank 0 ends the connection."""
+    flying: deque[Any] = deque()
+    newest: Any = None
+    while (message := connection.from_leader()) is not None:
+        if isinstance(message, Plan):
+            newest = runner.forward(step_plan(message, runner.rows.sampling.allowed_mask))
+            flying.append(newest)
+        elif isinstance(message, Masks):
+            runner.finish(newest, masks_of(message))
+        elif isinstance(message, Settle):
+            flying.popleft().wait()

@@ -1,0 +1,131 @@
+"""Groups of processes that exchange tensors: torch.distributed's process groups, without its global state, so that
+several models of one program do not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bankfull.mesh import MeshSpec
+
+SECONDS = 60.0
+"""The longest wait of a rank for the others, in a collective and at the start."""
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended, or does not answer: this replica cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place in the mesh: tensor ranks are innermost, then context ranks, then stages."""
+
+    mesh: MeshSpec
+    rank: int
+
+    @property
+    def tensor(self) -> int:
+        return self.rank % self.mesh.tp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.mesh.stage_ranks
+
+    def tensor_ranks(self) -> list[int]:
+        first = self.rank - self.tensor
+        return list(range(first, first + self.mesh.tp))
+
+
+class ProcessGroup:
+    """A `RankGroup` of processes."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
+        self._group = group
+        self.size, self.index = len(ranks), ranks.index(rank)
+        self.sent = 0
+        """Bytes that this rank has sent, by the algorithms of `ops.reference.collectives`."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._count(x, 2)
+        total = x.contiguous().clone()
+        self._wait(self._group.allreduce([total]))
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._count(x, self.size)
+        found = x.new_empty(self.size, *x.shape)
+        self._wait(self._group.allgather([list(found.unbind(0))], [x.contiguous()]))
+        return found
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """As an all-reduce whose other parts are dropped: Gloo reduces and scatters in no other way."""
+        self._count(x, 2)
+        total = x.contiguous().clone()
+        self._wait(self._group.allreduce([total]))
+        return total.chunk(self.size)[self.index]
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        self._count(x, 1)
+        found = torch.empty_like(x)
+        self._wait(self._group.alltoall_base(found, x.contiguous(), [], []))
+        return found
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over the ranks."""
+        found = self.all_gather(torch.tensor(numbers, dtype=torch.int64))
+        return [int(number) for number in found.amin(0)]
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RankLost(f"a rank has ended, or did not answer within {SECONDS:g} s ({_first(error)}).") from error
+
+    def _count(self, x: Tensor, passes: float) -> None:
+        self.sent += int(passes * x.numel() * x.element_size() * (self.size - 1) / self.size)
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition("\n")[0][:160].rstrip(". ")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A rank's place and its groups."""
+
+    place: Place
+    world: ProcessGroup
+    tensor: ProcessGroup | None
+
+
+def join(place: Place, host: str, port: int, device: str) -> Ranks:
+    """Meet the other ranks at the store that rank 0 keeps, and form the groups of the mesh."""
+    mesh, wait = place.mesh, timedelta(seconds=SECONDS)
+    try:
+        store = dist.TCPStore(host, port, mesh.ranks, place.rank == 0, wait, wait_for_workers=False)
+        world = _group(store, "world", list(range(mesh.ranks)), place.rank, host, device)
+        tensor = None
+        if mesh.tp > 1:
+            ranks = place.tensor_ranks()
+            tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
+    except RuntimeError as error:
+        raise RankLost(f"the ranks of {mesh} did not meet within {SECONDS:g} s ({_first(error)}).") from error
+    return Ranks(place, world, tensor)
+
+
+def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessGroup:
+    own, index = dist.PrefixStore(name, store), ranks.index(rank)
+    if device == "cuda":
+        made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), timedelta(seconds=SECONDS))
+    else:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=SECONDS)
+        made = dist.ProcessGroupGloo(own, index, len(ranks), options)
+    return ProcessGroup(made, ranks, rank)

@@ -1,0 +1,137 @@
+"""Rank 0's side: starts the other ranks as processes of this machine, and tells them each step before it runs it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import bankfull
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.errors import ConfigError
+from bankfull.mesh import MeshSpec
+from bankfull.parallel.groups import SECONDS, Place, RankLost, Ranks, join
+from bankfull.parallel.messages import (
+    Connection,
+    Hello,
+    Ready,
+    Settle,
+    Task,
+    encoded,
+    masks_message,
+    plan_message,
+)
+from bankfull.types import StepPlan
+
+HOST = "127.0.0.1"
+ADDRESS, SECRET, RANK = "BANKFULL_RANK_ADDRESS", "BANKFULL_RANK_SECRET", "BANKFULL_RANK"
+START_SECONDS = 600.0
+"""The longest time in which a rank reads its weights."""
+
+
+class Followers:
+    """The other ranks of a replica. They end with this object, and with this process."""
+
+    def __init__(self, mesh: MeshSpec, device: str) -> None:
+        """Start the processes, and wait until all have said hello."""
+        check_devices(mesh, device)
+        self.mesh = mesh
+        secret = secrets.token_hex(16)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        with socket.create_server((HOST, 0), backlog=mesh.ranks) as server:
+            server.settimeout(SECONDS)
+            address = f"{HOST}:{server.getsockname()[1]}"
+            for rank in range(1, mesh.ranks):
+                environment = {**os.environ, ADDRESS: address, SECRET: secret, RANK: str(rank)}
+                own = [sys.executable, "-m", "bankfull.rank"]
+                self._processes.append(subprocess.Popen(own, env=environment, stdin=subprocess.DEVNULL))
+            self._end = weakref.finalize(self, _end, self._processes, self.connections)
+            found: dict[int, Connection] = {}
+            while len(found) < mesh.ranks - 1:
+                try:
+                    accepted, _ = server.accept()
+                except TimeoutError:
+                    self.close()
+                    raise RankLost(f"not all ranks of {mesh} started within {SECONDS:g} s.") from None
+                connection = Connection(accepted)
+                hello = connection.from_follower(SECONDS)
+                if not isinstance(hello, Hello) or not secrets.compare_digest(hello.secret, secret):
+                    connection.close()
+                    continue
+                if hello.version != bankfull.__version__:
+                    self.close()
+                    raise ConfigError(
+                        f"Rank {hello.rank} runs bankfull {hello.version}, and rank 0 runs {bankfull.__version__}; "
+                        "install the same version for all ranks."
+                    )
+                found[hello.rank] = connection
+        self.connections += [found[rank] for rank in sorted(found)]
+
+    def begin(self, model: str, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None) -> Ranks:
+        """Give every rank its task, and form the groups with them."""
+        port = free_port()
+        self._tell(encoded(Task(model, run, sched, state, max_len, port)))
+        return join(Place(self.mesh, 0), HOST, port, run.device)
+
+    def await_ready(self) -> None:
+        """Return when every rank has read its weights; raise what one of them says."""
+        for rank, connection in enumerate(self.connections, 1):
+            ready = connection.from_follower(START_SECONDS)
+            if isinstance(ready, Ready) and not ready.problem:
+                continue
+            self.close()
+            if isinstance(ready, Ready) and ready.refused:
+                raise ConfigError(ready.problem)
+            raise RankLost(f"rank {rank} could not start: {ready.problem if isinstance(ready, Ready) else 'it ended'}.")
+
+    # -- each step, called by the runner
+
+    def forward(self, plan: StepPlan) -> None:
+        self._tell(encoded(plan_message(plan)))
+
+    def finish(self, masks: Mapping[int, Any]) -> None:
+        self._tell(encoded(masks_message(masks)))
+
+    def settle(self) -> None:
+        self._tell(encoded(Settle()))
+
+    def _tell(self, frame: bytes) -> None:
+        for connection in self.connections:
+            connection.send_bytes(frame)
+
+    def close(self) -> None:
+        self._end()
+
+
+def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection]) -> None:
+    for connection in connections:
+        connection.close()
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def check_devices(mesh: MeshSpec, device: str) -> None:
+    if device == "cuda" and mesh.ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"The layout {mesh} needs {mesh.ranks} GPUs, one for each rank, and {torch.cuda.device_count()} are here; "
+            "choose a smaller layout, or device=cpu."
+        )
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,217 @@
+"""What rank 0 sends to the other ranks: their task, and then each step's plan, masks and end. Frames of msgpack."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.parallel.groups import RankLost
+from bankfull.runtime.rows import Job
+from bankfull.sample.params import SamplingParams
+from bankfull.types import Enter, Guess, PageEdit, StepPlan, Transfer, Work
+
+HEADER = struct.Struct("!Q")
+LARGEST = 1 << 30
+"""Bytes of a message; a longer one is no message of ours."""
+UNREAD = ("structured", "reference", "stop", "bad_words")
+"""Sampling parameters that the runner does not read: grammars come as masks, drafts with the plan, words as ids."""
+USUAL = SamplingParams()
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """A follower's first message."""
+
+    rank: int
+    version: str
+    secret: str
+
+
+class Task(msgspec.Struct, tag="task"):
+    """Rank 0's answer."""
+
+    model: str
+    run: RunConfig
+    sched: SchedConfig
+    state: StateConfig
+    max_len: int | None
+    port: int
+    """Where the ranks meet."""
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """A follower is ready to run steps, or says in one sentence why it cannot."""
+
+    problem: str = ""
+    refused: bool = False
+    """Whether the problem is the user's input."""
+
+
+class JobWire(msgspec.Struct):
+    params: dict[str, Any]
+    seed: int
+    stop_ids: list[int]
+    pool: str | None
+
+
+class EnterWire(msgspec.Struct):
+    row: int
+    tokens: tuple[int, ...]
+    computed: int
+    prompt_len: int
+    child: int
+    slot: int
+    job: JobWire
+
+
+class Plan(msgspec.Struct, tag="plan"):
+    step: int
+    work: list[Work]
+    enter: list[EnterWire]
+    leave: list[int]
+    pages: list[PageEdit]
+    transfers: list[Transfer]
+    guesses: list[Guess]
+    proposes: int | None
+
+
+class Masks(msgspec.Struct, tag="masks"):
+    """The grammar masks of the newest planned step: row -> numbers and shape."""
+
+    masks: dict[int, tuple[bytes, tuple[int, ...]]]
+
+
+class Settle(msgspec.Struct, tag="settle"):
+    """Rank 0 waits for its oldest step in flight; so do the others."""
+
+
+ToFollower = Task | Plan | Masks | Settle
+ToLeader = Hello | Ready
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
+_TO_LEADER = msgspec.msgpack.Decoder(ToLeader)
+
+
+def plan_message(plan: StepPlan) -> Plan:
+    enter = [
+        EnterWire(one.row, one.tokens, one.computed, one.prompt_len, one.child, one.slot, _job(one.payload))
+        for one in plan.enter
+    ]
+    return Plan(plan.step, plan.work, enter, plan.leave, plan.pages, plan.transfers, plan.guesses, plan.proposes)
+
+
+def _job(job: Job) -> JobWire:
+    given = {field.name: getattr(job.params, field.name) for field in fields(SamplingParams)}
+    params = {
+        name: list(value.items()) if isinstance(value, Mapping) else value
+        for name, value in given.items()
+        if name not in UNREAD and value != getattr(USUAL, name)
+    }
+    return JobWire(params, job.seed, sorted(job.stop_ids), job.pool)
+
+
+def step_plan(message: Plan, allowed: Any) -> StepPlan:
+    """The plan as a follower's runner gets it. `allowed`: `SamplingTable.allowed_mask`."""
+    enter = []
+    for one in message.enter:
+        params = dict(one.job.params)
+        if params.get("logit_bias") is not None:
+            params["logit_bias"] = dict(params["logit_bias"])
+        wanted = SamplingParams(**params)
+        job = Job(wanted, one.job.seed, frozenset(one.job.stop_ids), one.job.pool, allowed(wanted))
+        enter.append(Enter(0, one.row, one.tokens, one.computed, one.prompt_len, one.child, one.slot, job))
+    return StepPlan(
+        message.step,
+        message.work,
+        enter,
+        message.leave,
+        message.pages,
+        message.transfers,
+        message.guesses,
+        message.proposes,
+    )
+
+
+def masks_message(masks: Mapping[int, Any]) -> Masks:
+    found = {}
+    for row, mask in masks.items():
+        array = np.asarray(mask, np.int32)
+        found[row] = (array.tobytes(), array.shape)
+    return Masks(found)
+
+
+def masks_of(message: Masks) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for row, (data, shape) in message.masks.items():
+        array = np.frombuffer(data, np.int32).reshape(shape)
+        found[row] = array if shape else int(array)
+    return found
+
+
+class Connection:
+    """Whole messages over a socket."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self._socket = own
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: ToFollower | ToLeader) -> None:
+        self.send_bytes(encoded(message))
+
+    def send_bytes(self, frame: bytes) -> None:
+        try:
+            self._socket.sendall(frame)
+        except OSError as error:
+            raise RankLost(f"a rank's connection has ended ({error.strerror or error}).") from error
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[Any], seconds: float | None) -> Any:
+        """The next message; None at the end of the connection. `seconds`: the longest wait; None: no limit."""
+        self._socket.settimeout(seconds)
+        try:
+            head = self._read(HEADER.size)
+            if head is None:
+                return None
+            (size,) = HEADER.unpack(head)
+            if size > LARGEST:
+                raise RankLost("a rank sent a message that is too long.")
+            body = self._read(size)
+        except TimeoutError as error:
+            raise RankLost(f"a rank did not answer within {seconds:g} s.") from error
+        except OSError as error:
+            raise RankLost(f"a rank's connection has ended ({error.strerror or error}).") from error
+        try:
+            return None if body is None else decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise RankLost(f"a rank sent what is no message ({error}).") from error
+
+    def _read(self, size: int) -> bytes | None:
+        parts, missing = [], size
+        while missing:
+            part = self._socket.recv(min(missing, 1 << 20))
+            if not part:
+                return None
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def from_leader(self, seconds: float | None = None) -> ToFollower | None:
+        found: ToFollower | None = self.receive(_TO_FOLLOWER, seconds)
+        return found
+
+    def from_follower(self, seconds: float) -> ToLeader | None:
+        found: ToLeader | None = self.receive(_TO_LEADER, seconds)
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def encoded(message: ToFollower | ToLeader) -> bytes:
+    body = _ENCODER.encode(message)
+    return HEADER.pack(len(body)) + body

@@ -1,0 +1,45 @@
+"""The process of one rank of a model: `python -m bankfull.rank`, started by rank 0 (`parallel.leading`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+import bankfull
+from bankfull.errors import BankfullError
+from bankfull.loading import load_rank
+from bankfull.mesh import MeshSpec
+from bankfull.parallel.following import follow
+from bankfull.parallel.groups import SECONDS, Place, RankLost, join
+from bankfull.parallel.leading import ADDRESS, RANK, SECRET
+from bankfull.parallel.messages import Connection, Hello, Ready, Task
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, whose end ends this process
+    host, _, port = os.environ.pop(ADDRESS).rpartition(":")
+    rank, secret = int(os.environ.pop(RANK)), os.environ.pop(SECRET)
+    connection = Connection(socket.create_connection((host, int(port)), SECONDS))
+    connection.send(Hello(rank, bankfull.__version__, secret))
+    task = connection.from_leader(SECONDS)
+    if not isinstance(task, Task):
+        return 1
+    try:
+        mesh = MeshSpec.parse(str(task.run.parallel))
+        device = "cuda" if task.run.device.startswith("cuda") else "cpu"
+        ranks = join(Place(mesh, rank), host, task.port, device)
+        runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
+        connection.send(Ready())
+        follow(connection, runner)
+    except BankfullError as error:
+        connection.send(Ready(str(error), refused=True))
+        return 2
+    except RankLost:
+        return 1  # rank 0 tells of it
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Ranks as processes: they meet, run, and end with rank 0; what goes wrong is said in one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bankfull import LLM, SamplingParams
+from bankfull.errors import ConfigError
+from bankfull.parallel.groups import RankLost
+from bankfull.parallel.leading import Followers
+from tests.tiny import speaking_folder
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = ["The river runs", "The engine", "its channel, and"]
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.fixture(scope="module")
+def split() -> Iterator[LLM]:
+    yield LLM(str(speaking_folder()), dtype="float32", parallel="tp=2", rows=4)
+
+
+def followers_of(llm: LLM) -> Followers:
+    found = llm.loaded.engine.runner.followers
+    assert isinstance(found, Followers)
+    return found
+
+
+def test_two_processes_give_the_tokens_of_one(split: LLM) -> None:
+    alone = LLM(str(speaking_folder()), dtype="float32", rows=4)
+    assert tokens(split) == tokens(alone)
+    constrained = SamplingParams(temperature=0.0, max_tokens=12, allowed_token_ids=list(range(20, 60)))
+    assert tokens(split, constrained) == tokens(alone, constrained)
+    assert split.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
+
+
+def test_bytes_on_the_wire_are_those_of_the_formula(split: LLM) -> None:
+    """Per step of n tokens: an all-reduce of (n, hidden) for the embedding and two for each layer, and the logits of
+    the sampled rows gathered. A rank of two sends as many bytes as each of these tensors has."""
+    build, model = split.loaded.build, split.loaded.model
+    assert build.shard is not None
+    group = build.shard.group
+    before = group.sent  # type: ignore[attr-defined]
+    prompt = list(range(5, 26))
+    steps = split.loaded.engine.totals.steps
+    split.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    steps = split.loaded.engine.totals.steps - steps
+    rows = len(prompt) + steps - 1
+    share = -(-model.vocab // 2)
+    expected = 4 * (rows * model.hidden * (1 + 2 * len(model.blocks)) + steps * share)
+    assert group.sent - before == expected  # type: ignore[attr-defined]
+
+
+def test_a_lost_rank_ends_the_replica() -> None:
+    llm = LLM(str(speaking_folder()), dtype="float32", parallel="tp=2", rows=4)
+    process = followers_of(llm)._processes[0]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(RankLost) as problem:
+        tokens(llm)
+    assert "Timed out" not in str(problem.value)
+
+
+def test_ranks_end_with_rank_0() -> None:
+    llm = LLM(str(speaking_folder()), dtype="float32", parallel="tp=2", rows=4)
+    processes = followers_of(llm)._processes
+    followers_of(llm).close()
+    assert all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"parallel": "tp=3"}, "num_attention_heads of 4 cannot be split evenly over 3 tensor ranks"),
+        ({"parallel": "tp"}, "gives no value for tp"),
+        ({"parallel": "xp=2"}, "no axis 'xp'"),
+        ({"parallel": 2}, "is no layout"),
+        ({"parallel": "tp=2", "kv_disk": "1GiB"}, "need one rank"),
+        ({"parallel": "tp=2", "speculative": "mtp"}, "reads the model's head"),
+        ({"parallel": "cp=2"}, "cannot be run yet"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused(options: dict[str, object], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        LLM(str(speaking_folder()), **options)  # type: ignore[arg-type]

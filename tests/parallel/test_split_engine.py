@@ -1,0 +1,75 @@
+"""An engine over several ranks gives the tokens of one process, whatever else is on: part of the exactness matrix."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from bankfull.config import SchedConfig, StateConfig
+from bankfull.runtime import naive
+from bankfull.sample.params import SamplingParams
+from tests.kit import GuessLookup
+from tests.parallel.split_bench import SplitBench
+from tests.tiny import reference_of
+
+SHAPES = [
+    "llama",
+    "gemma",
+    "shared",
+    "latent",
+    "experts",
+    "mamba",
+    "mamba2",
+    "hybrid",
+    "lightning",
+    "delta",
+    "s4",
+    "based",
+    "sparse",
+]
+CPU = torch.device("cpu")
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, 90) for _ in range(21)]
+    return [shared + [rng.randrange(3, 90) for _ in range(rng.randrange(1, 9))] for _ in range(3)]
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_give_the_tokens_of_a_plain_loop(shape: str, cached: bool) -> None:
+    sched = SchedConfig(rows=3, step_tokens=7 if cached else 64)
+    with SplitBench(shape, 2, sched=sched, state=StateConfig(page_tokens=4, prefix_cache=cached)) as bench:
+        asked = prompts(1)
+        for name, prompt in enumerate(asked):
+            bench.add(name, prompt, 12)
+        bench.run(preempt=random.Random(3))
+        for name, prompt in enumerate(asked):
+            expected, margins = naive.generate(reference_of(shape), prompt, 12, CPU)
+            assert min(margins) > 1e-4, "the reference cannot tell the best token from the second"
+            assert bench.tokens[name, 0] == expected
+
+
+def test_drafts_that_the_host_finds_are_verified_on_every_rank() -> None:
+    prompt = [5, 6, 7, 8] * 6
+    expected, _ = naive.generate(reference_of("llama"), prompt, 16, CPU)
+    lookup = GuessLookup([prompt + expected])
+    with SplitBench("llama", 2, sched=SchedConfig(rows=2, step_tokens=32), lookup=lookup) as bench:
+        bench.add("a", prompt, 16)
+        bench.run()
+        assert bench.tokens["a", 0] == expected
+        assert sum(bench.engine.totals.accepted) > 0
+
+
+def test_sampled_tokens_and_masks_are_those_of_one_rank() -> None:
+    params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, logit_bias={4: 2.0}, repetition_penalty=1.2, seed=7)
+    found = []
+    for count in (1, 2):
+        with SplitBench("llama", count, sched=SchedConfig(rows=2, step_tokens=32)) as bench:
+            bench.add("a", [9, 8, 7, 6, 5], 20, params=params, seed=7)
+            bench.run()
+            found.append(bench.tokens["a", 0])
+    assert found[0] == found[1]
