@@ -269,8 +269,8 @@ def assemble(
         share=device.share,
     )
     if ranks is not None:  # all have the same pages, as many as the one with the least memory
-        least = ranks.world.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
-        sizes = Sizes(*least, sizes.notices)
+        frames, slots, rows, length = ranks.world.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
+        sizes = Sizes(frames, slots, rows, length, sizes.notices)
     refuse_short_context(sizes.max_len, strategy)
     refuse_eviction_without_use(layout_of(model.states(), state.page_tokens), build.kv_evict, sizes.max_len)
     for notice in sizes.notices:

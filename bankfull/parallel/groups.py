@@ -122,10 +122,13 @@ def join(place: Place, host: str, port: int, device: str) -> Ranks:
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessGroup:
     own, index = dist.PrefixStore(name, store), ranks.index(rank)
     if device == "cuda":
-        made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), timedelta(seconds=SECONDS))
+        patient = dist.ProcessGroupNCCL.Options()
+        patient._timeout = timedelta(seconds=SECONDS)
+        made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), patient)
     else:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=SECONDS)
-        made = dist.ProcessGroupGloo(own, index, len(ranks), options)
+        made = gloo(own, index, len(ranks), options)
     return ProcessGroup(made, ranks, rank)
