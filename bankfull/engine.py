@@ -133,7 +133,7 @@ class Engine(Generic[RunnerKind]):
                 self._proposed = plan.proposes = self.adaptive.next(sum(work.sample for work in plan.work))
             launched = self._clock()
             step = self.runner.forward(plan)
-            if self._inflight:
+            if len(self._inflight) >= max(1, self.depth):
                 outputs = self._settle()
             self.runner.finish(step, self._grammars.masks(plan, self._owner))
             owners = {work.row: self._owner[work.row] for work in plan.work} if self._grammars else {}

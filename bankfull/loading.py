@@ -34,6 +34,7 @@ from bankfull.layers.shard import Shard
 from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import build_model, family_of
+from bankfull.models.splitting import stages_of
 from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.activations import INT8
 from bankfull.precision import choose_dtype, choose_precision
@@ -189,8 +190,13 @@ def load_rank(
 def refuse_layout(run: RunConfig, state: StateConfig) -> None:
     """Refuse what a model over several ranks cannot do yet."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
-    if mesh.pp > 1 or mesh.cp > 1 or mesh.ep > 1 or mesh.sp != "off":
-        raise ConfigError(f"The layout {mesh} cannot be run yet, only predicted; tensor ranks run: parallel='tp=2'.")
+    if mesh.cp > 1 or mesh.ep > 1 or mesh.sp != "off":
+        raise ConfigError(f"The layout {mesh} cannot be run yet, only predicted; tp and pp can: parallel='tp=2,pp=2'.")
+    if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
+        raise ConfigError(
+            f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
+            "stages does not have; use suffix or ngram."
+        )
     if state.kv_host or state.kv_disk:
         raise ConfigError(
             f"KV tiers below the device need one rank, and the layout {mesh} has {mesh.ranks}; leave out one."
@@ -229,8 +235,9 @@ def assemble(
     asked, sched = sched.step_tokens, sched.suited(**device.suits)
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
-    if ranks is not None and ranks.tensor is not None:
-        build = replace(build, shard=Shard(ranks.tensor))
+    if ranks is not None:
+        shard = None if ranks.tensor is None else Shard(ranks.tensor)
+        build = replace(build, shard=shard, stage=ranks.stage(stages_of(files.config, run.mesh.pp)))
     if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
@@ -246,6 +253,8 @@ def assemble(
     refuse_pages_without_use(layout_of(model.states(), state.page_tokens), run.kv_dtype)
     layout = layout_of(joined_states(model.states(), strategy.states()), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
+    if run.mesh.pp > 1:
+        depth = run.mesh.pp
     drafting = None if strategy.canvas is not None else host_drafting(choice, device, layout, depth)
     guesses = 0 if drafting is None else drafting.width
     adaptive = adaptive_width(choice, strategy)
@@ -299,6 +308,8 @@ def assemble(
     phases.end("state and captured steps")
     canvas = None if strategy.canvas is None else Canvas(strategy.canvas, sizes.max_len)
     scheduler = Scheduler(sched, manager, ahead=strategy.ahead, canvas=canvas)
+    if ranks is not None:
+        scheduler.stages, runner.chooses = run.mesh.pp, ranks.chooses
     engine = Engine(scheduler, runner, strategy, depth, drafting=drafting, adaptive=adaptive)
     if engine.no_drafts and choice.name == "auto":
         engine.no_drafts = no_automatic_drafts(device, layout) or engine.no_drafts

@@ -32,7 +32,7 @@ def main() -> int:
         ranks = join(Place(mesh, rank), host, task.port, device)
         runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
         connection.send(Ready())
-        follow(connection, runner)
+        follow(connection, runner, ranks.tells)
     except BankfullError as error:
         connection.send(Ready(str(error), refused=True))
         return 2

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.layers.shard import Shard, VocabularyShare
+from bankfull.layers.stage import META, BlankTensors, Stage
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear_bf16
 from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
 from bankfull.ops.registry import Function, Kit
@@ -49,6 +50,8 @@ class Build:
     """What layers with full attention see instead (lossy); None: all tokens."""
     shard: Shard | None = None
     """The part of the weights that this rank holds; None: all of them."""
+    stage: Stage | None = None
+    """The layers whose weights this rank holds; None: all."""
     prefix: str = ""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Reasons for expanding weights that were told."""
@@ -72,7 +75,22 @@ class Build:
         return torch.promote_types(self.dtype, torch.float32)
 
     def at(self, name: str | int) -> Build:
-        return replace(self, prefix=self._full(str(name)))
+        prefix = self._full(str(name))
+        found = replace(self, prefix=prefix)
+        return found if self.stage is None or self.stage.holds(prefix) else found.blank
+
+    @property
+    def blank(self) -> Build:
+        """Builds layers without data, for another stage's layers."""
+        if self.device == META:
+            return self
+        return replace(self, source=BlankTensors(self.source), device=META, kit=Kit(self.kit.device, ()))
+
+    def at_stage(self, first: bool, last: bool) -> Build:
+        """Builds layers that only the first or the last stage needs: with data there, without elsewhere."""
+        stage = self.stage
+        needed = stage is None or (first and stage.before is None) or (last and stage.after is None)
+        return self if needed else self.blank
 
     def _full(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
@@ -164,6 +165,10 @@ class Decoder:
     ropes: Mapping[str, Rope]
     diffusion: MaskedDiffusion | None = None
     """Set for a diffusion language model."""
+    stream: torch.dtype | None = None
+    """Dtype of the residual stream, where it is wider than that of its branches."""
+    stream_size: int = 0
+    """Columns of the residual stream, where they are others than `hidden`; 0 = the same."""
     before_best: Norm = field(init=False)
     """The last norm as `best` uses it, where only the head reads it."""
 

@@ -131,7 +131,7 @@ def tied_head(config: Config) -> tuple[str, ...]:
 
 def head_of(fields: ConfigFields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
     vocab, hidden = fields.size("vocab_size"), embed.table.shape[1]
-    tied, at = fields.flag("tie_word_embeddings"), build.at("lm_head")
+    tied, at = fields.flag("tie_word_embeddings"), build.at_stage(False, True).at("lm_head")
     weight, share = embed.table if tied else None, embed.share if tied else build.vocabulary(vocab)
     if share is not None and not tied:
         weight = shared_rows(at.weight("weight", (vocab, hidden)), share)
@@ -159,7 +159,8 @@ def decoder(
     """Blocks between an embedding, a last norm and a head. `root`: the prefix of all names but the head's."""
     root = root or build.at("model")
     vocab, hidden = fields.size("vocab_size"), fields.size("hidden_size")
-    embed = Embedding(root.at("embed_tokens"), vocab, hidden, embed_scale, spread=True)
+    tied = fields.flag("tie_word_embeddings")
+    embed = Embedding(root.at_stage(True, tied).at("embed_tokens"), vocab, hidden, embed_scale, spread=True)
 
     norm = RMSNorm(root.at(norm_name), hidden, fields.number("rms_norm_eps"), norm_offset)
     if logit_scale != 1.0:

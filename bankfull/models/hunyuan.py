@@ -76,7 +76,9 @@ def _ratio(layer: int, own: RMSNorm, owner: RMSNorm) -> torch.Tensor:
             f"Layer {layer} shares keys whose norm has a weight of 0, so their owner's cache cannot serve it; use a "
             "checkpoint without use_cla."
         )
-    return own.weight / owner.weight.to(own.weight.device)  # the owner may be the only one that has been read
+    if own.weight.device.type != owner.weight.device.type:  # layers of different stages, which `staged` refuses
+        return torch.ones_like(own.weight)
+    return own.weight / owner.weight.to(own.weight.device)
 
 
 def stretched_rope(fields: ConfigFields, build: Build, heads: Heads) -> Rope:

@@ -69,6 +69,7 @@ def backbone(fields: ConfigFields, build: Build, mixer: Callable[[Build], Mixer]
         norm=RMSNorm(root.at("norm_f"), hidden, eps),
         head=head_of(fields, build, embed),
         ropes={},
+        stream=stream,
     )
 
 

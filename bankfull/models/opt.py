@@ -85,6 +85,7 @@ def build_opt(config: Config, build: Build) -> Decoder:
         norm=AddThen(root, in_turn(norm(root.at("final_layer_norm")) if has_norm else None, narrow)),
         head=head_of(fields, build, tokens),
         ropes={},
+        stream_size=hidden,
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from bankfull.errors import ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.layers.stage import LAYER
+from bankfull.layers.staged import staged
 
 Config = Mapping[str, Any]
 
@@ -92,6 +94,9 @@ def build_model(config: Config, build: Build) -> Decoder:
         raise ModelError(f"The model's configuration lacks {missing.args[0]!r}.") from None
     patterns = [re.compile(p) for p in (*IGNORED_ANYWHERE, *family.ignored(config))]
     forgotten = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
+    if build.stage is not None:
+        forgotten = [name for name in forgotten if LAYER.search(name) and build.stage.holds(name)]
+        model = staged(model, build, build.stage)
     if forgotten:
         more = f" and {len(forgotten) - 3} more" if len(forgotten) > 3 else ""
         raise ModelError(

@@ -342,6 +342,26 @@ def _copied(size: int, what: str, ranks: int) -> int:
     return max(1, size // ranks)
 
 
+def stages_of(config: Config, stages: int) -> int:
+    """The layers of a model that can be cut into so many stages."""
+    layers = layer_count(config)
+    if stages > layers:
+        raise ConfigError(f"The layout has {stages} stages, but the model has only {layers} layers; lower pp.")
+    return layers
+
+
+def layer_count(config: Config) -> int:
+    """The layers of a model."""
+    if config.get("model_type") == "bankfull":
+        return len(plans_of(config))
+    nested = config.get("text_config")
+    for fields in (config, nested if isinstance(nested, dict) else {}):
+        for name in ("num_hidden_layers", "n_layers"):
+            if isinstance(fields.get(name), int):
+                return int(fields[name])
+    raise ConfigError("The model's configuration does not say how many layers it has, so that no stages can be made.")
+
+
 def rank_config(config: Config, ranks: int) -> RankConfig:
     """The configuration that one of `ranks` tensor ranks builds its model from."""
     kind = config.get("model_type")

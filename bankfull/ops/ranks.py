@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+
+class Neighbour(Protocol):
+    """A rank that computes the layers before or after this one's."""
+
+    def send(self, x: Tensor) -> None:
+        """Start sending; `x` may change afterwards."""
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
 
 class RankGroup(Protocol):

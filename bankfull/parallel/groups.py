@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bankfull.layers.stage import Stage
+from bankfull.layers.staged import stage_layers
 from bankfull.mesh import MeshSpec
 
 SECONDS = 60.0
@@ -45,8 +47,8 @@ class Place:
 class ProcessGroup:
     """A `RankGroup` of processes."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
-        self._group = group
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str) -> None:
+        self.group, self.device = group, device
         self.size, self.index = len(ranks), ranks.index(rank)
         self.sent = 0
         """Bytes that this rank has sent, by the algorithms of `ops.reference.collectives`."""
@@ -54,26 +56,26 @@ class ProcessGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         self._count(x, 2)
         total = x.contiguous().clone()
-        self._wait(self._group.allreduce([total]))
+        self.wait(self.group.allreduce([total]))
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._count(x, self.size)
         found = x.new_empty(self.size, *x.shape)
-        self._wait(self._group.allgather([list(found.unbind(0))], [x.contiguous()]))
+        self.wait(self.group.allgather([list(found.unbind(0))], [x.contiguous()]))
         return found
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """As an all-reduce whose other parts are dropped: Gloo reduces and scatters in no other way."""
         self._count(x, 2)
         total = x.contiguous().clone()
-        self._wait(self._group.allreduce([total]))
+        self.wait(self.group.allreduce([total]))
         return total.chunk(self.size)[self.index]
 
     def all_to_all(self, x: Tensor) -> Tensor:
         self._count(x, 1)
         found = torch.empty_like(x)
-        self._wait(self._group.alltoall_base(found, x.contiguous(), [], []))
+        self.wait(self.group.alltoall_base(found, x.contiguous(), [], []))
         return found
 
     def least(self, numbers: Sequence[int]) -> list[int]:
@@ -81,7 +83,7 @@ class ProcessGroup:
         found = self.all_gather(torch.tensor(numbers, dtype=torch.int64))
         return [int(number) for number in found.amin(0)]
 
-    def _wait(self, work: Any) -> None:
+    def wait(self, work: Any) -> None:
         try:
             work.wait()
         except RuntimeError as error:
@@ -95,6 +97,29 @@ def _first(error: Exception) -> str:
     return str(error).partition("\n")[0][:160].rstrip(". ")
 
 
+class ProcessNeighbour:
+    """The same tensor rank of the stage before or after."""
+
+    def __init__(self, group: ProcessGroup, other: int) -> None:
+        self._group, self._other = group, other
+        self._sending: list[tuple[Any, Tensor]] = []
+        self.sent = 0
+        """Bytes."""
+
+    def send(self, x: Tensor) -> None:
+        while len(self._sending) > 1:  # the other rank may be one step behind
+            work, _ = self._sending.pop(0)
+            self._group.wait(work)
+        rows = x.contiguous().clone()  # a captured step overwrites its results in the next one
+        self.sent += rows.numel() * rows.element_size()
+        self._sending.append((self._group.group.send([rows], self._other, 0), rows))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        rows = torch.empty(shape, dtype=dtype, device=self._group.device)
+        self._group.wait(self._group.group.recv([rows], self._other, 0))
+        return rows
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """A rank's place and its groups."""
@@ -102,6 +127,25 @@ class Ranks:
     place: Place
     world: ProcessGroup
     tensor: ProcessGroup | None
+
+    def stage(self, layers: int) -> Stage | None:
+        """This rank's stage of a model with so many layers; None if there is only one."""
+        mesh, number = self.place.mesh, self.place.stage
+        if mesh.pp == 1:
+            return None
+        before = ProcessNeighbour(self.world, self.place.rank - mesh.stage_ranks) if number else None
+        after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
+        return Stage(*stage_layers(layers, mesh.pp, number), before, after)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether this rank chooses tokens: the last stage does."""
+        return self.place.stage == self.place.mesh.pp - 1
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank tells rank 0 which tokens were chosen."""
+        return self.place.mesh.pp > 1 and self.chooses and self.place.rank % self.place.mesh.stage_ranks == 0
 
 
 def join(place: Place, host: str, port: int, device: str) -> Ranks:
@@ -131,4 +175,4 @@ def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=SECONDS)
         made = gloo(own, index, len(ranks), options)
-    return ProcessGroup(made, ranks, rank)
+    return ProcessGroup(made, ranks, rank, device)

@@ -21,17 +21,21 @@ from bankfull.parallel.groups import SECONDS, Place, RankLost, Ranks, join
 from bankfull.parallel.messages import (
     Connection,
     Hello,
+    Outcome,
     Ready,
     Settle,
     Task,
     encoded,
     masks_message,
     plan_message,
+    step_result,
 )
-from bankfull.types import StepPlan
+from bankfull.types import StepPlan, StepResult
 
 HOST = "127.0.0.1"
 ADDRESS, SECRET, RANK = "BANKFULL_RANK_ADDRESS", "BANKFULL_RANK_SECRET", "BANKFULL_RANK"
+STEP_SECONDS = 600.0
+"""The longest time of a step over all stages."""
 START_SECONDS = 600.0
 """The longest time in which a rank reads its weights."""
 
@@ -100,8 +104,15 @@ class Followers:
     def finish(self, masks: Mapping[int, Any]) -> None:
         self._tell(encoded(masks_message(masks)))
 
-    def settle(self) -> None:
-        self._tell(encoded(Settle()))
+    def settle(self, tokens: list[list[int]]) -> None:
+        self._tell(encoded(Settle(tokens)))
+
+    def outcome(self) -> StepResult:
+        last = self.connections[self.mesh.ranks - self.mesh.stage_ranks - 1]
+        found = last.from_follower(STEP_SECONDS)
+        if not isinstance(found, Outcome):
+            raise RankLost("the last stage has ended.")
+        return step_result(found)
 
     def _tell(self, frame: bytes) -> None:
         for connection in self.connections:

@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.parallel.groups import RankLost
+from bankfull.runtime.device_runner import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
-from bankfull.types import Enter, Guess, PageEdit, StepPlan, Transfer, Work
+from bankfull.types import Enter, Guess, PageEdit, StepPlan, StepResult, Transfer, Work
 
 HEADER = struct.Struct("!Q")
 LARGEST = 1 << 30
@@ -88,11 +90,36 @@ class Masks(msgspec.Struct, tag="masks"):
 
 
 class Settle(msgspec.Struct, tag="settle"):
-    """Rank 0 waits for its oldest step in flight; so do the others."""
+    """Rank 0 has waited for its oldest step in flight; so do the others."""
+
+    tokens: list[list[int]] = []
+    """Of each work of the step, for stages before the last one."""
+
+
+class Logprobs(msgspec.Struct):
+    logprob: float
+    ids: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class ExtraWire(msgspec.Struct):
+    logprobs: list[Logprobs]
+    prompt: dict[int, Logprobs]
+    pooled: tuple[int, list[float]] | None
+
+
+class Outcome(msgspec.Struct, tag="outcome"):
+    """A step's result, from the last stage."""
+
+    step: int
+    tokens: list[list[int]]
+    extras: list[ExtraWire | None]
+    errors: dict[int, str]
+    completed: list[int]
 
 
 ToFollower = Task | Plan | Masks | Settle
-ToLeader = Hello | Ready
+ToLeader = Hello | Ready | Outcome
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
 _TO_LEADER = msgspec.msgpack.Decoder(ToLeader)
@@ -136,6 +163,34 @@ def step_plan(message: Plan, allowed: Any) -> StepPlan:
         message.guesses,
         message.proposes,
     )
+
+
+def outcome_message(result: StepResult) -> Outcome:
+    extras = [None if extra is None else _extra(extra) for extra in result.extras]
+    return Outcome(result.step, result.tokens, extras, result.errors, result.completed)
+
+
+def _extra(extra: Extra) -> ExtraWire:
+    def wire(one: TokenLogprobs) -> Logprobs:
+        return Logprobs(one.logprob, one.top_ids, one.top_logprobs)
+
+    pooled = None if extra.pooled is None else (extra.pooled[0], extra.pooled[1].double().tolist())
+    return ExtraWire([wire(o) for o in extra.logprobs], {p: wire(o) for p, o in extra.prompt.items()}, pooled)
+
+
+def step_result(message: Outcome) -> StepResult:
+    def own(one: Logprobs) -> TokenLogprobs:
+        return TokenLogprobs(one.logprob, one.ids, one.values)
+
+    extras: list[Extra | None] = []
+    for extra in message.extras:
+        if extra is None:
+            extras.append(None)
+            continue
+        pooled = None if extra.pooled is None else (extra.pooled[0], torch.tensor(extra.pooled[1]))
+        prompt = {place: own(one) for place, one in extra.prompt.items()}
+        extras.append(Extra([own(one) for one in extra.logprobs], prompt, pooled))
+    return StepResult(message.step, message.tokens, extras, message.errors, message.completed)
 
 
 def masks_message(masks: Mapping[int, Any]) -> Masks:

@@ -7,7 +7,7 @@ result. Neither waits for the device: `Step.wait` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Protocol
 
@@ -81,9 +81,15 @@ class Step:
 
     def wait(self) -> StepResult:
         """Block until the step is done; its values on the host."""
+        followers = self.runner.followers
+        if followers is not None and not self.runner.chooses and self.plan.work:
+            result = followers.outcome()
+            self.runner.commit(self, result.tokens)
+            followers.settle(result.tokens)
+            return result
         assert self.landed is not None, "a step is waited for after `finish`"
-        if self.runner.followers is not None:
-            self.runner.followers.settle()
+        if followers is not None:
+            followers.settle([])
         landed = self.landed.wait()
         if not self.plan.work and self.runner.mover is not None:
             self.runner.mover.wait(IDLE_SECONDS)  # the step is there to learn of a transfer's end
@@ -109,8 +115,11 @@ class StepFollowers(Protocol):
 
     def forward(self, plan: StepPlan) -> None: ...
     def finish(self, masks: Mapping[int, np.ndarray]) -> None: ...
-    def settle(self) -> None:
-        """The oldest step in flight is waited for."""
+    def settle(self, tokens: list[list[int]]) -> None:
+        """The oldest step in flight is waited for. `tokens`: its results, for ranks that do not choose them."""
+
+    def outcome(self) -> StepResult:
+        """The result of the oldest step in flight, from the rank that chooses its tokens."""
 
 
 class DeviceRunner:
@@ -145,7 +154,8 @@ class DeviceRunner:
         """Set where there are tiers below the device."""
         spread(self.storage.frames)
         self._commit_frames = commits(self.storage.frames)
-        eager = Eager(model, layout, self.storage.layers, taps=checked_taps(strategy, len(model.mixers)))
+        first = getattr(model, "first", 0)
+        eager = Eager(model, layout, self.storage.layers, first, checked_taps(strategy, len(model.mixers)))
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         drafts = max(strategy.width(0), guesses) if strategy.trees else 0
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts, strategy.mask)
@@ -168,6 +178,8 @@ class DeviceRunner:
             strategy.attach(OwnedSteps(strategy.own, layout, self.storage, layers, self.rows, device, on_tape))
         self.followers: StepFollowers | None = None
         """The other ranks of the model, if it has any: they run the same steps."""
+        self.chooses = True
+        """Whether this rank chooses tokens; else it is a stage before the last one, and learns them later."""
         self.entered = [-1] * rows
         """The step in which a row got its sequence."""
         self._demanding: set[int] = set()
@@ -206,6 +218,8 @@ class DeviceRunner:
                 strategy.skip(decoding)
             elif plan.work:
                 step.batch, step.hidden = self._run(plan.work)
+                if not self.chooses:  # the next chunk of a prompt does not wait for tokens
+                    self._advance(step.batch, plan.work, [i for i, w in enumerate(plan.work) if not w.sample], None)
                 if strategy.follows and not skips:
                     found = step.batch, step.hidden, self.run_model.tapped
                     with drafting(self.observers):
@@ -232,7 +246,7 @@ class DeviceRunner:
     def finish(self, step: Step, masks: Mapping[int, np.ndarray]) -> None:
         if self.followers is not None:
             self.followers.finish(masks)
-        if step.landed is not None:
+        if step.landed is not None or not self.chooses:
             return
 
         def run() -> Landed:
@@ -318,6 +332,29 @@ class DeviceRunner:
             rows.slot.index_copy_(0, rows.index(lines), kept)
         if verdict is not None:
             rows.commit([work[i].row for i in chosen], verdict.tokens, verdict.counts)
+
+    def commit(self, step: Step, tokens: list[list[int]]) -> None:
+        """Advance the rows of a step by tokens that another rank has chosen."""
+        work, batch = step.plan.work, step.batch
+        assert batch is not None, "a step is committed once"
+        # A row that another sequence has entered since has nothing to do with these tokens.
+        if chosen := [i for i, w in enumerate(work) if w.sample and self.entered[w.row] <= step.plan.step]:
+            found = [tokens[i] for i in chosen]
+            widest = max(map(len, found))
+            padded = torch.tensor([[*line, *[NO_TOKEN] * (widest - len(line))] for line in found])
+            counts = torch.tensor([len(line) for line in found]) if any(w.drafts for w in work) else None
+            with torch.inference_mode():
+                self._advance(batch, work, chosen, Verdict(padded, counts, Sampled(padded[:, 0])))
+        step.batch = step.hidden = None
+
+    def _advance(self, batch: Batch, work: list[Work], which: list[int], verdict: Verdict | None) -> None:
+        """`_commit` for some of a step's work."""
+        if not which:
+            return
+        if batch.write is not None and len(which) < len(work):
+            batch = replace(batch, write=batch.write[self.rows.index(which)])
+        own = [work[i] for i in which]
+        self._commit(batch, own, list(range(len(own))) if verdict is not None else [], verdict)
 
     def _verified(self, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict | None:
         """The verdict of a captured verification, which also commits, if the step has one: for rows that all sample,

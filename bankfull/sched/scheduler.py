@@ -50,6 +50,9 @@ class Scheduler:
         """`ahead`: KV slots that a proposer of drafts writes after the tokens of a step, for each row that samples.
         `canvas`: set for a diffusion model."""
         self._ahead, self.canvas = ahead, canvas
+        self.stages = 1
+        """Stages of a pipeline: as many steps are in flight, each with a part of the decoding rows. A sequence whose
+        next token is in flight waits for it, because the first stage must know it."""
         self.config = config = config.suited()
         self.state, self.policy = state, policy_of(config)
         self._sealed, self.preemptions, self._prompt_limits = False, 0, config.prompt_limits
@@ -210,9 +213,14 @@ class Scheduler:
         """Serve these, decodes first, then admit more of their kind; False when one of them lacks memory."""
         decoding, filling = list[Sequence](), list[Sequence]()
         for seq in running:
+            if self.stages > 1 and seq.sampled:
+                continue
             decodes = seq.missing <= 1 if self.canvas is None else self.canvas.decodes(seq)
             (decoding if decodes else filling).append(seq)
         rows = len(decoding)
+        if self.stages > 1:
+            rows = min(rows, -(-len(running) // self.stages))
+            decoding.sort(key=lambda seq: seq.turn)  # in turns
         if 0 < self.config.decode_rows < rows:
             decoding.sort(key=lambda seq: seq.turn)  # in turns
             rows = self.config.decode_rows

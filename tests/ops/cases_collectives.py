@@ -58,6 +58,24 @@ def reduce_scatter(make: Maker) -> Case:
     return Case((make.normal(make.size(1, 20), make.size(1, 40)), group(make)), make.dtype)
 
 
+class Same:
+    """A neighbour that has sent a row of its number of columns for each token."""
+
+    def send(self, x: Tensor) -> None:
+        pass
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.arange(shape[0] * shape[1], dtype=dtype).view(shape)
+
+
+def send_rows(make: Maker) -> Case:
+    return Case((make.normal(make.size(1, 20), make.size(1, 40)), Same()), make.dtype)
+
+
+def receive_rows(make: Maker) -> Case:
+    return Case((make.ids(make.size(1, 9), 50), Same(), make.size(1, 20), make.dtype), make.dtype)
+
+
 def spread_embedding(make: Maker) -> Case:
     made = plain_embedding(make)
     ids, table, dtype, scale = made.args
@@ -71,5 +89,14 @@ def spread_rms_norm(make: Maker) -> Case:
 
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
-    for function in (all_reduce, gather_outputs, gather_rows, reduce_scatter, spread_embedding, spread_rms_norm)
+    for function in (
+        all_reduce,
+        gather_outputs,
+        gather_rows,
+        receive_rows,
+        reduce_scatter,
+        send_rows,
+        spread_embedding,
+        spread_rms_norm,
+    )
 }

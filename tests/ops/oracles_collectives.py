@@ -32,6 +32,14 @@ def reduce_scatter(x: Tensor, group: Any) -> Array:
     return padded[group.index * each : (group.index + 1) * each]
 
 
+def send_rows(x: Tensor, after: Any) -> Array:
+    return f64(x)
+
+
+def receive_rows(tokens: Tensor, before: Any, hidden: int, dtype: torch.dtype) -> Array:
+    return f64(torch.arange(len(tokens) * hidden, dtype=dtype).view(-1, hidden))
+
+
 def spread_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float, first: int, group: Any) -> Array:
     found = np.zeros((len(ids), table.shape[1]))
     for place, number in enumerate((ids - first).tolist()):
@@ -46,5 +54,14 @@ def spread_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, group:
 
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (all_reduce, gather_outputs, gather_rows, reduce_scatter, spread_embedding, spread_rms_norm)
+    for function in (
+        all_reduce,
+        gather_outputs,
+        gather_rows,
+        receive_rows,
+        reduce_scatter,
+        send_rows,
+        spread_embedding,
+        spread_rms_norm,
+    )
 }

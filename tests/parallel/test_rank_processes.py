@@ -42,6 +42,19 @@ def test_two_processes_give_the_tokens_of_one(split: LLM) -> None:
     assert split.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
 
 
+def test_stages_of_tensor_ranks_give_the_tokens_of_one_process() -> None:
+    alone = LLM(str(speaking_folder()), dtype="float32", rows=4)
+    staged = LLM(str(speaking_folder()), dtype="float32", rows=4, parallel="tp=2,pp=2")
+    assert tokens(staged) == tokens(alone)
+    scored = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=1)
+    one, other = (llm.generate(PROMPTS[:1], scored)[0] for llm in (alone, staged))
+    assert [list(line) for line in one.outputs[0].logprobs or []] == [
+        list(line) for line in other.outputs[0].logprobs or []
+    ]
+    assert len(one.prompt_logprobs or []) == len(other.prompt_logprobs or [])
+    assert staged.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
+
+
 def test_bytes_on_the_wire_are_those_of_the_formula(split: LLM) -> None:
     """Per step of n tokens: an all-reduce of (n, hidden) for the embedding and two for each layer, and the logits of
     the sampled rows gathered. A rank of two sends as many bytes as each of these tensors has."""
@@ -86,6 +99,8 @@ def test_ranks_end_with_rank_0() -> None:
         ({"parallel": "tp=2", "kv_disk": "1GiB"}, "need one rank"),
         ({"parallel": "tp=2", "speculative": "mtp"}, "reads the model's head"),
         ({"parallel": "cp=2"}, "cannot be run yet"),
+        ({"parallel": "pp=3"}, "3 stages, but the model has only 2 layers"),
+        ({"parallel": "pp=2", "speculative": "lookahead"}, "which the first of the 2 stages does not have"),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused(options: dict[str, object], sentence: str, tmp_path: Path) -> None:

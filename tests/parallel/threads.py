@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,3 +88,20 @@ def on_ranks(count: int, work: Callable[[ThreadRank], T]) -> list[T]:
     if real or errors:
         raise (real or errors)[0]
     return found
+
+
+class ThreadNeighbour:
+    """The rank before or after this one: a queue in each direction of the pipeline."""
+
+    def __init__(self) -> None:
+        self._rows: queue.Queue[Tensor] = queue.Queue()
+        self.bytes = 0
+
+    def send(self, x: Tensor) -> None:
+        self.bytes += x.numel() * x.element_size()
+        self._rows.put(x.clone())
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found = self._rows.get(timeout=SECONDS)
+        assert tuple(found.shape) == shape and found.dtype == dtype
+        return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
-from bankfull.ops.ranks import RankGroup
+from bankfull.ops.ranks import Neighbour, RankGroup
 from bankfull.ops.reference.linear import embedding
 from bankfull.ops.reference.norm import rms_norm, wide
 from bankfull.ops.registry import op
@@ -118,3 +118,28 @@ def spread_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, group:
     if offset:
         return (y * (offset + wide(weight))).to(weight.dtype)
     return (weight * y.to(x.dtype)).to(weight.dtype)
+
+
+def _send_cost(x: Tensor, after: Neighbour) -> Cost:
+    return Cost(read=nbytes(x), wire=nbytes(x))
+
+
+@op(cost=_send_cost, shape=lambda x, after: torch.empty_like(x))
+def send_rows(x: Tensor, after: Neighbour) -> Tensor:
+    """Send rows to the next stage of a pipeline; returns them."""
+    after.send(x)
+    return x
+
+
+def _receive_cost(tokens: Tensor, before: Neighbour, hidden: int, dtype: torch.dtype) -> Cost:
+    return Cost(write=float(len(tokens) * hidden * dtype.itemsize))
+
+
+def _received(tokens: Tensor, before: Neighbour, hidden: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(len(tokens), hidden, dtype=dtype, device=tokens.device)
+
+
+@op(cost=_receive_cost, shape=_received)
+def receive_rows(tokens: Tensor, before: Neighbour, hidden: int, dtype: torch.dtype) -> Tensor:
+    """A row for each token, from the stage before."""
+    return before.receive((len(tokens), hidden), dtype)
