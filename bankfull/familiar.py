@@ -122,10 +122,13 @@ def _if_given(own: str) -> Reading:
     return lambda name, value: {} if value is None else {own: value}
 
 
-def _ranks(name: str, value: Any) -> Own:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError("is no number of ranks; give a whole number, as in parallel='tp=2'")
-    return {} if value == 1 else {"parallel": f"tp={value}"}
+def _ranks(axis: str) -> Reading:
+    def read(name: str, value: Any) -> Own:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError("is no number of ranks; give a whole number, as in parallel='tp=2'")
+        return {} if value == 1 else {"parallel": f"{axis}={value}"}
+
+    return read
 
 
 def _only(*values: object, else_: str) -> Reading:
@@ -282,10 +285,11 @@ ENGINE: dict[str, Reading] = {
     "schedule_policy": _is("policy"),
     "weights": _weights,
     "kv_cache_dtype": _dtype("kv_dtype"),
-    "tensor_parallel_size": _ranks,
-    "pipeline_parallel_size": _only(1, else_=_ONE_DEVICE),
+    "tensor_parallel_size": _ranks("tp"),
+    "pipeline_parallel_size": _ranks("pp"),
     "data_parallel_size": _only(1, else_=_ONE_DEVICE),
-    "tp_size": _ranks,
+    "tp_size": _ranks("tp"),
+    "pp_size": _ranks("pp"),
     "dp_size": _only(1, else_=_ONE_DEVICE),
     "trust_remote_code": _only(False, None, else_=_NO_CODE),
     "enable_chunked_prefill": _only(True, None, else_=_CHUNKS),

@@ -165,8 +165,8 @@ class EngineOptions:
         str,
         typer.Option(
             metavar="AXIS=RANKS[,AXIS=RANKS]",
-            help="Split the model over ranks, each a process with its own device or its share of the cores: tp=2 "
-            "(heads, widths and the vocabulary).",
+            help="Split the model over ranks, each a process with its own device or its share of the cores: tp "
+            "(heads, widths and the vocabulary) and pp (layers, in stages), as in tp=2,pp=2.",
             show_default="one rank",
         ),
     ] = ""

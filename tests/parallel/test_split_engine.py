@@ -43,6 +43,7 @@ ONE_STAGE = ("shared",)
 """Models whose layers share keys and values across the borders of stages."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("shape", SHAPES)
