@@ -110,15 +110,6 @@ def linear(draw: Draw, tokens: int) -> Made:
         yield "head", _case(draw, (draw.normal(tokens, s.hidden), head, None), head)
 
 
-def linear_outliers(draw: Draw, tokens: int) -> Made:
-    """Activations may be rounded less than the body does."""
-    s = SIZES
-    weight = weight_of(SCHEMES["int8_row"], s.hidden, s.ffn)
-    columns = torch.tensor([3, 70, 71, s.ffn - 1], device=DEVICE)
-    args = (draw.normal(tokens, s.ffn), weight, columns, draw.normal(s.hidden, 4).to(torch.bfloat16), None)
-    yield "", Case(args, draw.dtype, {"weight": weight}, provided=torch.bfloat16)
-
-
 def best_output(draw: Draw, tokens: int) -> Made:
     for scheme in schemes_for(draw, SIZES.hidden, tokens)[:4]:
         weight = weight_of(scheme, SIZES.vocab, SIZES.hidden)
@@ -156,14 +147,14 @@ def normed_linear_w8a8(draw: Draw, tokens: int) -> Made:
     """Normed numbers are not exact codes: a few of them may differ by one."""
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.hidden)
-        made = _case(draw, (_unnormed(draw, tokens), weight, None), weight)
+        made = _case(draw, (unnormed(draw, tokens), weight, None), weight)
         yield name, replace(made, provided=torch.float8_e4m3fn)
 
 
 def normed_gated_linear_w8a8(draw: Draw, tokens: int) -> Made:
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], 2 * SIZES.ffn, SIZES.hidden)
-        made = _case(draw, (_unnormed(draw, tokens), weight, None, "silu"), weight)
+        made = _case(draw, (unnormed(draw, tokens), weight, None, "silu"), weight)
         yield name, replace(made, provided=torch.float8_e4m3fn)
 
 
@@ -180,7 +171,7 @@ def _case(draw: Draw, args: tuple[Any, ...], weight: QTensor) -> Case:
     return Case(args, draw.dtype, {"weight": weight})
 
 
-def _unnormed(draw: Draw, tokens: int) -> Unnormed:
+def unnormed(draw: Draw, tokens: int) -> Unnormed:
     x, delta = draw.normal(tokens, SIZES.hidden), draw.normal(tokens, SIZES.hidden)
     return Unnormed(x, delta, draw.normal(SIZES.hidden), 1e-5, draw.pick.choice((0.0, 1.0)), torch.full_like(x, NAN))
 
@@ -188,17 +179,17 @@ def _unnormed(draw: Draw, tokens: int) -> Unnormed:
 def normed_linear(draw: Draw, tokens: int) -> Made:
     for label, made in linear(draw, tokens):
         if made.args[0].shape[1] == SIZES.hidden:
-            yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
+            yield label, replace(made, args=(unnormed(draw, tokens), *made.args[1:]))
 
 
 def normed_best_output(draw: Draw, tokens: int) -> Made:
     for label, made in best_output(draw, tokens):
-        yield label, replace(made, args=(_unnormed(draw, len(made.args[0])), *made.args[1:]))
+        yield label, replace(made, args=(unnormed(draw, len(made.args[0])), *made.args[1:]))
 
 
 def normed_gated_linear(draw: Draw, tokens: int) -> Made:
     for label, made in gated_linear(draw, tokens):
-        yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
+        yield label, replace(made, args=(unnormed(draw, tokens), *made.args[1:]))
 
 
 def embedding(draw: Draw, tokens: int) -> Made:
@@ -558,7 +549,6 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         add_gated,
         expert_mlp,
         linear,
-        linear_outliers,
         best_output,
         gated_linear,
         linear_w8a8,
@@ -596,6 +586,6 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
     )
 }
 
-from tests.gpu import real_latent, real_linear  # noqa: E402  (last: they draw with what stands above)
+from tests.gpu import real_latent, real_linear, real_outliers  # noqa: E402  (last: they draw with what stands above)
 
-GENERATORS |= real_latent.GENERATORS | real_linear.GENERATORS
+GENERATORS |= real_latent.GENERATORS | real_linear.GENERATORS | real_outliers.GENERATORS

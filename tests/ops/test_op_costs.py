@@ -172,7 +172,9 @@ COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linea
 """Their operands are inside records, which have no gradient: compared with their parts instead."""
 
 
-@pytest.mark.parametrize("name", [name.removeprefix("normed_") for name in sorted(OPERATIONS) if name.startswith("normed_")])
+@pytest.mark.parametrize(
+    "name", [name.removeprefix("normed_") for name in sorted(OPERATIONS) if name.startswith("normed_")]
+)
 def test_a_fused_norm_saves_memory_traffic(name: str) -> None:
     for seed in range(40):
         made = cases.case(f"normed_{name}", seed)

@@ -1,8 +1,8 @@
 """Outlier columns in the kernels for one row: their activations are gathered by each program, and their products added
 to the sums of each thread before these are reduced.
 
-The elements of `kept` are `apart` from each other: always 1, but not known to the compiler. Otherwise it would load
-several per thread, and move them to the threads whose sums they join at every tile.
+`kept` begins at `start`: always 0, but not known to the compiler. So it assumes no alignment and loads one element per
+thread; otherwise it would load several, and move the sums to these threads at every tile.
 """
 
 from __future__ import annotations
@@ -11,14 +11,44 @@ import triton
 import triton.language as tl
 
 from bankfull.ops.triton.norm import weighted
+from bankfull.ops.triton.tile_outputs import outputs_per_side, tile_outputs
 
 
 @triton.jit
-def load_kept(kept, output, valid, first, apart, KEPT: tl.constexpr, PLACES: tl.constexpr):
+def load_kept(kept, output, valid, first, start, KEPT: tl.constexpr, PLACES: tl.constexpr):
     """PLACES columns of `kept` (outputs, KEPT) from `first` on, for these outputs."""
     place = first + tl.arange(0, PLACES)
     inside = valid[:, None] & (place < KEPT)[None, :]
-    return tl.load(kept + output.to(tl.int64)[:, None] * KEPT + (place * apart)[None, :], inside, 0.0)
+    return tl.load(kept + start + output.to(tl.int64)[:, None] * KEPT + place[None, :], inside, 0.0)
+
+
+@triton.jit
+def load_kept_tile(
+    kept,
+    start,
+    tile,
+    outputs,
+    KEPT: tl.constexpr,
+    PLACES: tl.constexpr,
+    GATE: tl.constexpr,
+    EVEN: tl.constexpr,
+    R: tl.constexpr,
+):
+    """All columns of `kept` for the outputs of a tile (`tile_outputs`). EVEN: tiles divide the outputs. Offsets inside
+    of a tile are the same for every tile, so that only one address is computed for each."""
+    side: tl.constexpr = outputs_per_side(R, GATE)
+    lanes = tl.arange(0, R)
+    place = tl.arange(0, PLACES)
+    within = (lanes % side)[:, None] * KEPT + place[None, :]
+    if GATE != "":
+        within += (lanes // side)[:, None] * (outputs // 2 * KEPT)
+    if EVEN:
+        inside = (place < KEPT) & (tile * side < outputs // (R // side))
+        inside = tl.broadcast_to(inside[None, :], [R, PLACES])
+    else:
+        _, valid = tile_outputs(tile, outputs, R, GATE)
+        inside = valid[:, None] & (place < KEPT)[None, :]
+    return tl.load(kept + start + (tile * side).to(tl.int64) * KEPT + within, inside, 0.0)
 
 
 @triton.jit

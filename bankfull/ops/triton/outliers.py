@@ -1,5 +1,5 @@
-"""Linear layers with outlier columns on a GPU: as 8-bit weights times 8-bit activations (`w8a8`), whose kernels take the
-outlier columns along. A single row keeps its activations, as there.
+"""Linear layers with outlier columns on a GPU: 8-bit weights times 8-bit activations (`w8a8`); its kernels add the
+outlier columns. A single row keeps its activations, as there.
 
 Everything is enqueued, and no size depends on the activations, so a step can be captured.
 """

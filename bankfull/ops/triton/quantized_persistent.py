@@ -27,24 +27,29 @@ from bankfull.ops.triton.launch import (
     start_next,
     wait_for_inputs,
 )
-from bankfull.ops.triton.outlier_rows import gather, load_kept, load_numbers
+from bankfull.ops.triton.outlier_rows import gather, load_kept_tile, load_numbers
 from bankfull.ops.triton.pointwise import activation
 from bankfull.ops.triton.quantized_fixed_point import load_activations, load_norm_weights
-from bankfull.ops.triton.quantized_integer_tile import group_scales, load_tile, prepared, products, tile_outputs
+from bankfull.ops.triton.quantized_integer_tile import group_scales, load_tile, prepared, products
 from bankfull.ops.triton.quantized_layout import INTERLEAVED_ROWS, Form, WordWeight
 from bankfull.ops.triton.quantized_rows import neighbours
 from bankfull.ops.triton.sampling import best_of_parts
+from bankfull.ops.triton.tile_outputs import tile_outputs
 
 LONGEST = 4096
 """Maximum words per row: eight for each of 512 threads."""
 MOST_WARPS = 16
+REGISTERS = 65536
+"""Registers of a multiprocessor."""
+LEAST_REGISTERS = 64
+"""Registers per thread without which a program would spill."""
 USUAL = 512
 """Words per row of an 8B model with 4-bit codes, for which the plans were measured."""
 MANY_OUTPUTS = 65536
 """Outputs of a head, after which no large kernel follows."""
 
 
-@triton.jit(do_not_specialize=["apart"])
+@triton.jit(do_not_specialize=["start"])
 def persistent_kernel(
     x,
     delta,
@@ -62,7 +67,7 @@ def persistent_kernel(
     outer_scales,
     kept_columns,
     kept,
-    apart,
+    start,
     outputs,
     columns,
     BITS: tl.constexpr,
@@ -118,13 +123,15 @@ def persistent_kernel(
         row_scale = tl.load(scales + output, valid, 0.0)
     places: tl.constexpr = W // neighbours(L)
     if KEPT > 0:
-        own_kept = load_kept(kept, output, valid, 0, apart, KEPT, places)
+        own_kept = load_kept_tile(kept, start, tile, outputs, KEPT, places, GATE, EVEN, R)
         numbers = load_numbers(kept_columns, 0, KEPT, places)
     gains = ()
     if NORM:
         gains = load_norm_weights(norm, GROUPS, columns, GROUP, W, L, PADDED)
     wait_for_inputs(OVERLAP)
-    line, inverse = load_activations(x, delta, joined, gains, eps, offset, GROUPS, columns, GROUP, W, L, PADDED, NORM, SHIFTED)
+    line, inverse = load_activations(
+        x, delta, joined, gains, eps, offset, GROUPS, columns, GROUP, W, L, PADDED, NORM, SHIFTED
+    )
     upper, lower, factors, whole = prepared(line, BITS, FLOATS, W, L)
     if KEPT > 0:
         outliers = gather(x, delta, norm, inverse, offset, numbers, NORM, SHIFTED)
@@ -187,7 +194,7 @@ def persistent_kernel(
             ahead, valid = tile_outputs(tile, outputs, R, GATE)
             row_scale = tl.load(scales + ahead, valid, 0.0)
             if KEPT > 0:
-                own_kept = load_kept(kept, ahead, valid, 0, apart, KEPT, places)
+                own_kept = load_kept_tile(kept, start, tile, outputs, KEPT, places, GATE, EVEN, R)
         if HAS_BIAS:
             result += tl.load(bias + own, exist, 0.0).to(tl.float32)
         if GATE != "":
@@ -337,7 +344,10 @@ def _launch(
         if before is None
         else (before.delta, before.joined, before.weight, before.eps, before.offset)
     )
-    bounded = {} if plan.registers is None or INTERPRETED else {"maxnreg": plan.registers}
+    registers, share = plan.registers, REGISTERS // (32 * warps * plan.programs * more) // 8 * 8
+    if kept is not None and registers is None and share >= LEAST_REGISTERS:
+        registers = share  # outlier columns need some, but the plan's programs must still fit side by side
+    bounded = {} if registers is None or INTERPRETED else {"maxnreg": registers}
     persistent_kernel[(programs,)](
         row,
         delta,
@@ -350,7 +360,7 @@ def _launch(
         indices,
         *weight.tensors(),
         *(kept or (y, y)),
-        1,
+        0,
         outputs,
         columns,
         **weight.constants(),

@@ -165,7 +165,7 @@ def products(
     return found
 
 
-@triton.jit(do_not_specialize=["apart"])
+@triton.jit(do_not_specialize=["start"])
 def few_rows_kernel(
     x,
     bias,
@@ -177,7 +177,7 @@ def few_rows_kernel(
     outer_scales,
     kept_columns,
     kept,
-    apart,
+    start,
     rows,
     outputs,
     columns,
@@ -238,7 +238,7 @@ def few_rows_kernel(
         row_scale = tl.load(scales + output, valid, 0.0)
     places: tl.constexpr = W // neighbours(L)
     if KEPT > 0:
-        own_kept = load_kept(kept, output, valid, 0, apart, KEPT, places)
+        own_kept = load_kept(kept, output, valid, 0, start, KEPT, places)
         numbers = load_numbers(kept_columns, 0, KEPT, places)
     wait_for_inputs(OVERLAP)
     if KEPT > 0:
@@ -309,7 +309,7 @@ def few_rows_kernel(
     if KEPT > 0:
         summed = summed * row_scale[:, None] + own_kept.to(tl.float32) * outliers[None, :]
         for first in range(places, KEPT, places):
-            own_kept = load_kept(kept, output, valid, first, apart, KEPT, places)
+            own_kept = load_kept(kept, output, valid, first, start, KEPT, places)
             numbers = load_numbers(kept_columns, first, KEPT, places)
             summed += own_kept.to(tl.float32) * gather(x, x, x, 1.0, 0.0, numbers, False, False)[None, :]
         result = tl.sum(summed, 1)
@@ -375,7 +375,7 @@ def few_rows(
         y,
         *weight.tensors(),
         *(kept or (y, y)),
-        1,
+        0,
         rows,
         outputs,
         columns,

@@ -268,7 +268,6 @@ def _own_gemm(x: Rounded, codes: Tensor, scales: Tensor, bias: Tensor | None, dt
     (rows, columns), outputs = x.codes.shape, len(codes)
     y = torch.empty(rows, outputs, dtype=dtype, device=x.codes.device)
     height, width, depth = (128, 256, 128) if not INTERPRETED else (32, 32, 32)
-    beside, kept = x.outliers(y)
     blocks = triton.cdiv(rows, height) * triton.cdiv(outputs, width)
     w8a8_gemm_kernel[(min(blocks, multiprocessors(x.codes.device)),)](
         TensorDescriptor.from_tensor(x.codes, [height, depth]),
@@ -277,8 +276,7 @@ def _own_gemm(x: Rounded, codes: Tensor, scales: Tensor, bias: Tensor | None, dt
         scales,
         y if bias is None else bias,
         y,
-        beside if x.kept is None else TensorDescriptor.from_tensor(beside, [height, x.width]),
-        kept if x.kept is None else TensorDescriptor.from_tensor(kept, [width, x.width]),
+        *x.outliers(y),
         rows,
         outputs,
         columns,
@@ -289,7 +287,7 @@ def _own_gemm(x: Rounded, codes: Tensor, scales: Tensor, bias: Tensor | None, dt
         TOGETHER=8,
         BIAS=bias is not None,
         FLOATS=codes.is_floating_point(),
-        OUTLIERS=x.kept is not None,
+        KEPT=x.width,
         num_warps=8,
         **overlapped(x.codes),
     )

@@ -17,6 +17,7 @@ from bankfull.ops.triton.launch import INTERPRETED, start_next, wait_for_inputs
 from bankfull.ops.triton.linear_rows import gated
 from bankfull.ops.triton.linear_tiles import is_last_split, prefetch_l2, sum_of_splits
 from bankfull.ops.triton.norm import weighted
+from bankfull.ops.triton.quantized_fp8_rows import append
 
 ROUND = tl.constexpr(1.5 * 2.0**23)
 """Added and subtracted, it rounds a small float32 to an integer."""
@@ -272,11 +273,11 @@ def w8a8_gemm_kernel(
     TOGETHER: tl.constexpr,
     BIAS: tl.constexpr,
     FLOATS: tl.constexpr,
-    OUTLIERS: tl.constexpr,
+    KEPT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """For many rows: persistent programs; x, weight, and with OUTLIERS `beside` and `kept` are descriptors, which read
-    zeros past the end. TOGETHER row blocks share the weights that they read at the same time."""
+    """For many rows: persistent programs; x and weight are descriptors, which read zeros past the end. TOGETHER row
+    blocks share the weights that they read at the same time."""
     start_next(OVERLAP)
     kind: tl.constexpr = tl.float32 if FLOATS else tl.int32
     row_blocks, out_blocks = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUT)
@@ -292,10 +293,19 @@ def w8a8_gemm_kernel(
             total = tl.dot(lines, tl.trans(part), total, out_dtype=kind)
         row, own = from_row + tl.arange(0, ROWS), from_out + tl.arange(0, OUT)
         used, exist = row < rows, own < outputs
+        # Loaded together with the scales, so that nothing waits twice.
+        inner = tl.arange(0, STEP)
+        inputs = beside + row[:, None].to(tl.int64) * KEPT + inner[None, :]
+        weights = kept + own[:, None].to(tl.int64) * KEPT + inner[None, :]
+        left = ()
+        right = ()
+        for part in tl.static_range(KEPT // STEP):
+            left = append(left, tl.load(inputs + part * STEP, used[:, None], 0.0))
+            right = append(right, tl.load(weights + part * STEP, exist[:, None], 0.0))
         found = total.to(tl.float32) * tl.load(x_scales + row, used, 0.0)[:, None]
         found = found * tl.load(weight_scales + own, exist, 0.0)[None, :]
-        if OUTLIERS:
-            found = tl.dot(beside.load([from_row, 0]), tl.trans(kept.load([from_out, 0])), found)
+        for part in tl.static_range(KEPT // STEP):
+            found = tl.dot(left[part], tl.trans(right[part]), found)
         if BIAS:
             found += tl.load(bias + own, exist, 0.0).to(tl.float32)[None, :]
         places = y + row[:, None].to(tl.int64) * outputs + own[None, :]
