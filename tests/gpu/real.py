@@ -127,7 +127,8 @@ def linear_w8a8(draw: Draw, tokens: int) -> Made:
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.ffn)
         made = _case(draw, (_codes(draw, tokens, SIZES.ffn, name), weight, draw.normal(SIZES.hidden)), weight)
-        # Matrix units keep about 14 bits of a sum of float8 products: 2.7e-3 over 14,336 columns.
+        # Many rows are multiplied by the library, which sums float8 products of whole rows in matrix units, with about
+        # 14 bits: 2.7e-3 over 14,336 columns.
         yield name, replace(made, provided=torch.bfloat16 if name == "fp8" else None)
 
 

@@ -116,6 +116,16 @@ def round_rows_kernel(
 
 
 @triton.jit
+def added(part, lines, total, FLOATS: tl.constexpr):
+    """`total` plus the product of a step. Hopper's matrix units sum float8 products with about 14 bits, so a float8 sum
+    leaves them after each step and is added in float32: over 4,096 columns the error of a whole row was 2e-3."""
+    if FLOATS:
+        return total + tl.dot(part, lines, out_dtype=tl.float32)
+    else:
+        return tl.dot(part, lines, total, out_dtype=tl.int32)
+
+
+@triton.jit
 def scaled(total, row_scales, output_scales, bias, own, BIAS: tl.constexpr):
     found = total.to(tl.float32) * output_scales[:, None] * row_scales[None, :]
     if BIAS:
@@ -181,7 +191,7 @@ def w8a8_tiles_kernel(
     wait_for_inputs(OVERLAP)
     for at in tl.range(0, share, DEPTH, num_stages=STAGES):
         lines = tl.trans(tl.load(inputs + at))
-        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), lines, total, out_dtype=kind)
+        total = added(tl.load(weights + at, eviction_policy="evict_first"), lines, total, FLOATS)
     row_scales = tl.load(x_scales + row, used, 0.0)
     places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
     if SPLITS == 1:
@@ -240,8 +250,8 @@ def w8a8_gated_kernel(
     wait_for_inputs(OVERLAP)
     for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
         lines = tl.trans(tl.load(inputs + at))
-        gate = tl.dot(tl.load(gate_weights + at, eviction_policy="evict_first"), lines, gate, out_dtype=sums)
-        up = tl.dot(tl.load(up_weights + at, eviction_policy="evict_first"), lines, up, out_dtype=sums)
+        gate = added(tl.load(gate_weights + at, eviction_policy="evict_first"), lines, gate, FLOATS)
+        up = added(tl.load(up_weights + at, eviction_policy="evict_first"), lines, up, FLOATS)
     row_scales = tl.load(x_scales + row, used, 0.0)
     dtype: tl.constexpr = y.dtype.element_ty
     opened = gate.to(tl.float32) * gate_scales[:, None] * row_scales[None, :]
