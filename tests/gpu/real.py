@@ -15,6 +15,7 @@ from torch import Tensor
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, RoutingRule, Unnormed
 from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.ops.reference.rounded_pages import INT4, INT4_LOWEST, int4_group, is_rounded
 from bankfull.runtime.trees import paths_of
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
@@ -372,21 +373,22 @@ def paged_attention(draw: Draw, tokens: int) -> Made:
     s = SIZES
     for mix in mixes(draw, tokens):
         for window, cap in _wishes(mix):
-            for pages in (draw.dtype, torch.int8):
+            for pages in (draw.dtype, torch.int8, INT4):
                 heads = _heads(window, cap)
-                k_pages, v_pages, meta = paged(draw, mix, torch.float32 if pages is torch.int8 else pages)
+                k_pages, v_pages, meta = paged(draw, mix, torch.float32 if is_rounded(pages) else pages)
                 for own in (k_pages, v_pages):
                     at = meta.slots
                     own[at // 16, at % 16] = draw.normal(tokens, s.kv, s.head, dtype=own.dtype)
                 scales: tuple[Tensor, ...] = ()
-                if pages is torch.int8:
-                    (k_pages, k_scales), (v_pages, v_scales) = _rounded(k_pages), _rounded(v_pages)
+                if is_rounded(pages):
+                    rounded = _rounded if pages is torch.int8 else _rounded_in_pairs
+                    (k_pages, k_scales), (v_pages, v_scales) = rounded(k_pages), rounded(v_pages)
                     scales = k_scales, v_scales
                 sinks = draw.pick.choice((None, draw.normal(s.heads, dtype=torch.float32)))
                 q, held = draw.normal(tokens, s.heads, s.head), scales or (None, None)
                 args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *held, sinks)
                 # Over rounded pages a provider may multiply in bfloat16, as tiles do.
-                provided = torch.bfloat16 if pages is torch.int8 else None
+                provided = torch.bfloat16 if is_rounded(pages) else None
                 facts = {"heads": heads, "pages": pages}
                 yield f"{mix.name} {pages}", Case(args, draw.dtype, facts, provided=provided)
 
@@ -396,6 +398,15 @@ def _rounded(pages: Tensor) -> tuple[Tensor, Tensor]:
     scales = pages.abs().amax(-1) / 127
     codes = (pages / scales.unsqueeze(-1)).nan_to_num(0.0).round().to(torch.int8)
     return codes, scales
+
+
+def _rounded_in_pairs(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as int4, each group of a head with a scale of its own."""
+    groups = pages.unflatten(-1, (-1, int4_group(pages.shape[-1])))
+    scales = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
+    numbers = (groups / scales.unsqueeze(-1)).nan_to_num(0.0).round().clamp(INT4_LOWEST, 7)
+    codes = (numbers - INT4_LOWEST).to(torch.uint8).flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
 
 
 def write_pages(draw: Draw, tokens: int) -> Made:
