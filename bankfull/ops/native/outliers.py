@@ -14,20 +14,20 @@ from bankfull.weights.qtensor import QTensor
 
 
 @dataclass(frozen=True, slots=True)
-class OutlierWeight:
+class PackedOutliers:
     packed: PackedWeight
     columns: Tensor
     kept: Tensor
 
 
-def _prepare(weight: QTensor) -> OutlierWeight:
+def _prepare(weight: QTensor) -> PackedOutliers:
     stored = weight.as_stored
     packed = pack_by_rows(stored) if stored.scheme.name == INT8_ROW else pack(stored)
-    return OutlierWeight(packed, *outliers_of(weight))
+    return PackedOutliers(packed, *outliers_of(weight))
 
 
 @linear_outliers.provider("native", on="cpu", accepts=accepts_int8, prepare=_prepare)
-def run_linear_outliers(x: Tensor, weight: OutlierWeight, bias: Tensor | None = None) -> Tensor:
+def run_linear_outliers(x: Tensor, weight: PackedOutliers, bias: Tensor | None = None) -> Tensor:
     """Activations are rounded as by `linear_int8`; many rows as a whole where that is faster."""
     y = run_linear_int8(x.index_fill(-1, weight.columns, 0), weight.packed, bias)
     if not len(weight.columns):
