@@ -22,6 +22,7 @@ from bankfull.ops import (
     best_output_w8a8,
     embedding,
     gated_linear,
+    gated_linear_outliers,
     gated_linear_w8a8,
     gather_columns,
     linear,
@@ -32,8 +33,10 @@ from bankfull.ops import (
     linear_w8a8,
     normed_best_output,
     normed_gated_linear,
+    normed_gated_linear_outliers,
     normed_gated_linear_w8a8,
     normed_linear,
+    normed_linear_outliers,
     normed_linear_w8a8,
     spread_embedding,
 )
@@ -60,7 +63,24 @@ PRODUCTS: dict[ActivationFormat, tuple[Operation, Operation | None]] = {
     OUTLIERS: (linear_outliers, None),
 }
 """The operations for the product and for its arg-max."""
-GATED: dict[ActivationFormat, Operation] = {FLOAT: gated_linear, TOKEN: gated_linear_w8a8}
+GATED: dict[ActivationFormat, Operation] = {
+    FLOAT: gated_linear,
+    TOKEN: gated_linear_w8a8,
+    OUTLIERS: gated_linear_outliers,
+}
+WithNorm = tuple[Operation, Operation | None]
+"""Products with a fused norm: for few rows, whose programs repeat the norm, and for more rows, whose norm rounds the
+activations in the same pass."""
+NORMED: dict[ActivationFormat, WithNorm] = {
+    FLOAT: (normed_linear, None),
+    TOKEN: (normed_linear, normed_linear_w8a8),
+    OUTLIERS: (normed_linear_outliers, normed_linear_outliers),
+}
+NORMED_GATED: dict[ActivationFormat, WithNorm] = {
+    FLOAT: (normed_gated_linear, None),
+    TOKEN: (normed_gated_linear, normed_gated_linear_w8a8),
+    OUTLIERS: (normed_gated_linear_outliers, normed_gated_linear_outliers),
+}
 
 
 class Weight:
@@ -75,7 +95,7 @@ class Weight:
 
     @cached_property
     def ready(self) -> Any:
-        return self._build.prepare(self._operation, self.take().as_stored)
+        return self._build.prepare(self._operation, self.take().in_stored_order)
 
     def take(self) -> QTensor:
         """The matrix as stored in the file. It can be taken once."""
@@ -88,15 +108,13 @@ class Weight:
 
 
 class Normed:
-    """The fused operations of norm and product that kernels offer for a weight: one for few rows, whose programs repeat
-    the norm, and one for more rows, whose norm rounds the activations in the same pass."""
+    """The operations with a fused norm that kernels offer for a weight."""
 
-    def __init__(
-        self, build: Build, stored: QTensor, wants: ActivationFormat, few: Operation, rounding: Operation
-    ) -> None:
-        self._few = build.bind_if_offered(few, weight=stored) if wants in FLOATS else None
+    def __init__(self, build: Build, stored: QTensor, known: WithNorm | None) -> None:
+        few, more = (None, None) if known is None else known
+        self._few = None if few is None else build.bind_if_offered(few, weight=stored)
         self._most = 0 if self._few is None else normed_rows(stored)
-        self._more = build.bind_if_offered(rounding, weight=stored) if wants is TOKEN else None
+        self._more = None if more is None else build.bind_if_offered(more, weight=stored)
 
     def takes(self, rows: int) -> bool:
         return rows <= self._most or (rows > 1 and self._more is not None)
@@ -119,11 +137,11 @@ class Linear:
     ) -> None:
         """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched."""
         given = build.weight("weight", (outer, inner), for_linear=True) if weight is None else weight
-        stored = given.as_stored
+        stored = given.in_stored_order
         self.wants = _wanted(build, given, int8_when_batched)
         """The format of its input's activations, from which its operations follow."""
-        self.columns, self.outliers = given.columns, given.outliers
-        """The order of the weight's columns, by which inputs are gathered; and columns that are never rounded."""
+        self.columns = given.columns
+        """The order of the weight's columns, by which inputs are gathered."""
         product, best = PRODUCTS[self.wants]
         self.outer = outer
         self.stored = Weight(build, product, given)
@@ -136,7 +154,7 @@ class Linear:
         self._normed: Normed | None = None
         self._normed_best: Function | None = None
         if self.columns is None:  # a fused norm would not gather
-            self._normed = Normed(build, stored, self.wants, normed_linear, normed_linear_w8a8)
+            self._normed = Normed(build, stored, NORMED.get(self.wants))
             if self.wants in FLOATS:
                 self._normed_best = build.bind_if_offered(normed_best_output, weight=stored)
         self._normed_best_rows = 0 if self._normed_best is None else normed_rows(stored)
@@ -150,7 +168,7 @@ class Linear:
         if isinstance(x, Unnormed):
             assert self._normed is not None
             return self._normed.of(len(x.x))(x, self.weight, self.bias)
-        y: Tensor = self._linear(self.ordered(x), self.weight, *(self.outliers or ()), self.bias)
+        y: Tensor = self._linear(self.ordered(x), self.weight, self.bias)
         return y if self.sum_of_ranks is None else self.sum_of_ranks(y)
 
     def ordered(self, x: Tensor) -> Tensor:
@@ -188,12 +206,12 @@ class GatedLinear:
             return
         self._ordered = whole.ordered
         given = whole.stored.take()
-        stored = given.as_stored
+        stored = given.in_stored_order
         product = GATED[whole.wants]
         self.stored = Weight(build, product, given)
         self._gated = build.bind(product, weight=stored)
         if whole.columns is None:
-            self._normed = Normed(build, stored, whole.wants, normed_gated_linear, normed_gated_linear_w8a8)
+            self._normed = Normed(build, stored, NORMED_GATED.get(whole.wants))
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if self._whole is not None:
@@ -229,7 +247,7 @@ def _wanted(build: Build, weight: QTensor, int8_when_batched: bool) -> Activatio
     """What the rule says for a weight, with a second copy of it where that is allowed and a kernel has a use for it."""
     wanted = build.activations.of_weight(weight)
     copied = wanted is INT8 and int8_when_batched and build.activations.copies
-    if copied and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight.as_stored):
+    if copied and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight.in_stored_order):
         return HADAMARD
     return wanted
 

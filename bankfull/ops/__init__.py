@@ -68,7 +68,12 @@ from bankfull.ops.reference.linear_w8a8 import (
     normed_linear_w8a8,
 )
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
-from bankfull.ops.reference.outliers import linear_outliers
+from bankfull.ops.reference.outliers import (
+    gated_linear_outliers,
+    linear_outliers,
+    normed_gated_linear_outliers,
+    normed_linear_outliers,
+)
 from bankfull.ops.reference.pages import move_tokens
 from bankfull.ops.reference.rope import rope_angles, rotate
 from bankfull.ops.reference.rounded_pages import write_pages_fp8, write_pages_int4, write_pages_int8
@@ -127,7 +132,10 @@ __all__ = [
     "linear_int8",
     "linear_w8a8",
     "linear_hadamard",
+    "gated_linear_outliers",
     "linear_outliers",
+    "normed_gated_linear_outliers",
+    "normed_linear_outliers",
     "move_tokens",
     "normed_best_output",
     "normed_gated_linear",

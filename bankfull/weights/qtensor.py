@@ -70,6 +70,11 @@ class QTensor:
         return self if self.is_plain else replace(self, columns=None, outliers=None)
 
     @property
+    def in_stored_order(self) -> QTensor:
+        """The tensor with its columns as they are stored, which multiplies an input with columns gathered so."""
+        return self if self.columns is None else replace(self, columns=None)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the scheme holds all of it, in order."""
         return self.columns is None and self.outliers is None

@@ -15,6 +15,7 @@ from torch import Tensor
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, RoutingRule, Unnormed
 from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.ops.reference.rounded_pages import INT4, INT4_LOWEST, int4_group, is_rounded
 from bankfull.runtime.trees import paths_of
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
@@ -110,15 +111,6 @@ def linear(draw: Draw, tokens: int) -> Made:
         yield "head", _case(draw, (draw.normal(tokens, s.hidden), head, None), head)
 
 
-def linear_outliers(draw: Draw, tokens: int) -> Made:
-    """Activations may be rounded less than the body does."""
-    s = SIZES
-    weight = weight_of(SCHEMES["int8_row"], s.hidden, s.ffn)
-    columns = torch.tensor([3, 70, 71, s.ffn - 1], device=DEVICE)
-    args = (draw.normal(tokens, s.ffn), weight, columns, draw.normal(s.hidden, 4).to(torch.bfloat16), None)
-    yield "", Case(args, draw.dtype, {"weight": weight}, provided=torch.bfloat16)
-
-
 def best_output(draw: Draw, tokens: int) -> Made:
     for scheme in schemes_for(draw, SIZES.hidden, tokens)[:4]:
         weight = weight_of(scheme, SIZES.vocab, SIZES.hidden)
@@ -136,7 +128,8 @@ def linear_w8a8(draw: Draw, tokens: int) -> Made:
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.ffn)
         made = _case(draw, (_codes(draw, tokens, SIZES.ffn, name), weight, draw.normal(SIZES.hidden)), weight)
-        # Matrix units keep about 14 bits of a sum of float8 products: 2.7e-3 over 14,336 columns.
+        # Many rows are multiplied by the library, which sums float8 products of whole rows in matrix units, with about
+        # 14 bits: 2.7e-3 over 14,336 columns.
         yield name, replace(made, provided=torch.bfloat16 if name == "fp8" else None)
 
 
@@ -156,14 +149,14 @@ def normed_linear_w8a8(draw: Draw, tokens: int) -> Made:
     """Normed numbers are not exact codes: a few of them may differ by one."""
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.hidden)
-        made = _case(draw, (_unnormed(draw, tokens), weight, None), weight)
+        made = _case(draw, (unnormed(draw, tokens), weight, None), weight)
         yield name, replace(made, provided=torch.float8_e4m3fn)
 
 
 def normed_gated_linear_w8a8(draw: Draw, tokens: int) -> Made:
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], 2 * SIZES.ffn, SIZES.hidden)
-        made = _case(draw, (_unnormed(draw, tokens), weight, None, "silu"), weight)
+        made = _case(draw, (unnormed(draw, tokens), weight, None, "silu"), weight)
         yield name, replace(made, provided=torch.float8_e4m3fn)
 
 
@@ -180,7 +173,7 @@ def _case(draw: Draw, args: tuple[Any, ...], weight: QTensor) -> Case:
     return Case(args, draw.dtype, {"weight": weight})
 
 
-def _unnormed(draw: Draw, tokens: int) -> Unnormed:
+def unnormed(draw: Draw, tokens: int) -> Unnormed:
     x, delta = draw.normal(tokens, SIZES.hidden), draw.normal(tokens, SIZES.hidden)
     return Unnormed(x, delta, draw.normal(SIZES.hidden), 1e-5, draw.pick.choice((0.0, 1.0)), torch.full_like(x, NAN))
 
@@ -188,17 +181,17 @@ def _unnormed(draw: Draw, tokens: int) -> Unnormed:
 def normed_linear(draw: Draw, tokens: int) -> Made:
     for label, made in linear(draw, tokens):
         if made.args[0].shape[1] == SIZES.hidden:
-            yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
+            yield label, replace(made, args=(unnormed(draw, tokens), *made.args[1:]))
 
 
 def normed_best_output(draw: Draw, tokens: int) -> Made:
     for label, made in best_output(draw, tokens):
-        yield label, replace(made, args=(_unnormed(draw, len(made.args[0])), *made.args[1:]))
+        yield label, replace(made, args=(unnormed(draw, len(made.args[0])), *made.args[1:]))
 
 
 def normed_gated_linear(draw: Draw, tokens: int) -> Made:
     for label, made in gated_linear(draw, tokens):
-        yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
+        yield label, replace(made, args=(unnormed(draw, tokens), *made.args[1:]))
 
 
 def embedding(draw: Draw, tokens: int) -> Made:
@@ -380,21 +373,22 @@ def paged_attention(draw: Draw, tokens: int) -> Made:
     s = SIZES
     for mix in mixes(draw, tokens):
         for window, cap in _wishes(mix):
-            for pages in (draw.dtype, torch.int8):
+            for pages in (draw.dtype, torch.int8, INT4):
                 heads = _heads(window, cap)
-                k_pages, v_pages, meta = paged(draw, mix, torch.float32 if pages is torch.int8 else pages)
+                k_pages, v_pages, meta = paged(draw, mix, torch.float32 if is_rounded(pages) else pages)
                 for own in (k_pages, v_pages):
                     at = meta.slots
                     own[at // 16, at % 16] = draw.normal(tokens, s.kv, s.head, dtype=own.dtype)
                 scales: tuple[Tensor, ...] = ()
-                if pages is torch.int8:
-                    (k_pages, k_scales), (v_pages, v_scales) = _rounded(k_pages), _rounded(v_pages)
+                if is_rounded(pages):
+                    rounded = _rounded if pages is torch.int8 else _rounded_in_pairs
+                    (k_pages, k_scales), (v_pages, v_scales) = rounded(k_pages), rounded(v_pages)
                     scales = k_scales, v_scales
                 sinks = draw.pick.choice((None, draw.normal(s.heads, dtype=torch.float32)))
                 q, held = draw.normal(tokens, s.heads, s.head), scales or (None, None)
                 args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *held, sinks)
                 # Over rounded pages a provider may multiply in bfloat16, as tiles do.
-                provided = torch.bfloat16 if pages is torch.int8 else None
+                provided = torch.bfloat16 if is_rounded(pages) else None
                 facts = {"heads": heads, "pages": pages}
                 yield f"{mix.name} {pages}", Case(args, draw.dtype, facts, provided=provided)
 
@@ -404,6 +398,15 @@ def _rounded(pages: Tensor) -> tuple[Tensor, Tensor]:
     scales = pages.abs().amax(-1) / 127
     codes = (pages / scales.unsqueeze(-1)).nan_to_num(0.0).round().to(torch.int8)
     return codes, scales
+
+
+def _rounded_in_pairs(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as int4, each group of a head with a scale of its own."""
+    groups = pages.unflatten(-1, (-1, int4_group(pages.shape[-1])))
+    scales = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
+    numbers = (groups / scales.unsqueeze(-1)).nan_to_num(0.0).round().clamp(INT4_LOWEST, 7)
+    codes = (numbers - INT4_LOWEST).to(torch.uint8).flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
 
 
 def write_pages(draw: Draw, tokens: int) -> Made:
@@ -558,7 +561,6 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         add_gated,
         expert_mlp,
         linear,
-        linear_outliers,
         best_output,
         gated_linear,
         linear_w8a8,
@@ -596,6 +598,6 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
     )
 }
 
-from tests.gpu import real_latent, real_linear  # noqa: E402  (last: they draw with what stands above)
+from tests.gpu import real_latent, real_linear, real_outliers  # noqa: E402  (last: they draw with what stands above)
 
-GENERATORS |= real_latent.GENERATORS | real_linear.GENERATORS
+GENERATORS |= real_latent.GENERATORS | real_linear.GENERATORS | real_outliers.GENERATORS

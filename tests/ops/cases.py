@@ -53,7 +53,8 @@ def moved(value: Any, device: str) -> Any:
         there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         return there.copy_(value)
     if isinstance(value, QTensor):
-        return replace(value, parts={name: moved(part, device) for name, part in value.parts.items()})
+        parts = {name: moved(part, device) for name, part in value.parts.items()}
+        return replace(value, parts=parts, outliers=moved(value.outliers, device))
     if isinstance(value, PagedMeta):
         names = ("pages", "slots", "starts", "lengths", "ancestors")
         return replace(value, **{name: moved(getattr(value, name), device) for name in names})
@@ -190,17 +191,6 @@ def linear_int8(make: Maker) -> Case:
     weight = make.weight(scheme, make.size(1, 70), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
-
-
-def linear_outliers(make: Maker) -> Case:
-    """A kernel may round activations in groups, or not at all."""
-    made = linear_int8(make)
-    x, weight, bias = made.args
-    inner = weight.shape[1]
-    columns = torch.tensor(sorted(make.pick.sample(range(inner), make.size(0, min(4, inner)))), dtype=torch.int64)
-    x[..., columns] *= 20
-    kept = make.normal(weight.shape[0], len(columns), dtype=torch.bfloat16)
-    return replace(made, args=(x, weight, columns, kept, bias), provided=torch.bfloat16)
 
 
 def linear_hadamard(make: Maker) -> Case:
@@ -604,7 +594,6 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         linear_bf16,
         linear_int8,
         linear_hadamard,
-        linear_outliers,
         best_output,
         best_output_bf16,
         best_output_int8,
@@ -653,8 +642,9 @@ from tests.ops import (  # noqa: E402  (last: they use what stands above)
     cases_experts,
     cases_latent,
     cases_linear,
+    cases_outliers,
     cases_w8a8,
 )
 
-for made in (cases_collectives, cases_experts, cases_latent, cases_linear, cases_w8a8):
-    GENERATORS |= made.GENERATORS
+for more in (cases_collectives, cases_experts, cases_latent, cases_linear, cases_outliers, cases_w8a8):
+    GENERATORS |= more.GENERATORS

@@ -155,6 +155,30 @@ def quantized(*formats: str) -> Two:
     return made, made
 
 
+def outliers() -> Two:
+    """The layers of an 8B model with outlier columns, for one row, tiles and the GEMM."""
+    made = []
+    scheme, kit = cases.WEIGHTS["int8_row"], kit_for("cuda")
+    for name, outer, inner in (
+        ("normed_linear_outliers", 6144, 4096),
+        ("linear_outliers", 4096, 4096),
+        ("normed_gated_linear_outliers", 28672, 4096),
+        ("linear_outliers", 4096, 14336),
+    ):
+        for count in (4, 64, inner // 16):
+            columns = torch.empty(count, dtype=torch.int64, device=META)
+            kept = torch.empty(outer, count, dtype=DTYPE, device=META)
+            weight = QTensor(scheme, scheme.empty((outer, inner), META), (outer, inner), outliers=(columns, kept))
+            run = kit.bind(OPERATIONS[name], dtype=DTYPE, weight=weight)
+            ready = kit.prepare(OPERATIONS[name], weight, dtype=DTYPE, weight=weight)
+            for rows in (1, 16, 64, 128):
+                x = torch.empty(rows, inner, dtype=DTYPE, device=META)
+                row = Unnormed(x, x, x[0], 1e-5, 0.0, x) if "normed" in name else x
+                call = partial(run, row, ready, None, *(("silu",) if "gated" in name else ()))
+                made.append((f"{name} {outer}x{inner}, {count} columns, {rows} rows", call))
+    return made, made
+
+
 def stacked_experts(*formats: str) -> Two:
     """Experts of gpt-oss-20b, and of Qwen3-30B-A3B where their rows divide into blocks, for every number of tokens with
     kernels of its own."""
@@ -380,6 +404,7 @@ GROUPS: dict[str, Callable[[], Two]] = {
     "heads": partial(heads, "int4_g128", "int8_row"),
     "heads-more": partial(heads, "mxfp4", "int3_g128"),
     "quantized": partial(quantized, "int4_g128"),
+    "outliers": outliers,
     "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k", "mxfp4", "int3_g128", "uint3_g64", "int2_g128"),
     "quantized-experts": partial(stacked_experts, "mxfp4"),
     "quantized-experts-more": partial(

@@ -66,16 +66,6 @@ def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> A
     return out if bias is None else out + f64(bias)
 
 
-def linear_outliers(x: Tensor, weight: QTensor, columns: Tensor, kept: Tensor, bias: Tensor | None = None) -> Array:
-    rows = x.numpy().copy() if x.dtype == torch.float64 else x.to(torch.float32).numpy().copy()
-    own = rows[..., columns.numpy()].astype(np.float64)
-    rows[..., columns.numpy()] = 0
-    largest = abs(rows).max(-1, keepdims=True)
-    step = rows.dtype.type(127) / np.where(largest > 0, largest, 1)
-    codes = f64(torch.from_numpy(np.rint(rows * step) * (largest / rows.dtype.type(127))).to(x.dtype))
-    return codes @ f64(weight.dequantize(x.dtype)).T + own @ f64(kept).T + (0 if bias is None else f64(bias))
-
-
 def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     return linear(x, weight, bias).argmax(-1)
 
@@ -445,7 +435,6 @@ ORACLES: dict[str, Callable[..., Any]] = {
         linear_bf16,
         linear_int8,
         linear_hadamard,
-        linear_outliers,
         best_output,
         best_output_bf16,
         best_output_int8,
@@ -488,8 +477,9 @@ from tests.ops import (  # noqa: E402  (last: they use what stands above)
     oracles_experts,
     oracles_latent,
     oracles_linear,
+    oracles_outliers,
     oracles_w8a8,
 )
 
-for made in (oracles_collectives, oracles_experts, oracles_latent, oracles_linear, oracles_w8a8):
-    ORACLES |= made.ORACLES
+for more in (oracles_collectives, oracles_experts, oracles_latent, oracles_linear, oracles_outliers, oracles_w8a8):
+    ORACLES |= more.ORACLES

@@ -152,10 +152,11 @@ def test_attention_over_narrow_pages_may_multiply_in_bfloat16() -> None:
 
 def test_outlier_columns_cost_a_product_of_their_own() -> None:
     for seed in range(20):
-        x, weight, columns, kept, bias = cases.case("linear_outliers", seed).args
+        x, weight, bias = cases.case("linear_outliers", seed).args
+        columns, kept = weight.outliers
         cost, plain = (
-            OPERATIONS["linear_outliers"].cost(x, weight, columns, kept, bias),
-            OPERATIONS["linear"].cost(x, weight, bias),
+            OPERATIONS["linear_outliers"].cost(x, weight, bias),
+            OPERATIONS["linear"].cost(x, weight.as_stored, bias),
         )
         assert cost.flops - plain.flops == 2 * x.numel() // x.shape[-1] * kept.numel()
         assert cost.read - plain.read == nbytes(columns, kept)
@@ -163,15 +164,17 @@ def test_outlier_columns_cost_a_product_of_their_own() -> None:
         assert cost.int8 == plain.flops
 
 
-OUTLIERS = {"linear_outliers"}
-"""It rounds, and has its own test."""
+OUTLIERS = {name for name in OPERATIONS if name.endswith("_outliers")}
+"""They round, and have their own tests."""
 LATENT = {"head_products", "absorb_queries", "write_latents", "latent_attention", "expanded_attention"}
 GATED_W8A8 = {"gated_linear_w8a8", "normed_linear_w8a8", "normed_gated_linear_w8a8"}
 COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linear", *GATED_W8A8, *LATENT}
 """Their operands are inside records, which have no gradient: compared with their parts instead."""
 
 
-@pytest.mark.parametrize("name", ["linear", "best_output", "gated_linear", "linear_w8a8", "gated_linear_w8a8"])
+@pytest.mark.parametrize(
+    "name", [name.removeprefix("normed_") for name in sorted(OPERATIONS) if name.startswith("normed_")]
+)
 def test_a_fused_norm_saves_memory_traffic(name: str) -> None:
     for seed in range(40):
         made = cases.case(f"normed_{name}", seed)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bankfull.ops import HeadNorms, PagedMeta
 from bankfull.ops.reference.attention import attend, paged_attention, write_pages
-from bankfull.ops.reference.rounded_pages import write_pages_int8
+from bankfull.ops.reference.rounded_pages import ROUNDED, write_pages_int8
 from bankfull.ops.triton import (
     attention,
     attention_decode_launch,
@@ -320,6 +320,38 @@ def test_rounded_pages_are_read_with_their_scales(counts, cap, monkeypatch) -> N
     args = (made.q.contiguous(), k_codes, v_codes, made.meta, *made.rest, k_scales, v_scales)
     got = attention.run_paged_attention(*(cases.moved(value, DEVICE) for value in args))
     close(got.cpu(), paged_attention.body(*args), made.dtype)
+
+
+def unaligned(pages: Tensor) -> Tensor:
+    """The same pages, at odd addresses."""
+    wider = torch.empty(*pages.shape[:-1], pages.shape[-1] + 3, dtype=torch.uint8, device=pages.device)
+    return wider[..., 1:-2].copy_(pages.view(torch.uint8)).view(pages.dtype)
+
+
+@pytest.mark.parametrize("size", [24, 64, 96, 128])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_aligned_pages_are_read_in_words_and_others_byte_by_byte(name, size, monkeypatch) -> None:
+    """Every number of a head is multiplied by its own query and scale, also where heads have few or odd groups."""
+    made = Inputs([2, 1], [80, 45], monkeypatch, size=size)
+    make = cases.Maker(size)
+    rounded = [cases.rounded(make, part.nan_to_num(1.0), ROUNDED[name]) for part in made.pages]
+    (k_codes, k_scales), (v_codes, v_scales) = (
+        (codes.contiguous(), scales * torch.rand(scales.shape, generator=make.numbers).add(0.5).to(scales.dtype))
+        for codes, scales in rounded
+    )
+    for held in ((k_codes, v_codes), (unaligned(k_codes), unaligned(v_codes))):
+        args = (made.q.contiguous(), *held, made.meta, *made.rest, k_scales, v_scales)
+        got = attention.run_paged_attention(*(cases.moved(value, DEVICE) for value in args))
+        close(got.cpu(), paged_attention.body(*args), made.dtype)
+    assert attention_decode_launch._in_words(k_codes) and not attention_decode_launch._in_words(unaligned(k_codes))
+
+
+@pytest.mark.parametrize(("place", "bytes_"), [((8, 4, 2), 4), ((32, 8, 4), 8), ((64, 16, 8), 16), ((9, 3, 3), 2)])
+def test_scales_are_copied_in_the_widest_words_that_divide_their_addresses(place, bytes_) -> None:
+    memory = torch.empty(4096, dtype=torch.bfloat16)
+    for first, expected in ((0, bytes_), (1, 2)):
+        scales = memory[first:].as_strided((3, 2, 2, 2), (*place, 1), first)
+        assert attention_decode_launch._alignment(scales) == expected
 
 
 @pytest.mark.parametrize("counts", [[2, 1], [30, 1]], ids=["decode", "mixed"])

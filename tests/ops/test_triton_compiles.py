@@ -30,6 +30,7 @@ LONG = pytest.mark.timeout(1800)
                 "recurrent",
                 "drafts",
                 "quantized-more",
+                "outliers",
                 "heads-more",
                 "rounded-pages",
             )

@@ -20,12 +20,16 @@ from bankfull.ops.triton.attention_tile import (
     capped,
     halved,
     load_frames,
+    of_words,
     offsets,
     online_softmax,
     online_softmax_one,
     online_softmax_paired,
+    quartered,
     repeated,
+    softmax_weights,
     split_bytes,
+    split_nibbles,
     store_heads,
     unpacked,
     visible_keys,
@@ -112,12 +116,14 @@ def attention_decode(
     PRODUCT: tl.constexpr,
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     ASSEMBLED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """GROUP: numbers of a head that share an int4 scale; 0: pages hold no int4 codes. WORDS: pages hold 8-bit codes,
-    which are read in words of two. Even and odd numbers are then multiplied apart, because a byte or a word holds one
-    of each.
+    """GROUP: numbers of a head that share an int4 scale; 0: pages hold no int4 codes. WORDS: codes are read in words of
+    16 bits, two of 8 bits or four of int4. The numbers at each place of a word, or of a byte with two int4, are
+    multiplied apart. SCALE_BYTES: a power of two that divides the address of the first int4 scale of each token and
+    head, so that its scales are copied at once.
 
     EARLY: load the first KV tile before the previous kernel has ended, which is safe because pages were written by
     earlier steps. (Lengths and page tables were written before the step's first kernel, which no later kernel
@@ -241,7 +247,11 @@ def attention_decode(
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, PADDED_VALUES // 2 if GROUP or WORDS else PADDED_VALUES], tl.float32)
-        if GROUP or WORDS:
+        if GROUP and WORDS:
+            queries_0, queries_1, queries_2, queries_3 = quartered(queries, ROWS, PADDED)
+            acc = tl.zeros([ROWS, PADDED_VALUES // 4], tl.float32)
+            acc_1, acc_2, acc_3 = acc, acc, acc
+        elif GROUP or WORDS:
             even_queries, odd_queries = halved(queries, ROWS, PADDED)
             odd_acc = tl.zeros([ROWS, PADDED_VALUES // 2], tl.float32)
         if EARLY:
@@ -262,7 +272,24 @@ def attention_decode(
                 k_scale_places += offsets(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
                 v_scale_places = v_scales + key_head * v_scale_head
                 v_scale_places += offsets(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
-            if GROUP:
+            if GROUP and WORDS:
+                fours = tl.arange(0, PADDED // 4)
+                groups = tl.arange(0, PADDED // GROUP)
+                met = inside[:, None] & (fours < SIZE // 4)[None, :]
+                scaled = inside[:, None] & (groups < SIZE // GROUP)[None, :]
+                k_scale_places = tl.multiple_of(k_scale_places, SCALE_BYTES)
+                v_scale_places = tl.multiple_of(v_scale_places, SCALE_BYTES)
+                keys = tl.load(k_words + (k_places // 2)[:, None] + fours[None, :], mask=met, other=0)
+                key_scale = tl.load(k_scale_places[:, None] + groups[None, :], mask=scaled, other=0.0)
+                values = tl.load(v_words + (v_places // 2)[:, None] + fours[None, :], mask=met, other=0)
+                value_scale = tl.load(v_scale_places[:, None] + groups[None, :], mask=scaled, other=0.0)
+                each = of_words(key_scale, BLOCK, PADDED // 4, PADDED // GROUP)
+                part_0, part_1, part_2, part_3 = split_nibbles(tl.trans(keys), tl.trans(each), ASSEMBLED, PRODUCT)
+                score = tl.dot(queries_0, part_0, input_precision="ieee")
+                score = tl.dot(queries_1, part_1, score, input_precision="ieee")
+                score = tl.dot(queries_2, part_2, score, input_precision="ieee")
+                score = tl.dot(queries_3, part_3, score, input_precision="ieee")
+            elif GROUP:
                 pairs = tl.arange(0, PADDED // 2)
                 groups = tl.arange(0, PADDED // GROUP)
                 met = inside[:, None] & (pairs < SIZE // 2)[None, :]
@@ -301,7 +328,16 @@ def attention_decode(
                 score = capped(score, inner, outer)
             score = tl.where(visible_keys(key, position, begin, high, window, path, tree, FUSED), score, float("-inf"))
             frames = load_frames(table_base, at + BLOCK, begin, high, PAGE, BLOCK)
-            if GROUP:
+            if GROUP and WORDS:
+                each = of_words(value_scale, BLOCK, PADDED // 4, PADDED // GROUP)
+                part_0, part_1, part_2, part_3 = split_nibbles(values, each, ASSEMBLED, PRODUCT)
+                peak, total, weight, rescale = softmax_weights(score, factor, peak, total, True)
+                weight = weight.to(PRODUCT)
+                acc = tl.dot(weight, part_0, acc * rescale[:, None], input_precision="ieee")
+                acc_1 = tl.dot(weight, part_1, acc_1 * rescale[:, None], input_precision="ieee")
+                acc_2 = tl.dot(weight, part_2, acc_2 * rescale[:, None], input_precision="ieee")
+                acc_3 = tl.dot(weight, part_3, acc_3 * rescale[:, None], input_precision="ieee")
+            elif GROUP:
                 even, odd = unpacked(values, value_scale, BLOCK, PADDED // 2, PADDED // GROUP, PRODUCT)
                 peak, total, acc, odd_acc = online_softmax_paired(
                     score, factor, even, odd, None, peak, total, acc, odd_acc, True
@@ -315,7 +351,9 @@ def attention_decode(
                 peak, total, acc = online_softmax(
                     score, factor, values.to(PRODUCT), value_scale, peak, total, acc, True
                 )
-        if GROUP or WORDS:
+        if GROUP and WORDS:
+            acc = tl.interleave(tl.interleave(acc, acc_2), tl.interleave(acc_1, acc_3))
+        elif GROUP or WORDS:
             acc = tl.interleave(acc, odd_acc)
         if FUSED and NEW == 1:
             # One new token, visible to all queries: no tile product needed.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -55,8 +57,9 @@ def launch_decode(
     groups = heads // key_heads
     width = next(most for most in WIDTHS if width <= most)
     paired = k_pages.dtype is INT4
-    words = scales is not None and not paired and new is None and all(map(_in_words, (k_pages, v_pages)))
-    padded, padded_values = (max(32 if paired or words else 16, power_of_two(n)) for n in (size, values))
+    words = scales is not None and new is None and all(map(_in_words, (k_pages, v_pages)))
+    least = 64 if paired and words else 32 if paired or words else 16
+    padded, padded_values = (max(least, power_of_two(n)) for n in (size, values))
     largest = max(padded, padded_values)
     most_rows = most_queries(largest, q.element_size())
     live = min(power_of_two(groups * width), most_rows)
@@ -138,12 +141,19 @@ def launch_decode(
         dot_dtype(q),
         int4_group(size) if paired else 0,
         words,
+        1 if scales is None else min(map(_alignment, scales)),
         words and not INTERPRETED and q.dtype is torch.bfloat16 and torch.version.hip is None,
         num_warps=plan.warps,
         **overlapped(q),
     )
 
 
+def _alignment(scales: Tensor) -> int:
+    """The largest power of two of bytes, up to 16, at which the scales of every token and head begin."""
+    apart = math.gcd(scales.data_ptr(), *(n * scales.element_size() for n in scales.stride()[:3]))
+    return math.gcd(apart, 16)
+
+
 def _in_words(pages: Tensor) -> bool:
-    """Whether the heads of 8-bit pages begin and end at whole words of two bytes."""
+    """Whether the heads of rounded pages begin and end at whole words of two bytes."""
     return not any(n % 2 for n in (pages.data_ptr(), pages.shape[-1], *pages.stride()[:-1]))

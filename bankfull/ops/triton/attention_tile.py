@@ -190,6 +190,55 @@ def split_bytes(words, FLOATS: tl.constexpr, ASSEMBLED: tl.constexpr, PRODUCT: t
 
 
 @triton.jit
+def of_words(scales, BLOCK: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales of groups (BLOCK, GROUPS) for each word of a head (BLOCK, WORDS)."""
+    each = tl.broadcast_to(scales[:, :, None], [BLOCK, GROUPS, WORDS // GROUPS])
+    return tl.reshape(each, [BLOCK, WORDS])
+
+
+@triton.jit
+def split_nibbles(words, scales, ASSEMBLED: tl.constexpr, PRODUCT: tl.constexpr):
+    """The four int4 codes of 16-bit words as numbers, times the scale of each word; words as in `split_bytes`. In
+    bfloat16 a code is the low mantissa bits of 128 + code, from which 136 is subtracted; the product with the scale is
+    rounded once, as that in float32."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, m, z;
+            mov.b32 m, 0x43004300;
+            mov.b32 z, 0xC308C308;
+            shr.u32 b, $4, 4;
+            shr.u32 c, $4, 8;
+            shr.u32 d, $4, 12;
+            lop3.b32 a, $4, 0x000F000F, m, 0xEA;
+            lop3.b32 b, b, 0x000F000F, m, 0xEA;
+            lop3.b32 c, c, 0x000F000F, m, 0xEA;
+            lop3.b32 d, d, 0x000F000F, m, 0xEA;
+            add.rn.bf16x2 a, a, z;
+            add.rn.bf16x2 b, b, z;
+            add.rn.bf16x2 c, c, z;
+            add.rn.bf16x2 d, d, z;
+            mul.rn.bf16x2 $0, a, $5;
+            mul.rn.bf16x2 $1, b, $5;
+            mul.rn.bf16x2 $2, c, $5;
+            mul.rn.bf16x2 $3, d, $5;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, scales],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        factors = scales.to(tl.float32)
+        first = (((words & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
+        second = ((((words >> 4) & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
+        third = ((((words >> 8) & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
+        fourth = ((((words >> 12) & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
+        return first, second, third, fourth
+
+
+@triton.jit
 def load_pairs(
     there,
     scales,
@@ -218,15 +267,30 @@ def halved(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def online_softmax_paired(score, factor, even, odd, value_scale, peak, total, acc, other, GUARDED: tl.constexpr):
-    """`online_softmax` for values in two halves: `acc` of the even numbers, `other` of the odd ones."""
+def quartered(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of (ROWS, COLUMNS) whose numbers are 0, 1, 2 and 3 modulo 4."""
+    even, odd = halved(x, ROWS, COLUMNS)
+    first, third = halved(even, ROWS, COLUMNS // 2)
+    second, fourth = halved(odd, ROWS, COLUMNS // 2)
+    return first, second, third, fourth
+
+
+@triton.jit
+def softmax_weights(score, factor, peak, total, GUARDED: tl.constexpr):
+    """The maximum score and the sum of weights after a tile, its weights, and the factor of what was summed before."""
     highest = tl.maximum(peak, tl.max(score, 1) * factor)
     base = highest
     if GUARDED:
         base = tl.where(highest == float("-inf"), 0.0, highest)
     weight = tl.exp2(score * factor - base[:, None])
     rescale = tl.exp2(peak - base)
-    total = total * rescale + tl.sum(weight, 1)
+    return highest, total * rescale + tl.sum(weight, 1), weight, rescale
+
+
+@triton.jit
+def online_softmax_paired(score, factor, even, odd, value_scale, peak, total, acc, other, GUARDED: tl.constexpr):
+    """`online_softmax` for values in two halves: `acc` of the even numbers, `other` of the odd ones."""
+    highest, total, weight, rescale = softmax_weights(score, factor, peak, total, GUARDED)
     if value_scale is not None:
         weight = weight * value_scale[None, :]
     weight = weight.to(even.dtype)

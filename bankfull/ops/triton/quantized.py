@@ -65,7 +65,7 @@ def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> boo
     return weight is not None and _accepts_normed(weight=weight, **facts) and weight.shape[0] % 2 == 0
 
 
-def _rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def aligned_rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The operands with contiguous rows, aligned for vector loads."""
     check_linear(x, weight.shape, bias)
     rows = _aligned(x.reshape(-1, weight.shape[1]).contiguous())
@@ -99,13 +99,13 @@ def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
 
 @linear.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
 def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = _rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight, bias)
     return _product(rows, weight, shift).reshape(*x.shape[:-1], weight.shape[0])
 
 
 @gated_linear.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
 def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
-    rows, shift = _rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight, bias)
     kernel = _row_kernel(rows, weight)
     if len(rows) and kernel is not None:
         found = kernel(rows, weight, shift, kind)
@@ -115,7 +115,7 @@ def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: s
     return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
 
 
-def _unnormed(x: Unnormed) -> Unnormed:
+def aligned_unnormed(x: Unnormed) -> Unnormed:
     """The same input, contiguous and aligned."""
     row, delta, weight = (_aligned(part.contiguous()) for part in (x.x, x.delta, x.weight))
     return Unnormed(row, delta, weight, x.eps, x.offset, x.joined)
@@ -125,19 +125,19 @@ def _unnormed(x: Unnormed) -> Unnormed:
 def run_normed_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     if len(x.x) != 1:
         return run_linear(read(x), weight, bias)
-    return one_row(_unnormed(x), weight, bias)
+    return one_row(aligned_unnormed(x), weight, bias)
 
 
 @normed_gated_linear.provider(NAME, on="cuda", accepts=_accepts_normed_pairs, prepare=repack)
 def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
     if len(x.x) != 1:
         return run_gated_linear(read(x), weight, bias, kind)
-    return one_row(_unnormed(x), weight, bias, kind)
+    return one_row(aligned_unnormed(x), weight, bias, kind)
 
 
 @best_output.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
 def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = _rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight, bias)
     if len(rows) and _row_kernel(rows, weight) is one_row:
         found = best_of_row(rows, weight, shift)
     else:
@@ -149,4 +149,4 @@ def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -
 def run_normed_best_output(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     if len(x.x) != 1:
         return run_best_output(read(x), weight, bias)
-    return best_of_row(_unnormed(x), weight, bias)
+    return best_of_row(aligned_unnormed(x), weight, bias)

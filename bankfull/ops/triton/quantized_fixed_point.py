@@ -113,9 +113,9 @@ def load_activations(
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):
-    """The activations of each thread's words, two (float32 [W]) for each pair of codes. NORM: the norm of x + delta;
-    the
-    first program stores x + delta to `joined`. Rounded like the separate operations."""
+    """The activations of each thread's words, two (float32 [W]) for each pair of codes, and the inverse RMS that they
+    were multiplied by. NORM: the norm of x + delta; the first program stores x + delta to `joined`. Rounded like the
+    separate operations."""
     kind: tl.constexpr = x.dtype.element_ty
     word = tl.arange(0, W)
     pair = word // L * (GROUP // 2) + word % L
@@ -123,6 +123,7 @@ def load_activations(
     found = ()
     pairs = ()
     squares = tl.zeros([W], tl.float32)
+    scale = 1.0
     for i in tl.static_range(GROUP // L // 2):
         even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
         if NORM:
@@ -146,7 +147,7 @@ def load_activations(
                 even, odd, both = rounded(even * gains[2 * i], odd * gains[2 * i + 1], kind)
             normed = append(append(normed, even), odd)
         found = normed
-    return found
+    return found, scale
 
 
 @triton.jit

@@ -27,22 +27,29 @@ from bankfull.ops.triton.launch import (
     start_next,
     wait_for_inputs,
 )
+from bankfull.ops.triton.outlier_rows import gather, load_kept_tile, load_numbers
 from bankfull.ops.triton.pointwise import activation
 from bankfull.ops.triton.quantized_fixed_point import load_activations, load_norm_weights
-from bankfull.ops.triton.quantized_integer_tile import group_scales, load_tile, prepared, products, tile_outputs
+from bankfull.ops.triton.quantized_integer_tile import group_scales, load_tile, prepared, products
 from bankfull.ops.triton.quantized_layout import INTERLEAVED_ROWS, Form, WordWeight
+from bankfull.ops.triton.quantized_rows import neighbours
 from bankfull.ops.triton.sampling import best_of_parts
+from bankfull.ops.triton.tile_outputs import tile_outputs
 
 LONGEST = 4096
 """Maximum words per row: eight for each of 512 threads."""
 MOST_WARPS = 16
+REGISTERS = 65536
+"""Registers of a multiprocessor."""
+LEAST_REGISTERS = 64
+"""Registers per thread without which a program would spill."""
 USUAL = 512
 """Words per row of an 8B model with 4-bit codes, for which the plans were measured."""
 MANY_OUTPUTS = 65536
 """Outputs of a head, after which no large kernel follows."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def persistent_kernel(
     x,
     delta,
@@ -58,6 +65,9 @@ def persistent_kernel(
     scales,
     minima,
     outer_scales,
+    kept_columns,
+    kept,
+    start,
     outputs,
     columns,
     BITS: tl.constexpr,
@@ -73,6 +83,7 @@ def persistent_kernel(
     BEST: tl.constexpr,
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
+    KEPT: tl.constexpr,
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
     R: tl.constexpr,
@@ -81,7 +92,8 @@ def persistent_kernel(
     OVERLAP: tl.constexpr,
 ):
     """BEST: each program stores its highest output to `y`, and the first index that has it to `indices`; a NaN counts
-    as infinity."""
+    as infinity. KEPT: outlier columns (`outlier_rows`), at most as many as there are places of sums; such weights have
+    one scale per row."""
     start_next(OVERLAP)
     tile = tl.program_id(0)
     # Weights are loaded before the activations are ready.
@@ -109,12 +121,20 @@ def persistent_kernel(
     if BY_ROW:
         output, valid = tile_outputs(tile, outputs, R, GATE)
         row_scale = tl.load(scales + output, valid, 0.0)
+    places: tl.constexpr = W // neighbours(L)
+    if KEPT > 0:
+        own_kept = load_kept_tile(kept, start, tile, outputs, KEPT, places, GATE, EVEN, R)
+        numbers = load_numbers(kept_columns, 0, KEPT, places)
     gains = ()
     if NORM:
         gains = load_norm_weights(norm, GROUPS, columns, GROUP, W, L, PADDED)
     wait_for_inputs(OVERLAP)
-    line = load_activations(x, delta, joined, gains, eps, offset, GROUPS, columns, GROUP, W, L, PADDED, NORM, SHIFTED)
+    line, inverse = load_activations(
+        x, delta, joined, gains, eps, offset, GROUPS, columns, GROUP, W, L, PADDED, NORM, SHIFTED
+    )
     upper, lower, factors, whole = prepared(line, BITS, FLOATS, W, L)
+    if KEPT > 0:
+        outliers = gather(x, delta, norm, inverse, offset, numbers, NORM, SHIFTED)
     kind = x.dtype.element_ty
     top = tl.full([R], -float("inf"), tl.float32)
     place = tl.zeros([R], tl.int32)
@@ -164,11 +184,17 @@ def persistent_kernel(
             W,
             L,
         )
-        result = tl.sum(sums, 1)
+        if KEPT > 0:
+            result = tl.sum(sums * row_scale[:, None] + own_kept.to(tl.float32) * outliers[None, :], 1)
+        elif BY_ROW:
+            result = tl.sum(sums, 1) * row_scale
+        else:
+            result = tl.sum(sums, 1)
         if BY_ROW:
-            result = result * row_scale
             ahead, valid = tile_outputs(tile, outputs, R, GATE)
             row_scale = tl.load(scales + ahead, valid, 0.0)
+            if KEPT > 0:
+                own_kept = load_kept_tile(kept, start, tile, outputs, KEPT, places, GATE, EVEN, R)
         if HAS_BIAS:
             result += tl.load(bias + own, exist, 0.0).to(tl.float32)
         if GATE != "":
@@ -257,10 +283,21 @@ def persistent_plan(weight: WordWeight, normed: bool = False) -> GemvPlan:
 
 
 def one_row(
-    x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, gate: str = "", plan: GemvPlan | None = None
+    x: Tensor | Unnormed,
+    weight: WordWeight,
+    bias: Tensor | None,
+    gate: str = "",
+    plan: GemvPlan | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x (1, columns), contiguous, times the weight; gated if `gate` is given."""
-    return _launch(x, weight, bias, gate, False, plan)[0]
+    """x (1, columns), contiguous, times the weight; gated if `gate` is given. `kept`: outlier columns (int32, -1 for
+    none) and their weights (outputs, as many); the codes there are zero."""
+    return _launch(x, weight, bias, gate, False, plan, kept)[0]
+
+
+def most_kept(columns: int) -> int:
+    """Outlier columns that fit into a row of 8-bit codes: each thread may add one for each output."""
+    return power_of_two(triton.cdiv(columns, 4)) // 4
 
 
 def best_of_row(x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, plan: GemvPlan | None = None) -> Tensor:
@@ -277,7 +314,13 @@ def _divides(form: Form, outputs: int, tile: int, gated: bool) -> bool:
 
 
 def _launch(
-    x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, gate: str, best: bool, plan: GemvPlan | None
+    x: Tensor | Unnormed,
+    weight: WordWeight,
+    bias: Tensor | None,
+    gate: str,
+    best: bool,
+    plan: GemvPlan | None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs; or the highest output of each program, and its index."""
     before = x if isinstance(x, Unnormed) else None
@@ -301,7 +344,10 @@ def _launch(
         if before is None
         else (before.delta, before.joined, before.weight, before.eps, before.offset)
     )
-    bounded = {} if plan.registers is None or INTERPRETED else {"maxnreg": plan.registers}
+    registers, share = plan.registers, REGISTERS // (32 * warps * plan.programs * more) // 8 * 8
+    if kept is not None and registers is None and share >= LEAST_REGISTERS:
+        registers = share  # outlier columns need some, but the plan's programs must still fit side by side
+    bounded = {} if registers is None or INTERPRETED else {"maxnreg": registers}
     persistent_kernel[(programs,)](
         row,
         delta,
@@ -313,6 +359,8 @@ def _launch(
         y,
         indices,
         *weight.tensors(),
+        *(kept or (y, y)),
+        0,
         outputs,
         columns,
         **weight.constants(),
@@ -321,6 +369,7 @@ def _launch(
         BEST=best,
         NORM=before is not None,
         SHIFTED=offset != 0.0,
+        KEPT=0 if kept is None else len(kept[0]),
         GROUPS=weight.groups,
         EVEN=_divides(weight.form, outputs, plan.outputs, bool(gate)),
         R=plan.outputs,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.outlier_rows import gather, load_kept, load_numbers
 from bankfull.ops.triton.pointwise import activation
 from bankfull.ops.triton.quantized_codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.triton.quantized_layout import WordWeight
@@ -164,7 +165,7 @@ def products(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def few_rows_kernel(
     x,
     bias,
@@ -174,6 +175,9 @@ def few_rows_kernel(
     scales,
     minima,
     outer_scales,
+    kept_columns,
+    kept,
+    start,
     rows,
     outputs,
     columns,
@@ -189,13 +193,15 @@ def few_rows_kernel(
     PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr,
+    KEPT: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
     L: tl.constexpr,
     ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """With GATE, the name of an activation, a program's outputs are pairs of a gate and its factor."""
+    """With GATE, the name of an activation, a program's outputs are pairs of a gate and its factor. KEPT: outlier
+    columns (`outlier_rows`)."""
     start_next(OVERLAP)
     program = tl.program_id(0)
     row = (program % rows).to(tl.int64)
@@ -230,7 +236,13 @@ def few_rows_kernel(
     )
     if BY_ROW:
         row_scale = tl.load(scales + output, valid, 0.0)
+    places: tl.constexpr = W // neighbours(L)
+    if KEPT > 0:
+        own_kept = load_kept(kept, output, valid, 0, start, KEPT, places)
+        numbers = load_numbers(kept_columns, 0, KEPT, places)
     wait_for_inputs(OVERLAP)
+    if KEPT > 0:
+        outliers = gather(x, x, x, 1.0, 0.0, numbers, False, False)
     if ONCE:
         summed = products(
             x,
@@ -294,9 +306,17 @@ def few_rows_kernel(
                 W,
                 L,
             )
-    result = tl.sum(summed, 1)
-    if BY_ROW:
-        result = result * row_scale
+    if KEPT > 0:
+        summed = summed * row_scale[:, None] + own_kept.to(tl.float32) * outliers[None, :]
+        for first in range(places, KEPT, places):
+            own_kept = load_kept(kept, output, valid, first, start, KEPT, places)
+            numbers = load_numbers(kept_columns, first, KEPT, places)
+            summed += own_kept.to(tl.float32) * gather(x, x, x, 1.0, 0.0, numbers, False, False)[None, :]
+        result = tl.sum(summed, 1)
+    elif BY_ROW:
+        result = tl.sum(summed, 1) * row_scale
+    else:
+        result = tl.sum(summed, 1)
     if HAS_BIAS:
         result += tl.load(bias + output, valid, 0.0).to(tl.float32)
     kind = y.dtype.element_ty
@@ -335,9 +355,14 @@ def _sharing(words: int, most: int) -> int:
 
 
 def few_rows(
-    x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "", plan: RowsPlan | None = None
+    x: Tensor,
+    weight: WordWeight,
+    bias: Tensor | None,
+    gate: str = "",
+    plan: RowsPlan | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x (rows, columns), contiguous, times the weight; gated if `gate` is given."""
+    """x (rows, columns), contiguous, times the weight; gated if `gate` is given. `kept`: as of `one_row`."""
     outputs, columns = weight.shape
     rows = x.shape[0]
     plan = plan or plan_for(weight, rows)
@@ -349,6 +374,8 @@ def few_rows(
         x if bias is None else bias,
         y,
         *weight.tensors(),
+        *(kept or (y, y)),
+        0,
         rows,
         outputs,
         columns,
@@ -357,6 +384,7 @@ def few_rows(
         **weight.constants(),
         HAS_BIAS=bias is not None,
         GATE=gate,
+        KEPT=0 if kept is None else len(kept[0]),
         R=plan.outputs,
         W=width,
         L=length,

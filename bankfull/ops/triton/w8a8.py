@@ -4,11 +4,14 @@ A single row keeps its activations: the GEMV kernels of `quantized` already read
 rounding would be one more launch. More rows are rounded per token, in one pass with the norm before, and multiplied by
 tensor cores in their own type: up to MOST_TILE_ROWS in tiles that stream the weight, more by the library (float8) or by
 our GEMM (int8; the library's reaches 883 TOP/s on an H200, ours 1,228).
+
+Columns that are not rounded (`Kept`, LLM.int8()) are part of all of these: no launch is for them alone, up to
+MOST_FUSED columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -68,15 +71,50 @@ def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
     return weight is not None and accepts_w8a8(weight=weight, **facts) and weight.shape[0] % 32 == 0
 
 
+MOST_FUSED = 64
+"""Outlier columns for which the GEMM has shared memory, beside that of its stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Columns of the activations that are not rounded, and those of the weight which they are multiplied by. Their
+    number is `width`, a power of two of at least 16: the last ones may be zeros."""
+
+    columns: Tensor
+    """int32 (width,): their numbers; -1 for none."""
+    values: Tensor
+    """bfloat16 (outputs, width)"""
+    marks: Tensor
+    """uint8 (columns,): 1 where a byte of the weight's rows is in one of them."""
+
+    @property
+    def width(self) -> int:
+        return len(self.columns)
+
+
 @dataclass(frozen=True, slots=True)
 class Rounded:
     """Activations in the weight's 8-bit type and column order, and the scale of each row."""
 
     codes: Tensor
     scales: Tensor
+    kept: Kept | None = None
+    """Columns that are zero in the codes."""
+    beside: Tensor | None = None
+    """These columns as they were, (rows, width)."""
+
+    def outliers(self, dummy: Tensor) -> tuple[Tensor, Tensor]:
+        """What was not rounded, and what it is multiplied by, in one dtype; without such the dummy."""
+        if self.kept is None or self.beside is None:
+            return dummy, dummy
+        return self.beside, self.kept.values.to(self.beside.dtype)
+
+    @property
+    def width(self) -> int:
+        return 0 if self.kept is None else self.kept.width
 
 
-def round_rows(x: Tensor | Unnormed, weight: WordWeight) -> Rounded:
+def round_rows(x: Tensor | Unnormed, weight: WordWeight, kept: Kept | None = None) -> Rounded:
     before = x if isinstance(x, Unnormed) else None
     rows = x.x if isinstance(x, Unnormed) else x
     count, columns = rows.shape
@@ -85,6 +123,7 @@ def round_rows(x: Tensor | Unnormed, weight: WordWeight) -> Rounded:
     floats = weight.form.floats
     codes = torch.empty(count, columns, dtype=torch.float8_e4m3fn if floats else torch.int8, device=rows.device)
     scales = torch.empty(count, dtype=torch.float32, device=rows.device)
+    beside = None if kept is None else torch.empty(count, kept.width, dtype=rows.dtype, device=rows.device)
     delta, joined, norm, eps, offset = (
         (rows, rows, rows, 0.0, 0.0)
         if before is None
@@ -100,6 +139,9 @@ def round_rows(x: Tensor | Unnormed, weight: WordWeight) -> Rounded:
         norm,
         codes,
         scales,
+        scales if kept is None else kept.marks,
+        scales if kept is None else kept.columns,
+        rows if beside is None else beside,
         columns,
         rows.stride(0),
         delta.stride(0),
@@ -109,11 +151,12 @@ def round_rows(x: Tensor | Unnormed, weight: WordWeight) -> Rounded:
         NORM=before is not None,
         SHIFTED=offset != 0.0,
         FLOATS=floats,
+        KEPT=0 if kept is None else kept.width,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
         **overlapped(rows),
     )
-    return Rounded(codes, scales)
+    return Rounded(codes, scales, kept, beside)
 
 
 def _bytes(weight: WordWeight) -> Tensor:
@@ -151,10 +194,12 @@ def tiles(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtyp
         y,
         own.partial,
         own.arrivals,
+        *x.outliers(y),
         rows,
         outputs,
         columns,
         columns // splits,
+        x.width,
         ROWS=height,
         OUT=OUT,
         DEPTH=depth,
@@ -162,6 +207,7 @@ def tiles(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtyp
         SPLITS=splits,
         BIAS=bias is not None,
         FLOATS=weight.form.floats,
+        OUTLIERS=x.kept is not None,
         num_warps=4,
         **overlapped(x.codes),
     )
@@ -179,15 +225,18 @@ def gated_tiles(x: Rounded, weight: WordWeight, dtype: torch.dtype, kind: str) -
         _bytes(weight),
         weight.scales,
         y,
+        *x.outliers(y),
         rows,
         outputs,
         columns,
+        x.width,
         ROWS=height,
         OUT=OUT,
         DEPTH=depth,
         STAGES=4,
         KIND=kind,
         FLOATS=weight.form.floats,
+        OUTLIERS=x.kept is not None,
         num_warps=4,
         **overlapped(x.codes),
     )
@@ -196,8 +245,13 @@ def gated_tiles(x: Rounded, weight: WordWeight, dtype: torch.dtype, kind: str) -
 
 def gemm(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     codes = _bytes(weight)
+    if x.width > MOST_FUSED:
+        y = _own_gemm(replace(x, kept=None, beside=None), codes, weight.scales, bias, dtype)
+        beside, values = x.outliers(y)
+        return y.addmm_(beside, values.T)
     if weight.form.floats and x.codes.is_cuda:
-        y: Tensor = torch._scaled_mm(
+        assert x.kept is None, "only int8 weights have outlier columns"
+        y = torch._scaled_mm(
             x.codes,
             codes.t(),
             scale_a=x.scales[:, None],
@@ -222,6 +276,7 @@ def _own_gemm(x: Rounded, codes: Tensor, scales: Tensor, bias: Tensor | None, dt
         scales,
         y if bias is None else bias,
         y,
+        *x.outliers(y),
         rows,
         outputs,
         columns,
@@ -232,6 +287,7 @@ def _own_gemm(x: Rounded, codes: Tensor, scales: Tensor, bias: Tensor | None, dt
         TOGETHER=8,
         BIAS=bias is not None,
         FLOATS=codes.is_floating_point(),
+        KEPT=x.width,
         num_warps=8,
         **overlapped(x.codes),
     )
@@ -244,7 +300,7 @@ def int8_product(left: Tensor, right: Tensor) -> Tensor:
     return _own_gemm(Rounded(left, ones), right, ones, None, torch.bfloat16)
 
 
-def _product(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def product(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     few = len(x.codes) <= MOST_TILE_ROWS and weight.shape[0] % OUT == 0
     return (tiles if few else gemm)(x, weight, bias, dtype)
 
@@ -260,18 +316,18 @@ def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Ten
     if _keeps(rows):
         return quantized.run_linear(x, weight, bias)
     check_linear(x, weight.shape, bias)
-    return _product(round_rows(rows, weight), weight, bias, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return product(round_rows(rows, weight), weight, bias, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 @normed_linear_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
 def run_normed_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    return _product(round_rows(x, weight), weight, bias, x.x.dtype)
+    return product(round_rows(x, weight), weight, bias, x.x.dtype)
 
 
-def _gated(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype, kind: str) -> Tensor:
+def gated(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype, kind: str) -> Tensor:
     if len(x.codes) <= MOST_TILE_ROWS and bias is None and weight.shape[0] % (2 * OUT) == 0:
         return gated_tiles(x, weight, dtype, kind)
-    gate, up = _product(x, weight, bias, dtype).chunk(2, -1)
+    gate, up = product(x, weight, bias, dtype).chunk(2, -1)
     found: Tensor = activate_mul.providers["triton"].run(gate, up, kind)
     return found
 
@@ -281,13 +337,13 @@ def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: s
     rows = x.reshape(-1, x.shape[-1])
     if _keeps(rows):
         return quantized.run_gated_linear(x, weight, bias, kind)
-    found = _gated(round_rows(rows, weight), weight, bias, x.dtype, kind)
+    found = gated(round_rows(rows, weight), weight, bias, x.dtype, kind)
     return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
 
 
 @normed_gated_linear_w8a8.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
 def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
-    return _gated(round_rows(x, weight), weight, bias, x.x.dtype, kind)
+    return gated(round_rows(x, weight), weight, bias, x.x.dtype, kind)
 
 
 @best_output_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
@@ -295,4 +351,4 @@ def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -
     rows = x.reshape(-1, x.shape[-1])
     if _keeps(rows):
         return quantized.run_best_output(x, weight, bias)
-    return best(_product(round_rows(rows, weight), weight, bias, x.dtype)).reshape(x.shape[:-1])
+    return best(product(round_rows(rows, weight), weight, bias, x.dtype)).reshape(x.shape[:-1])

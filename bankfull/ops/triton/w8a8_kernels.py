@@ -2,6 +2,10 @@
 
 The weight is read as its bytes, in the column order of `quantized_layout`; rounding stores the activations in the same
 order, so no code moves. Sums are int32 or float32; both scales are applied once, at the end.
+
+Outlier columns (LLM.int8()) are not rounded: rounding leaves them out of a row's maximum and codes, and stores them
+`beside` (rows, KEPT), in x's dtype. Products add `beside` times the weight's columns `kept` (outputs, KEPT) after the
+scales. KEPT is a power of two of at least STEP, 0 without outliers; what is not a column is zero.
 """
 
 from __future__ import annotations
@@ -11,14 +15,17 @@ import triton.language as tl
 
 from bankfull.ops.triton.launch import INTERPRETED, start_next, wait_for_inputs
 from bankfull.ops.triton.linear_rows import gated
-from bankfull.ops.triton.linear_tiles import is_last_split, sum_of_splits
+from bankfull.ops.triton.linear_tiles import is_last_split, prefetch_l2, sum_of_splits
 from bankfull.ops.triton.norm import weighted
+from bankfull.ops.triton.quantized_fp8_rows import append
 
 ROUND = tl.constexpr(1.5 * 2.0**23)
 """Added and subtracted, it rounds a small float32 to an integer."""
 SMALL = tl.constexpr(1.5 * 2.0**14)
 """In the same way, to a multiple of 2 ** -9, the smallest float8."""
 PLAIN = tl.constexpr(INTERPRETED)
+STEP = tl.constexpr(16)
+"""The fewest columns that tensor cores multiply in 16 bits."""
 
 
 @triton.jit
@@ -47,6 +54,9 @@ def round_rows_kernel(
     norm,
     codes,
     scales,
+    marks,
+    kept_columns,
+    beside,
     columns,
     x_stride,
     delta_stride,
@@ -56,10 +66,12 @@ def round_rows_kernel(
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
     FLOATS: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row per program. NORM: of x + delta, which is stored to `joined`; rounded like the separate operations."""
+    """One row per program. NORM: of x + delta, which is stored to `joined`; rounded like the separate operations.
+    `marks`, in the order of the codes, are 1 at outlier columns; `kept_columns` are their numbers, -1 for none."""
     start_next(OVERLAP)
     kind: tl.constexpr = x.dtype.element_ty
     position = tl.arange(0, BLOCK)
@@ -68,8 +80,16 @@ def round_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     if NORM:
         gain = tl.load(norm + column, inside, 0.0)
+    if KEPT > 0:
+        marked = tl.load(marks + position, inside, 0) != 0
+        kept = tl.load(kept_columns + tl.arange(0, KEPT))
     wait_for_inputs(OVERLAP)
     numbers = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
+    if KEPT > 0:
+        outliers = tl.load(x + row * x_stride + kept, kept >= 0, 0.0).to(tl.float32)
+        if NORM:
+            more = tl.load(delta + row * delta_stride + kept, kept >= 0, 0.0).to(tl.float32)
+            outliers = (outliers + more).to(kind).to(tl.float32)
     if NORM:
         branch = tl.load(delta + row * delta_stride + column, inside, 0.0).to(tl.float32)
         stream = (numbers + branch).to(kind)
@@ -77,6 +97,11 @@ def round_rows_kernel(
         numbers = stream.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(numbers * numbers, 0) / columns + eps)
         numbers = weighted(numbers, inverse, gain, offset, SHIFTED, kind).to(kind).to(tl.float32)
+    if KEPT > 0:
+        if NORM:
+            outliers = weighted(outliers, inverse, tl.load(norm + kept, kept >= 0, 0.0), offset, SHIFTED, kind)
+        tl.store(beside + row * KEPT + tl.arange(0, KEPT), outliers.to(kind))
+        numbers = tl.where(marked, 0.0, numbers)
     largest = tl.max(tl.abs(numbers), 0)
     finite = tl.sum(numbers * 0.0, 0) == 0.0
     limit: tl.constexpr = 448.0 if FLOATS else 127.0
@@ -91,10 +116,32 @@ def round_rows_kernel(
 
 
 @triton.jit
+def added(part, lines, total, FLOATS: tl.constexpr):
+    """`total` plus the product of a step. Hopper's matrix units sum float8 products with about 14 bits, so a float8 sum
+    leaves them after each step and is added in float32: over 4,096 columns the error of a whole row was 2e-3."""
+    if FLOATS:
+        return total + tl.dot(part, lines, out_dtype=tl.float32)
+    else:
+        return tl.dot(part, lines, total, out_dtype=tl.int32)
+
+
+@triton.jit
 def scaled(total, row_scales, output_scales, bias, own, BIAS: tl.constexpr):
     found = total.to(tl.float32) * output_scales[:, None] * row_scales[None, :]
     if BIAS:
         found += tl.load(bias + own).to(tl.float32)[:, None]
+    return found
+
+
+@triton.jit
+def with_outliers(found, beside, kept, own, row, used, width):
+    """`found` (OUT, ROWS) plus the products of `width` outlier columns. The loop keeps both operands in shared memory,
+    as those of the product before."""
+    inner = tl.arange(0, STEP)
+    weights = kept + own[:, None].to(tl.int64) * width + inner[None, :]
+    inputs = beside + tl.where(used, row, 0)[:, None].to(tl.int64) * width + inner[None, :]
+    for at in tl.range(0, width, STEP, num_stages=2):
+        found = tl.dot(tl.load(weights + at), tl.trans(tl.load(inputs + at)), found)
     return found
 
 
@@ -108,10 +155,13 @@ def w8a8_tiles_kernel(
     y,
     partial,
     arrivals,
+    beside,
+    kept,
     rows,
     outputs,
     columns,
     share,
+    width,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -119,9 +169,11 @@ def w8a8_tiles_kernel(
     SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
     FLOATS: tl.constexpr,
+    OUTLIERS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """For few rows; split-K as in `linear_tiles.split_tiles_kernel`. Tiles divide outputs and columns evenly."""
+    """For few rows; split-K as in `linear_tiles.split_tiles_kernel`. Tiles divide outputs and columns evenly.
+    OUTLIERS: whether there are `width` outlier columns."""
     start_next(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     within = tl.arange(0, OUT)
@@ -133,22 +185,27 @@ def w8a8_tiles_kernel(
     weights = starts + column[None, :]
     inputs = x + tl.where(used, row, 0)[:, None].to(tl.int64) * columns + column[None, :]
     output_scales = tl.load(weight_scales + own)
+    prefetch_l2((kept + own.to(tl.int64) * width)[:, None], 1 if OUTLIERS else 0)
     kind: tl.constexpr = tl.float32 if FLOATS else tl.int32
     total = tl.zeros((OUT, ROWS), kind)
     wait_for_inputs(OVERLAP)
     for at in tl.range(0, share, DEPTH, num_stages=STAGES):
         lines = tl.trans(tl.load(inputs + at))
-        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), lines, total, out_dtype=kind)
+        total = added(tl.load(weights + at, eviction_policy="evict_first"), lines, total, FLOATS)
     row_scales = tl.load(x_scales + row, used, 0.0)
     places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
     if SPLITS == 1:
         found = scaled(total, row_scales, output_scales, bias, own, BIAS)
+        if OUTLIERS:
+            found = with_outliers(found, beside, kept, own, row, used, width)
         tl.store(places, found.to(y.dtype.element_ty), mask=used[None, :])
     else:
         sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
         if is_last_split(total.to(tl.float32), sums, arrivals + tile, split, OUT * ROWS, SPLITS):
             whole = sum_of_splits(sums, arrivals + tile, OUT * ROWS, SPLITS)
             found = scaled(whole, row_scales, output_scales, bias, own, BIAS)
+            if OUTLIERS:
+                found = with_outliers(found, beside, kept, own, row, used, width)
             tl.store(places, found.to(y.dtype.element_ty), mask=used[None, :])
 
 
@@ -159,15 +216,19 @@ def w8a8_gated_kernel(
     weight,
     weight_scales,
     y,
+    beside,
+    kept,
     rows,
     outputs,
     columns,
+    width,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     KIND: tl.constexpr,
     FLOATS: tl.constexpr,
+    OUTLIERS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """f(gate) * up for few rows and a weight of 2 * `outputs` rows; tiles divide both halves evenly."""
@@ -181,22 +242,24 @@ def w8a8_gated_kernel(
     gate_weights, up_weights = gates + column[None, :], ups + column[None, :]
     inputs = x + tl.where(used, row, 0)[:, None].to(tl.int64) * columns + column[None, :]
     gate_scales, up_scales = tl.load(weight_scales + own), tl.load(weight_scales + outputs + own)
+    prefetch_l2((kept + own.to(tl.int64) * width)[:, None], 1 if OUTLIERS else 0)
+    prefetch_l2((kept + (outputs + own).to(tl.int64) * width)[:, None], 1 if OUTLIERS else 0)
     sums: tl.constexpr = tl.float32 if FLOATS else tl.int32
     gate = tl.zeros((OUT, ROWS), sums)
     up = tl.zeros((OUT, ROWS), sums)
     wait_for_inputs(OVERLAP)
     for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
         lines = tl.trans(tl.load(inputs + at))
-        gate = tl.dot(tl.load(gate_weights + at, eviction_policy="evict_first"), lines, gate, out_dtype=sums)
-        up = tl.dot(tl.load(up_weights + at, eviction_policy="evict_first"), lines, up, out_dtype=sums)
+        gate = added(tl.load(gate_weights + at, eviction_policy="evict_first"), lines, gate, FLOATS)
+        up = added(tl.load(up_weights + at, eviction_policy="evict_first"), lines, up, FLOATS)
     row_scales = tl.load(x_scales + row, used, 0.0)
     dtype: tl.constexpr = y.dtype.element_ty
-    result = gated(
-        gate.to(tl.float32) * gate_scales[:, None] * row_scales[None, :],
-        up.to(tl.float32) * up_scales[:, None] * row_scales[None, :],
-        KIND,
-        dtype,
-    )
+    opened = gate.to(tl.float32) * gate_scales[:, None] * row_scales[None, :]
+    passed = up.to(tl.float32) * up_scales[:, None] * row_scales[None, :]
+    if OUTLIERS:
+        opened = with_outliers(opened, beside, kept, own, row, used, width)
+        passed = with_outliers(passed, beside, kept, outputs + own, row, used, width)
+    result = gated(opened, passed, KIND, dtype)
     tl.store(y + row[None, :].to(tl.int64) * outputs + own[:, None], result.to(dtype), mask=used[None, :])
 
 
@@ -208,6 +271,8 @@ def w8a8_gemm_kernel(
     weight_scales,
     bias,
     y,
+    beside,
+    kept,
     rows,
     outputs,
     columns,
@@ -218,6 +283,7 @@ def w8a8_gemm_kernel(
     TOGETHER: tl.constexpr,
     BIAS: tl.constexpr,
     FLOATS: tl.constexpr,
+    KEPT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """For many rows: persistent programs; x and weight are descriptors, which read zeros past the end. TOGETHER row
@@ -237,8 +303,19 @@ def w8a8_gemm_kernel(
             total = tl.dot(lines, tl.trans(part), total, out_dtype=kind)
         row, own = from_row + tl.arange(0, ROWS), from_out + tl.arange(0, OUT)
         used, exist = row < rows, own < outputs
+        # Loaded together with the scales, so that nothing waits twice.
+        inner = tl.arange(0, STEP)
+        inputs = beside + row[:, None].to(tl.int64) * KEPT + inner[None, :]
+        weights = kept + own[:, None].to(tl.int64) * KEPT + inner[None, :]
+        left = ()
+        right = ()
+        for part in tl.static_range(KEPT // STEP):
+            left = append(left, tl.load(inputs + part * STEP, used[:, None], 0.0))
+            right = append(right, tl.load(weights + part * STEP, exist[:, None], 0.0))
         found = total.to(tl.float32) * tl.load(x_scales + row, used, 0.0)[:, None]
         found = found * tl.load(weight_scales + own, exist, 0.0)[None, :]
+        for part in tl.static_range(KEPT // STEP):
+            found = tl.dot(left[part], tl.trans(right[part]), found)
         if BIAS:
             found += tl.load(bias + own, exist, 0.0).to(tl.float32)[None, :]
         places = y + row[:, None].to(tl.int64) * outputs + own[None, :]
