@@ -1,0 +1,193 @@
+"""The mesh of one replica: over how many ranks a model is split, and along which of its dimensions.
+
+Ranks are numbered with tensor ranks innermost, then context ranks, then stages: the groups that exchange most are the
+ranks that lie next to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+from bankfull.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshFacts:
+    """What a mesh must divide in a model."""
+
+    layers: int
+    heads: int = 0
+    """Query heads of a layer; 0 = no attention."""
+    kv_heads: int = 0
+    """Key/value heads of a layer; 0 = none: no attention, or one latent that all heads share."""
+    experts: int = 0
+    """Routed experts of a layer; 0 = none."""
+    widths: Mapping[str, int] = field(default_factory=dict)
+    """Further sizes that tensor ranks split evenly, by the name that a message shows: "feed-forward width"."""
+    expert_width: int = 0
+    """Inner width of one expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """Ranks of one replica, by layout. All 1: one rank holds the whole model."""
+
+    tp: int = 1
+    """Tensor ranks: heads, widths and the vocabulary are split. K/V heads are copied where there are fewer."""
+    pp: int = 1
+    """Stages of a pipeline: layers are split."""
+    cp: int = 1
+    """Context ranks: tokens are split, weights are copied."""
+    ep: int = 1
+    """Expert ranks: experts are spread over the tensor and context ranks of a stage, which they add none to."""
+    sp: str = "off"
+    """Sequence parallelism. megatron: between the split layers, each tensor rank has its part of the tokens. ulysses:
+    context ranks exchange tokens for heads around attention, instead of exchanging keys and values."""
+
+    AXES: ClassVar[tuple[str, ...]] = ("tp", "pp", "cp", "ep")
+    SEQUENCE: ClassVar[dict[str, str]] = {
+        "on": "megatron",
+        "off": "off",
+        "megatron": "megatron",
+        "ulysses": "ulysses",
+    }
+    """Values of sp= in a text, and what they mean."""
+    MOST: ClassVar[int] = 4096
+
+    def __post_init__(self) -> None:
+        for name in self.AXES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= self.MOST:
+                raise ConfigError(f"{name}={str(value)[:40]} of a layout must be a whole number from 1 to {self.MOST}.")
+        if self.sp not in self.SEQUENCE.values():
+            raise ConfigError(f"sp={str(self.sp)[:40]!r} of a layout is unknown; use off, megatron or ulysses.")
+        if self.ranks > self.MOST:
+            raise ConfigError(f"The layout {self} has {self.ranks} ranks; at most {self.MOST} are possible.")
+        if self.stage_ranks % self.ep:
+            raise ConfigError(
+                f"The layout {self} spreads experts over {self.ep} of the {self.stage_ranks} ranks of a stage, "
+                f"which {self.ep} does not divide; use one of {', '.join(map(str, _divisors(self.stage_ranks)))}."
+            )
+        if self.sp == "megatron" and self.tp == 1:
+            raise ConfigError(f"The layout {self} splits tokens over tensor ranks but has only one; raise tp.")
+        if self.sp == "ulysses" and self.cp == 1:
+            raise ConfigError(f"The layout {self} exchanges tokens for heads over context ranks but has one; raise cp.")
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.cp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that compute the same layers."""
+        return self.tp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks over which the width of one expert is split: the tensor ranks that expert ranks do not use."""
+        return self.tp // math.gcd(self.tp, self.ep)
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks over which attention splits its heads."""
+        return self.tp * self.cp if self.sp == "ulysses" else self.tp
+
+    def __str__(self) -> str:
+        """As `parse` reads it; axes of 1 are left out."""
+        parts = [f"{name}={getattr(self, name)}" for name in self.AXES if getattr(self, name) != 1]
+        if self.sp != "off":
+            parts.append(f"sp={self.sp}")
+        return ",".join(parts) or "tp=1"
+
+    @staticmethod
+    def parse(text: str) -> MeshSpec:
+        """From `tp=2,pp=2,cp=2,ep=4,sp=on`, in any order."""
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError("The layout is empty; name what is split, as in tp=2,pp=2.")
+        shown, known = f"The layout {text[:80]!r}", [one.name for one in fields(MeshSpec)]
+        found: dict[str, str] = {}
+        for part in text.split(","):
+            key, equals, value = (side.strip() for side in part.partition("="))
+            if key not in known:
+                raise ConfigError(f"{shown} has no axis {key[:40]!r}; its axes are {', '.join(known)}.")
+            if not equals:
+                raise ConfigError(f"{shown} gives no value for {key}; write {key}={'on' if key == 'sp' else 2}.")
+            if key in found:
+                raise ConfigError(f"{shown} has {key} twice; give it once.")
+            found[key] = value
+        sequence = found.pop("sp", "off")
+        if sequence not in MeshSpec.SEQUENCE:
+            raise ConfigError(f"{shown}: sp must be one of {', '.join(MeshSpec.SEQUENCE)}, not {sequence[:40]!r}.")
+        numbers = {key: _number(shown, key, value) for key, value in found.items()}
+        return MeshSpec(**numbers, sp=MeshSpec.SEQUENCE[sequence])
+
+    def check(self, facts: MeshFacts) -> None:
+        """Refuse a mesh that does not divide the model."""
+        if self.pp > facts.layers:
+            raise ConfigError(
+                f"The layout {self} has {self.pp} stages, but the model has only {facts.layers} layers; lower pp."
+            )
+        self._check_heads(facts)
+        for name, width in facts.widths.items():
+            if width % self.tp:
+                raise ConfigError(
+                    f"The layout {self} splits the model's {name} of {width} over {self.tp} ranks, which does not "
+                    f"divide; {_use('tp', width, self.tp)}."
+                )
+        self._check_experts(facts)
+
+    def _check_heads(self, facts: MeshFacts) -> None:
+        """Query heads are split evenly; K/V heads are split or copied evenly."""
+        ranks, axis = self.head_ranks, "tp x cp" if self.sp == "ulysses" else "tp"
+        if facts.heads % ranks:
+            raise ConfigError(
+                f"The layout {self} splits the model's {facts.heads} heads over {ranks} ranks, which does not divide; "
+                f"{_use(axis, facts.heads, ranks)}."
+            )
+        if facts.kv_heads and facts.kv_heads % ranks and ranks % facts.kv_heads:
+            raise ConfigError(
+                f"The layout {self} neither splits nor copies the model's {facts.kv_heads} key/value heads evenly over "
+                f"{ranks} ranks; {_use(axis, facts.kv_heads, ranks)}, or a multiple of {facts.kv_heads}."
+            )
+
+    def _check_experts(self, facts: MeshFacts) -> None:
+        if self.ep > 1 and not facts.experts:
+            raise ConfigError(f"The layout {self} spreads experts, but the model has none; leave out ep.")
+        if facts.experts % self.ep:
+            raise ConfigError(
+                f"The layout {self} spreads the model's {facts.experts} experts over {self.ep} ranks, which does not "
+                f"divide; {_use('ep', facts.experts, self.ep)}."
+            )
+        if facts.experts and facts.expert_width % self.expert_tp:
+            raise ConfigError(
+                f"The layout {self} splits the expert width of {facts.expert_width} over {self.expert_tp} ranks, which "
+                f"does not divide; {_use('tp / ep', facts.expert_width, self.expert_tp)}."
+            )
+
+    def kv_heads_per_rank(self, facts: MeshFacts) -> int:
+        """Key/value heads that a rank holds: at least one, copied where ranks outnumber them."""
+        return max(1, facts.kv_heads // self.head_ranks) if facts.kv_heads else 0
+
+
+ALONE = MeshSpec()
+"""One rank."""
+
+
+def _number(shown: str, key: str, value: str) -> int:
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= MeshSpec.MOST:
+        raise ConfigError(f"{shown}: {key} must be a whole number from 1 to {MeshSpec.MOST}, not {value[:40]!r}.")
+    return int(value)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _use(axis: str, size: int, wanted: int) -> str:
+    """The nearest numbers that divide."""
+    below = max((n for n in _divisors(size) if n < wanted), default=1)
+    above = min((n for n in _divisors(size) if n > wanted), default=None)
+    return f"use {axis} = {below}" + (f" or {above}" if above is not None else "")
