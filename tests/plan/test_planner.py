@@ -62,13 +62,6 @@ def test_a_plan_recommends_what_this_version_can_run_with_the_command_that_runs_
     assert all(not outcome.configuration.commands("tiny") for outcome in found.later)
 
 
-def test_devices_that_only_a_later_version_could_join_are_marked() -> None:
-    found = plan_of_one_card()
-    joined = [outcome for outcome in found.later if outcome.configuration.layout.ways > 1]
-    assert joined and all("not yet" in (outcome.configuration.not_yet or "") for outcome in joined)
-    assert joined[0].configuration.devices == 2
-
-
 def test_a_model_that_does_not_fit_is_left_out_with_the_reason() -> None:
     found = plan(replace(CARD, memory=10_000))
     assert found.recommended is None and found.pareto == []
@@ -221,7 +214,6 @@ def test_every_figure_stands_beside_its_limit_and_json_has_all_of_it() -> None:
     stored = json.loads(json.dumps(found.as_json()))
     assert stored["recommended"]["configuration"]["commands"] and stored["limits"]
     assert len(stored["pareto"]) == len(found.pareto)
-    assert set(stored["later"]) == {"tensor parallel", "prefill and decode apart"}
     assert any("assumed" in note for note in stored["notes"])
     assert pareto_table(found).row_count == len(found.pareto)
     table = later_table(found)
