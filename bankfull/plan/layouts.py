@@ -7,7 +7,7 @@ of its time is a bubble.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,12 +25,48 @@ FIXED_FEATURES = 6
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeTimes:
+    """Time of the collectives of a step. It is linear in tokens and rows of logits: fixed, per token, per row."""
+
+    with_logits: tuple[float, float, float]
+    without: tuple[float, float, float]
+    least: tuple[tuple[float, float], ...]
+    """For each stage and link: seconds of the bytes per token and per row."""
+
+
+def _exchange_times(mesh: MeshSpec, dims: ModelDims, links: Interconnect) -> ExchangeTimes:
+    def seconds(tokens: float, rows: float) -> float:
+        return sum(one.seconds(mesh, links, REACHED) for one in exchanges(dims, mesh, tokens, rows))
+
+    def bytes_seconds(stage: int, tokens: float, rows: float) -> dict[Link, float]:
+        found: dict[Link, float] = {}
+        for one in exchanges(dims, mesh, tokens, rows, stage):
+            link = links.link(span(mesh, one.axis))
+            found[link] = found.get(link, 0.0) + one.sent / link.bytes_per_s
+        return found
+
+    both, bare = seconds(1, 1), seconds(1, 0)
+    by_token, by_row = seconds(2, 1) - both, seconds(1, 2) - both
+    least = []
+    for stage in range(mesh.pp):
+        tokens, rows = bytes_seconds(stage, 1, 0), bytes_seconds(stage, 0, 1)
+        least += [(tokens.get(link, 0.0), rows.get(link, 0.0)) for link in {**tokens, **rows}]
+    return ExchangeTimes(
+        (both - by_token - by_row, by_token, by_row), (bare - by_token, by_token, 0.0), tuple(dict.fromkeys(least))
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """A mesh of a model on connected devices."""
 
     mesh: MeshSpec
     dims: ModelDims
     links: Interconnect
+    times: ExchangeTimes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "times", _exchange_times(self.mesh, self.dims, self.links))
 
     @property
     def ways(self) -> int:
@@ -49,18 +85,12 @@ class ParallelLayout:
 
     def seconds(self, tokens: float, rows: float) -> float:
         """Likely time of the collectives of a step, one after the other through all stages."""
-        return sum(one.seconds(self.mesh, self.links, REACHED) for one in exchanges(self.dims, self.mesh, tokens, rows))
+        fixed, by_token, by_row = self.times.with_logits if rows > 0 else self.times.without
+        return fixed + by_token * tokens + by_row * rows
 
     def least_seconds(self, tokens: float, rows: float) -> float:
         """Time of the busiest rank's bytes alone. Latency is no limit, and collectives may overlap."""
-        found = 0.0
-        for stage in range(self.mesh.pp):
-            links: dict[Link, float] = {}
-            for one in exchanges(self.dims, self.mesh, tokens, rows, stage):
-                link = self.links.link(span(self.mesh, one.axis))
-                links[link] = links.get(link, 0.0) + one.sent
-            found = max(found, max((sent / link.bytes_per_s for link, sent in links.items()), default=0.0))
-        return found
+        return max((by_token * tokens + by_row * rows for by_token, by_row in self.times.least), default=0.0)
 
     def micro_batches(self, sequences: int) -> list[int]:
         """Numbers of micro-batches to choose from: rows are split over as many as a pipeline can use."""

@@ -10,7 +10,7 @@ from bankfull.errors import ConfigError
 from bankfull.limits.machine import catalogue
 from bankfull.limits.machine.ceilings import NARROW, Ceilings
 from bankfull.limits.machine.links import BETWEEN_MACHINES, Interconnect, Link
-from bankfull.limits.machine.targets import HERE, machine_of
+from bankfull.limits.machine.targets import is_here, machine_of
 
 RESERVED = 0.05
 """Fraction of a catalogue device's memory assumed for drivers, libraries and fragmentation."""
@@ -58,17 +58,13 @@ def sites_of(names: str, extra: str | None = None, price: float | None = None, l
     if repeated:
         raise ConfigError(f"--devices has {repeated[0]} twice; give each once.")
     known = catalogue.load(extra)
-    found = [_here(name, price) if _is_here(name) else _there(known, known.find(name)) for name in wanted]
+    found = [_here(name, price) if is_here(name) else _there(known, known.find(name)) for name in wanted]
     return found if link is None else [_linked(known, site, known.find_link(link)) for site in found]
 
 
 def _linked(known: catalogue.Catalogue, site: Site, link: Link) -> Site:
     links = Interconnect(link, known.find_link(BETWEEN_MACHINES))
     return replace(site, links=links, caveats=(*site.caveats, *link.caveats))
-
-
-def _is_here(name: str) -> bool:
-    return name in HERE or name.startswith("cuda:")
 
 
 def _here(name: str, price: float | None) -> Site:

@@ -181,9 +181,13 @@ class StepTimes:
         return self._run(decoding, prefill, len(step.counts), step.tokens).least
 
     def likely(self, step: StepShape) -> float:
-        spent = TimeBreakdown()
-        self.charge(*self._features(step), len(step.counts), step.tokens, spent)
-        return spent.seconds
+        return self.spent(step).seconds
+
+    def spent(self, step: StepShape) -> TimeBreakdown:
+        """Where the likely time of a step goes."""
+        found = TimeBreakdown()
+        self.charge(*self._features(step), len(step.counts), step.tokens, found)
+        return found
 
     def terms(self, step: StepShape) -> np.ndarray:
         """Seconds at the ceilings, by term."""
