@@ -268,11 +268,18 @@ class Planner:
             if number == 0 and isinstance(problem := bases[0], str):
                 self._skipped.append(f"{prepared.site.name}, {prepared.name}: {problem}")
             found = [base for base in bases if isinstance(base, Configuration)]
-            for base in found:
+            for base in self._promising(found):
                 yield from self._replicated(base)
                 yield from self._separated(base)
             if found and self.request.parallel is None:
                 return
+
+    def _promising(self, bases: Sequence[Configuration]) -> list[Configuration]:
+        """Of layouts over equally many devices: that with the highest capacity, and that with the lowest latency."""
+        if len(bases) < 3:
+            return list(bases)
+        best = max(bases, key=self._capacity), min(bases, key=self._answer_seconds)
+        return [base for base in bases if any(base is one for one in best)]
 
     def _meshes(self, prepared: PreparedModel) -> Iterator[list[MeshSpec]]:
         """Layouts by number of devices, the fewest first."""
@@ -313,13 +320,17 @@ class Planner:
         asked = self.request.separate
         if asked is None:
             return
-        ratios = [Separation(*ratio) for ratio in RATIOS] if asked == AUTO else [Separation.parse(asked)]
-        for engines in ratios:
-            if asked != AUTO or engines.engines <= self.request.most:
-                try:
-                    yield self._run(separated(base, engines))
-                except ConfigError as error:
-                    self._skip(base.site, base.prepared.stored, error)
+        for engines in self._ratios(base) if asked == AUTO else [Separation.parse(asked)]:
+            try:
+                yield self._run(separated(base, engines))
+            except ConfigError as error:
+                self._skip(base.site, base.prepared.stored, error)
+
+    def _ratios(self, base: Configuration) -> list[Separation]:
+        """The two numbers of engines that come nearest to the times of prefill and decode."""
+        fill, decode = self._per_request(base)
+        fitting = [Separation(*ratio) for ratio in RATIOS if sum(ratio) <= self.request.most]
+        return sorted(fitting, key=lambda one: abs(math.log(one.prefill / one.decode * decode / fill)))[:2]
 
     def _problem(self, configuration: Configuration) -> str | None:
         try:
@@ -337,21 +348,25 @@ class Planner:
 
     def _capacity(self, base: Configuration) -> float:
         """Requests per second of one saturated replica, from the likely times of its steps."""
+        return 1 / sum(self._per_request(base))
+
+    def _per_request(self, base: Configuration) -> tuple[float, float]:
+        """Seconds of prefill and of decode that a request takes of a saturated replica."""
         traffic, times = self.request.traffic, base.times
         prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
         fresh = max(prompt - traffic.shared, 1)
         fill = times.likely(StepShape.prefill(fresh, past=prompt - fresh))
         most = self._most_at_once(base)
         pace = self.request.objectives.slo.tpot
-        best = 0.0
+        best = math.inf
         for batch in {1, *(1 << power for power in range(most.bit_length())), most}:
             shape = StepShape.decode(batch, prompt + (output + 1) // 2)
             if base.prepared.canvas is not None:
                 shape = base.prepared.denoising(batch, prompt, output)
             step = times.likely(shape)
             if batch == 1 or pace is None or step <= pace:
-                best = max(best, 1 / (fill + output * step / batch))
-        return best
+                best = min(best, output * step / batch)
+        return fill, best
 
     def _most_at_once(self, configuration: Configuration) -> int:
         """Sequences of average length that run concurrently in one replica."""
