@@ -12,7 +12,7 @@ from rich.table import Table
 from bankfull.errors import ConfigError
 from bankfull.limits.layout.measured import dims_of
 from bankfull.limits.layout.memory import rank_weights
-from bankfull.limits.layout.wire import Exchange, exchanges, sent_bytes, summed
+from bankfull.limits.layout.wire import WireExchange, exchanges, sent_bytes, summed
 from bankfull.limits.machine import catalogue
 from bankfull.limits.machine.links import BETWEEN_MACHINES, Interconnect
 from bankfull.limits.machine.targets import TargetMachine, is_here
@@ -93,7 +93,7 @@ class LayoutForecast:
             return None
         return max(0, int((self.machine.memory - self.layout.weights) // each))
 
-    def exchanges(self, step: StepShape) -> list[Exchange]:
+    def exchanges(self, step: StepShape) -> list[WireExchange]:
         return summed(exchanges(self.layout.dims, self.mesh, step.tokens, step.logits))
 
     def as_json(self, steps: Sequence[tuple[str, StepShape]], context: int) -> dict[str, Any]:

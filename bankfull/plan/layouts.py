@@ -14,7 +14,7 @@ import numpy as np
 from bankfull.limits.layout.dims import ModelDims
 from bankfull.limits.layout.memory import kv_share, most_weights, state_share
 from bankfull.limits.layout.wire import exchanges, span
-from bankfull.limits.machine.links import Interconnect, Link
+from bankfull.limits.machine.links import DeviceLink, Interconnect
 from bankfull.mesh import MeshSpec
 
 REACHED = 0.8
@@ -38,8 +38,8 @@ def _exchange_times(mesh: MeshSpec, dims: ModelDims, links: Interconnect) -> Exc
     def seconds(tokens: float, rows: float) -> float:
         return sum(one.seconds(mesh, links, REACHED) for one in exchanges(dims, mesh, tokens, rows))
 
-    def bytes_seconds(stage: int, tokens: float, rows: float) -> dict[Link, float]:
-        found: dict[Link, float] = {}
+    def bytes_seconds(stage: int, tokens: float, rows: float) -> dict[DeviceLink, float]:
+        found: dict[DeviceLink, float] = {}
         for one in exchanges(dims, mesh, tokens, rows, stage):
             link = links.link(span(mesh, one.axis))
             found[link] = found.get(link, 0.0) + one.sent / link.bytes_per_s

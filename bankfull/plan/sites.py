@@ -9,7 +9,7 @@ from bankfull.config import cpu_step_tokens
 from bankfull.errors import ConfigError
 from bankfull.limits.machine import catalogue
 from bankfull.limits.machine.ceilings import NARROW, Ceilings
-from bankfull.limits.machine.links import BETWEEN_MACHINES, Interconnect, Link
+from bankfull.limits.machine.links import BETWEEN_MACHINES, DeviceLink, Interconnect
 from bankfull.limits.machine.targets import is_here, machine_of
 
 RESERVED = 0.05
@@ -62,7 +62,7 @@ def sites_of(names: str, extra: str | None = None, price: float | None = None, l
     return found if link is None else [_linked(known, site, known.find_link(link)) for site in found]
 
 
-def _linked(known: catalogue.Catalogue, site: Site, link: Link) -> Site:
+def _linked(known: catalogue.Catalogue, site: Site, link: DeviceLink) -> Site:
     links = Interconnect(link, known.find_link(BETWEEN_MACHINES))
     return replace(site, links=links, caveats=(*site.caveats, *link.caveats))
 

@@ -14,9 +14,9 @@ from bankfull.errors import ConfigError
 from bankfull.limits.layout.dims import AttentionDims, ExpertDims, LayerBytes, LayerDims, ModelDims
 from bankfull.limits.layout.measured import dims_of
 from bankfull.limits.layout.memory import kv_share, most_weights, rank_weights, state_share
-from bankfull.limits.layout.wire import Exchange, exchanges, kv_bytes, sent_bytes, summed
+from bankfull.limits.layout.wire import WireExchange, exchanges, kv_bytes, sent_bytes, summed
 from bankfull.limits.machine import catalogue
-from bankfull.limits.machine.links import Interconnect, Link
+from bankfull.limits.machine.links import DeviceLink, Interconnect
 from bankfull.limits.model.memory import weight_bytes
 from bankfull.limits.model.recipe import recipe_of
 from bankfull.mesh import ALONE, MeshSpec
@@ -25,8 +25,8 @@ from tests.models.cases import CASES
 from tests.test_mesh import meshes
 
 TODAY = date(2026, 11, 18)
-FAST = Link("fast", "Fast", 1e11, 1e-6, 1e-7, "none", TODAY)
-SLOW = Link("slow", "Slow", 1e9, 1e-5, 1e-6, "none", TODAY)
+FAST = DeviceLink("fast", "Fast", 1e11, 1e-6, 1e-7, "none", TODAY)
+SLOW = DeviceLink("slow", "Slow", 1e9, 1e-5, 1e-6, "none", TODAY)
 DENSE = LayerDims(attention=AttentionDims(8, 4, 16, 16, 32), width=96, bytes=LayerBytes(300.0, 7.0, 60.0, 0.0, 64.0))
 ROUTED = replace(DENSE, width=0, experts=ExpertDims(60, 4, 240), bytes=replace(DENSE.bytes, experts=960.0))
 LATENT = LayerDims(attention=AttentionDims(8, 0, 24, 16, 24), width=96, bytes=LayerBytes(300.0, 9.0, token_state=48.0))
@@ -57,7 +57,7 @@ def test_one_rank_sends_nothing(tokens: int, rows: int) -> None:
 
 @given(meshes(), TOKENS)
 def test_time_falls_with_bandwidth_and_latency(mesh: MeshSpec, tokens: int) -> None:
-    def seconds(link: Link) -> float:
+    def seconds(link: DeviceLink) -> float:
         links = Interconnect(link, link)
         return sum(one.seconds(mesh, links) for one in exchanges(MODEL, mesh, tokens, 1))
 
@@ -85,11 +85,14 @@ def test_stages_hold_every_layer_once_and_differ_by_one_at_most(mesh: MeshSpec, 
 
 def test_a_ring_of_p_ranks_sends_the_known_shares() -> None:
     def sent(kind: str) -> float:
-        return Exchange("tp", "x", kind, 4, 1000.0, 3).sent
+        return WireExchange("tp", "x", kind, 4, 1000.0, 3).sent
 
     assert sent("all-reduce") == 3 * 2 * 750 and sent("all-gather") == sent("reduce-scatter") == 3 * 750
     assert sent("all-to-all") == 3 * 750 and sent("send") == 3000
-    assert Exchange("tp", "x", "all-reduce", 4, 8.0).hops == 6 and Exchange("tp", "x", "all-gather", 4, 8.0).hops == 3
+    assert (
+        WireExchange("tp", "x", "all-reduce", 4, 8.0).hops == 6
+        and WireExchange("tp", "x", "all-gather", 4, 8.0).hops == 3
+    )
 
 
 def test_tensor_ranks_add_two_branches_of_every_layer() -> None:
@@ -133,7 +136,7 @@ def test_key_heads_are_copied_and_latents_are_split_by_tokens_only() -> None:
 def test_groups_that_leave_a_machine_use_the_slower_link() -> None:
     links = Interconnect(FAST, SLOW, per_machine=4)
     assert links.link(4) is FAST and links.link(5) is SLOW
-    one = Exchange("tp", "x", "all-reduce", 4, 1e6)
+    one = WireExchange("tp", "x", "all-reduce", 4, 1e6)
     assert one.seconds(MeshSpec(tp=4), links) < replace(one, axis="cp").seconds(MeshSpec(tp=2, cp=4), links)
 
 

@@ -31,7 +31,7 @@ PARTIAL_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class WireExchange:
     """Equal collectives of a step."""
 
     axis: str
@@ -75,10 +75,12 @@ def span(mesh: MeshSpec, axis: str) -> int:
     return {"tp": mesh.tp, "pp": mesh.ranks}.get(axis, mesh.stage_ranks)
 
 
-def exchanges(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int | None = None) -> list[Exchange]:
+def exchanges(
+    dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int | None = None
+) -> list[WireExchange]:
     """The collectives of a step in which a rank of a stage takes part; of all stages in turn by default."""
     stages = range(mesh.pp) if stage is None else (stage,)
-    found: list[Exchange] = []
+    found: list[WireExchange] = []
     for one in stages:
         found += _of_stage(dims, mesh, tokens, rows, one)
     return [one for one in found if one.ranks > 1 and one.size > 0]
@@ -89,26 +91,28 @@ def sent_bytes(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stag
     return sum(one.sent for one in exchanges(dims, mesh, tokens, rows, stage))
 
 
-def _of_stage(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int) -> Iterator[Exchange]:
+def _of_stage(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int) -> Iterator[WireExchange]:
     own = tokens / mesh.cp
     hidden = own * dims.hidden * dims.item_bytes
     scattered = mesh.sp == "megatron"
     if stage == 0:
         kind = REDUCE_SCATTER if scattered else ALL_REDUCE
-        yield Exchange("tp", "embedding", kind, mesh.tp, hidden)
+        yield WireExchange("tp", "embedding", kind, mesh.tp, hidden)
     first, last = mesh.stages(len(dims.layers))[stage]
     for layer in dims.layers[first:last]:
         yield from _of_layer(dims, layer, mesh, tokens)
     if stage < mesh.pp - 1:
-        yield Exchange("pp", "hidden states to the next stage", SEND, mesh.pp, hidden / (mesh.tp if scattered else 1))
+        yield WireExchange(
+            "pp", "hidden states to the next stage", SEND, mesh.pp, hidden / (mesh.tp if scattered else 1)
+        )
         return
     own_rows = rows / mesh.cp
     if scattered:
-        yield Exchange("tp", "rows of the head", ALL_GATHER, mesh.tp, own_rows * dims.hidden * dims.item_bytes)
-    yield Exchange("tp", "logits", ALL_GATHER, mesh.tp, own_rows * dims.vocab * dims.item_bytes)
+        yield WireExchange("tp", "rows of the head", ALL_GATHER, mesh.tp, own_rows * dims.hidden * dims.item_bytes)
+    yield WireExchange("tp", "logits", ALL_GATHER, mesh.tp, own_rows * dims.vocab * dims.item_bytes)
 
 
-def _of_layer(dims: ModelDims, layer: LayerDims, mesh: MeshSpec, tokens: float) -> Iterator[Exchange]:
+def _of_layer(dims: ModelDims, layer: LayerDims, mesh: MeshSpec, tokens: float) -> Iterator[WireExchange]:
     own = tokens / mesh.cp
     hidden = own * dims.hidden * dims.item_bytes
     if layer.attention is not None:
@@ -116,21 +120,21 @@ def _of_layer(dims: ModelDims, layer: LayerDims, mesh: MeshSpec, tokens: float) 
     routed = layer.experts is not None and mesh.ep > 1
     added = layer.branches - routed
     if mesh.sp == "megatron":
-        yield Exchange("tp", "tokens of all ranks", ALL_GATHER, mesh.tp, hidden, added)
-        yield Exchange("tp", "sum of a branch", REDUCE_SCATTER, mesh.tp, hidden, added)
+        yield WireExchange("tp", "tokens of all ranks", ALL_GATHER, mesh.tp, hidden, added)
+        yield WireExchange("tp", "sum of a branch", REDUCE_SCATTER, mesh.tp, hidden, added)
     else:
-        yield Exchange("tp", "sum of a branch", ALL_REDUCE, mesh.tp, hidden, added)
+        yield WireExchange("tp", "sum of a branch", ALL_REDUCE, mesh.tp, hidden, added)
     if routed and layer.experts is not None:
         # Each rank of the stage routes its share of the tokens; a split expert has them on all of its ranks.
         copies = tokens / mesh.stage_ranks * layer.experts.per_token * mesh.expert_tp
         size = copies * dims.hidden * dims.item_bytes
-        yield Exchange("ep", "tokens to experts", ALL_TO_ALL, mesh.ep, size)
-        yield Exchange("ep", "results of experts", ALL_TO_ALL, mesh.ep, size)
+        yield WireExchange("ep", "tokens to experts", ALL_TO_ALL, mesh.ep, size)
+        yield WireExchange("ep", "results of experts", ALL_TO_ALL, mesh.ep, size)
         if mesh.sp != "megatron":
-            yield Exchange("tp", "results of all ranks", ALL_GATHER, mesh.tp, hidden)
+            yield WireExchange("tp", "results of all ranks", ALL_GATHER, mesh.tp, hidden)
 
 
-def _of_attention(dims: ModelDims, own: AttentionDims, mesh: MeshSpec, tokens: float) -> Iterator[Exchange]:
+def _of_attention(dims: ModelDims, own: AttentionDims, mesh: MeshSpec, tokens: float) -> Iterator[WireExchange]:
     if mesh.cp == 1:
         return
     heads, item = own.heads / mesh.tp, dims.item_bytes
@@ -139,13 +143,13 @@ def _of_attention(dims: ModelDims, own: AttentionDims, mesh: MeshSpec, tokens: f
         each = tokens / mesh.cp * item
         # Every context rank receives its K/V heads, at least one: copies count.
         keys = mesh.cp * max(1.0, own.kv_heads / mesh.head_ranks) * own.kv if own.kv_heads else mesh.cp * own.kv
-        yield Exchange("cp", "tokens for heads", ALL_TO_ALL, mesh.cp, each * (queries + keys))
-        yield Exchange("cp", "heads for tokens", ALL_TO_ALL, mesh.cp, each * heads * own.result)
+        yield WireExchange("cp", "tokens for heads", ALL_TO_ALL, mesh.cp, each * (queries + keys))
+        yield WireExchange("cp", "heads for tokens", ALL_TO_ALL, mesh.cp, each * heads * own.result)
         return
     keys = max(1.0, own.kv_heads / mesh.tp) * own.kv
-    yield Exchange("cp", "queries, keys and values", ALL_GATHER, mesh.cp, tokens * (queries + keys) * item)
+    yield WireExchange("cp", "queries, keys and values", ALL_GATHER, mesh.cp, tokens * (queries + keys) * item)
     partial = tokens * heads * (own.result + 1) * PARTIAL_BYTES
-    yield Exchange("cp", "results with log-sum-exp", ALL_TO_ALL, mesh.cp, partial)
+    yield WireExchange("cp", "results with log-sum-exp", ALL_TO_ALL, mesh.cp, partial)
 
 
 def kv_bytes(dims: ModelDims, tokens: int) -> float:
@@ -154,10 +158,10 @@ def kv_bytes(dims: ModelDims, tokens: int) -> float:
     return tokens * each + once
 
 
-def summed(found: Sequence[Exchange]) -> list[Exchange]:
+def summed(found: Sequence[WireExchange]) -> list[WireExchange]:
     """Equal collectives together."""
-    counts: dict[Exchange, float] = {}
+    counts: dict[WireExchange, float] = {}
     for one in found:
-        same = Exchange(one.axis, one.what, one.kind, one.ranks, one.size)
+        same = WireExchange(one.axis, one.what, one.kind, one.ranks, one.size)
         counts[same] = counts.get(same, 0.0) + one.count
-    return [Exchange(o.axis, o.what, o.kind, o.ranks, o.size, count) for o, count in counts.items() if count]
+    return [WireExchange(o.axis, o.what, o.kind, o.ranks, o.size, count) for o, count in counts.items() if count]

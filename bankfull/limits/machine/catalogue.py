@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
-from bankfull.limits.machine.links import BETWEEN_MACHINES, Interconnect, Link, check_link_fields, link_of
+from bankfull.limits.machine.links import BETWEEN_MACHINES, DeviceLink, Interconnect, check_link_fields, link_of
 from bankfull.paths import config_dir
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class CatalogueEntry:
 class Catalogue:
     devices: Mapping[str, CatalogueEntry]
     """Entries by name, in file order."""
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, DeviceLink] = field(default_factory=dict)
 
-    def find_link(self, name: str) -> Link:
+    def find_link(self, name: str) -> DeviceLink:
         wanted = "-".join(name.lower().replace("_", " ").split())
         if wanted not in self.links:
             raise ConfigError(f"The catalogue has no link {name[:60]!r}; it has {', '.join(self.links)}.")

@@ -20,7 +20,7 @@ BETWEEN_MACHINES = "infiniband-400"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeviceLink:
     """One entry; catalogue.toml documents the fields."""
 
     name: str
@@ -47,18 +47,18 @@ class Link:
 class Interconnect:
     """How the devices of a replica are connected: one link inside of a machine, another between machines."""
 
-    inside: Link
-    between: Link
+    inside: DeviceLink
+    between: DeviceLink
     per_machine: int = MOST_PER_MACHINE
 
-    def link(self, span: int) -> Link:
+    def link(self, span: int) -> DeviceLink:
         """The slowest link of a group of ranks that lie within `span` consecutive devices."""
         return self.inside if span <= self.per_machine else self.between
 
 
 def check_link_fields(what: str, raw: Mapping[str, Any]) -> None:
     """Check the given fields; missing ones are checked once all files are read."""
-    known = [field.name for field in fields(Link)]
+    known = [field.name for field in fields(DeviceLink)]
     for key, value in raw.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -74,8 +74,8 @@ def check_link_fields(what: str, raw: Mapping[str, Any]) -> None:
             raise ConfigError(f"{what}: date must be a day such as 2026-01-31, without quotes, not {value!r}.")
 
 
-def link_of(origin: str, raw: Mapping[str, Any]) -> Link:
+def link_of(origin: str, raw: Mapping[str, Any]) -> DeviceLink:
     missing = [field for field in REQUIRED if field not in raw]
     if missing:
         raise ConfigError(f"{origin}: link {raw['name']!r} lacks {', '.join(missing)}.")
-    return Link(**{**raw, **{key: float(raw[key]) for key in NUMBERS}})
+    return DeviceLink(**{**raw, **{key: float(raw[key]) for key in NUMBERS}})
