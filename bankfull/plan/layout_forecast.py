@@ -135,6 +135,8 @@ class LayoutForecast:
     def sentences(self, context: int) -> Iterator[str]:
         most = self.most_sequences(context)
         fit = "" if most is None else f"; {most} sequences fit"
+        if self.machine.memory is not None and self.layout.weights > self.machine.memory:
+            fit = f"; its memory of {scaled(self.machine.memory, 'B')} is too small"
         yield (
             f"Each rank holds up to {scaled(self.layout.weights, 'B')} of weights and, of a sequence of {context} "
             f"tokens, {scaled(self.state_per_sequence(context), 'B')} of state{fit}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,6 +227,20 @@ def test_a_layout_that_cannot_be_planned_is_refused(
     assert words in cli("plan", model, *TRAFFIC, "--devices", "l4", *options).sentence
 
 
+def test_a_simulated_day_runs_with_the_layout_and_counts_its_devices(cli: Cli, model: Path) -> None:
+    def day(*options: str) -> dict[str, Any]:
+        asked = ("--devices", "l4", "--lossless", "--simulate", "2", *options, "--json")
+        done = cli("plan", model, "--traffic", "rate=20/s, in=30, out=10", "--requests", 60, *asked)
+        assert done.code == 0, done.err
+        found: dict[str, Any] = done.json
+        return found
+
+    alone, joined = day(), day("--parallel", "pp=2")
+    assert "--parallel pp=2" in joined["command"] and joined["configuration"]["ways"] == 2
+    [one], [both] = alone["simulated"], joined["simulated"]
+    assert both["dollars_per_million"] > 1.5 * one["dollars_per_million"]
+
+
 def test_a_roofline_shows_a_layout_beside_one_device(cli: Cli, model: Path) -> None:
     asked = ("roofline", model, "--device", "l4", "--context", 64, "--prompt", 64, "--parallel", "pp=2")
     shown = cli(*asked)
@@ -236,5 +251,7 @@ def test_a_roofline_shows_a_layout_beside_one_device(cli: Cli, model: Path) -> N
     own = found["parallel"]
     assert own["ranks"] == 2 and len(own["weight_bytes_per_rank"]) == 2 and own["link"] == "pcie-4"
     assert all(step["likely"] >= step["least"] > 0 for step in own["steps"])
+    large = cli("roofline", "llama-3.1-70b", "--device", "l4", "--parallel", "tp=2")
+    assert "its memory of 24 GB is too small" in large.out
     assert "give --parallel" in cli("roofline", model, "--device", "l4", "--link", "pcie-5").sentence
     assert "knows no link" in cli("roofline", model, "--device", "m4", "--parallel", "pp=2").sentence
