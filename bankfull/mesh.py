@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import ClassVar
 
 from bankfull.errors import ConfigError
@@ -94,6 +95,13 @@ class MeshSpec:
     def head_ranks(self) -> int:
         """Ranks over which attention splits its heads."""
         return self.tp * self.cp if self.sp == "ulysses" else self.tp
+
+    def stages(self, layers: int) -> list[tuple[int, int]]:
+        """The first layer of each stage, and the first of the next one; earlier stages have one more where the number
+        does not divide, because the last one also computes the head."""
+        each, more = divmod(layers, self.pp)
+        starts = [stage * each + min(stage, more) for stage in range(self.pp + 1)]
+        return list(pairwise(starts))
 
     def __str__(self) -> str:
         """As `parse` reads it; axes of 1 are left out."""

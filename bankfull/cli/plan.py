@@ -51,6 +51,29 @@ def plan(
         ),
     ] = None,
     most: Annotated[int, typer.Option(help="Most replicas, on devices of the catalogue.")] = 8,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="Layout of each replica over several devices: tp=2,pp=2 (also cp, ep, sp=on), or auto to try several.",
+            show_default="one device, and more only where one is too small",
+        ),
+    ] = None,
+    per_replica: Annotated[int, typer.Option(help="Most devices of one replica that are tried.")] = 8,
+    separate: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefill and decode on engines of their own: prefill=1,decode=2, or auto to try several ratios beside "
+            "common engines.",
+            show_default="together",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Link between the devices of a replica, from the catalogue: nvlink-4, pcie-5, infiniband-400, ...",
+            show_default="the device's own",
+        ),
+    ] = None,
     price: Annotated[
         float | None, typer.Option(help="Price of this machine in dollars per hour.", show_default="unknown")
     ] = None,
@@ -141,7 +164,7 @@ def plan(
         raise ConfigError(f"--price {price} must be dollars per hour, above 0.")
     drafter = parse_drafter(speculative, acceptance)
     objectives = Objectives(Slo() if slo is None else parse_slo(slo), _share(attainment))
-    sites = sites_of(devices, catalogue, price)
+    sites = sites_of(devices, catalogue, price, link)
     if goal is None:
         goal = usual_goal(objectives.stated, all(site.dollars_per_hour is not None for site in sites))
     planned = requests if simulate is None else DEFAULT_REQUESTS
@@ -158,6 +181,9 @@ def plan(
         refresh,
         max_kl,
         configure(scheduling.served())[1],
+        parallel,
+        per_replica,
+        separate,
     )
     if simulate is not None:
         from bankfull.cli.fleet import simulate_day

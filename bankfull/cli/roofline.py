@@ -11,7 +11,9 @@ from bankfull.cli.options import Activations, Dtype, ForecastAcceptance, Forecas
 
 if TYPE_CHECKING:
     from bankfull.limits.charts import Chart
+    from bankfull.limits.meter.step import StepShape
     from bankfull.limits.model.bounds import ModelRoofline
+    from bankfull.plan.layout_forecast import LayoutForecast
 
 PICTURES = ("svg", "png")
 DEFAULT_MODEL = "smollm2"
@@ -51,6 +53,20 @@ def roofline(
     activations: Activations = "auto",
     speculative: ForecastSpeculative = "off",
     acceptance: ForecastAcceptance = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="Also predict a layout over several of the device: tp=2,pp=2 (also cp, ep, sp=on).",
+            show_default=False,
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Link between the devices of --parallel, from the catalogue: nvlink-4, pcie-5, ...",
+            show_default="the device's own",
+        ),
+    ] = None,
     architectures: Annotated[
         bool,
         typer.Option(
@@ -74,13 +90,15 @@ def roofline(
     from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery, numbers
     from bankfull.limits.model.drafters import parse_drafter
     from bankfull.limits.model.recipe import open_model_or_config, recipe_of
+    from bankfull.mesh import MeshSpec
+    from bankfull.plan.layout_forecast import LayoutForecast, links_of
 
     if picture not in PICTURES:
         raise ConfigError(f"--picture {picture[:40]!r} is not a known format; use svg or png.")
     if architectures:
-        if (model, dtype, quantize, kv_dtype, activations, speculative, prompt) != (
+        if (model, dtype, quantize, kv_dtype, activations, speculative, prompt, parallel) != (
             DEFAULT_MODEL,
-            *("auto", None, "auto", "auto", "off", None),
+            *("auto", None, "auto", "auto", "off", None, None),
         ):
             raise ConfigError(
                 "--architectures compares bfloat16 models of its own; leave the model and its options out."
@@ -88,6 +106,9 @@ def roofline(
         _compare(device, catalogue, batch, context, draw, charts, picture, json)
         return
     drafter = parse_drafter(speculative, acceptance)
+    mesh = None if parallel is None else MeshSpec.parse(parallel)
+    if mesh is None and link is not None:
+        raise ConfigError("--link is the link of a layout; give --parallel, too.")
     subject = open_model_or_config(model)
     machine = machine_of(device, catalogue)
     recipe = recipe_of(
@@ -98,10 +119,15 @@ def roofline(
     contexts = (usual,) if context is None else numbers(context, "context")
     query = RooflineQuery(numbers(batch, "batch"), contexts, usual if prompt is None else prompt)
     found = ModelRoofline(recipe, machine, query, drafter)
+    forecast = None if mesh is None else LayoutForecast(recipe, machine, mesh, links_of(device, link, catalogue))
+    steps = [(one.title, one.step) for one in found.phases]
     if json:
-        print(json_text.dumps(found.as_json()))
+        more = {} if forecast is None else {"parallel": forecast.as_json(steps, query.context)}
+        print(json_text.dumps(found.as_json() | more))
     else:
         _show(found)
+        if forecast is not None:
+            _show_layout(forecast, steps, query.context)
     if charts is not None or (draw and not json):
         from bankfull.limits.model.charts import charts_of
 
@@ -165,6 +191,15 @@ def _show(found: ModelRoofline) -> None:
         print(gain_notes(forecast))
     for caveat in found.arithmetic.caveats:
         say(f"bankfull: {caveat}")
+
+
+def _show_layout(forecast: LayoutForecast, steps: list[tuple[str, StepShape]], context: int) -> None:
+    from bankfull.cli.terminal import print_table
+
+    for table in forecast.tables(steps, context):
+        print_table(table)
+    for line in forecast.sentences(context):
+        print(line)
 
 
 def _keep(made: dict[str, Chart], folder: str, picture: str) -> None:

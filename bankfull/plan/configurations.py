@@ -6,25 +6,32 @@ A configuration that this version cannot run carries the reason, is shown with i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, StateConfig
 from bankfull.decode.diffusion import canvas_shape
 from bankfull.errors import ConfigError
 from bankfull.fleet.routing import DEFAULT_POLICY
+from bankfull.limits.layout.dims import ModelDims
+from bankfull.limits.layout.measured import dims_of
+from bankfull.limits.layout.wire import kv_bytes
 from bankfull.limits.meter.closed_form import ClosedForm, forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.memory import memory_of
 from bankfull.limits.model.recipe import Recipe, recipe_of
+from bankfull.mesh import MeshSpec
 from bankfull.models.registry import Config
 from bankfull.ops.reference.rounded_pages import ROUNDED, pages_name
+from bankfull.plan.layouts import ParallelLayout
 from bankfull.plan.losses import NO_LOSS, StoredLoss
-from bankfull.plan.simulate import ReplicaSpec
+from bankfull.plan.separate import SeparatedSpec, Separation, simulate_separated
+from bankfull.plan.simulate import ReplicaSpec, Run, simulate
 from bankfull.plan.sites import Site
-from bankfull.plan.step_times import ALONE, ParallelLayout, StepTimes
+from bankfull.plan.step_times import StepTimes
+from bankfull.plan.traffic import TraceRequest
 from bankfull.runtime.denoised import LONGEST_STEP, suited_state
 from bankfull.runtime.memory import Sizes, plan_memory
 from bankfull.sched.canvas import Canvas
@@ -34,11 +41,6 @@ from bankfull.types import CanvasShape
 from bankfull.weights.requantized import Requantized, block_types, parse_quantization
 from bankfull.weights.source import ModelFiles
 
-LATER = {
-    "tensor parallel": "one model over several devices",
-    "prefill and decode apart": "prefill and decode on different devices",
-}
-"""Features that this version does not have."""
 QUANTIZE = {
     "cpu": ("int8", "q6_k,keep", "int4", "q4_k,keep"),
     "cuda": ("int8", "fp8", "int4", "int4:32"),
@@ -93,12 +95,20 @@ class PreparedModel:
     layout: Layout = field(init=False)
     canvas: CanvasShape | None = field(init=False)
     """The blocks of a diffusion model, with the engine's default options."""
+    _dims: ModelDims | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         model = self.metered.model
         self.state = suited_state(model, StateConfig())
         self.layout = layout_of(model.states(), self.state.page_tokens)
         self.canvas = None if model.diffusion is None else canvas_shape(model.diffusion, DiffusionChoice.parse(""))
+
+    @property
+    def dims(self) -> ModelDims:
+        """What layouts divide."""
+        if self._dims is None:
+            self._dims = dims_of(self.recipe)
+        return self._dims
 
     @property
     def name(self) -> str:
@@ -148,9 +158,12 @@ class Configuration:
     step_tokens: int
     replicas: int = 1
     route: str = DEFAULT_POLICY
-    layout: ParallelLayout = ALONE
+    layout: ParallelLayout | None = None
+    """Over several devices; None = each replica is one device."""
     not_yet: str | None = None
     """Why this version cannot run it."""
+    separation: Separation | None = None
+    """Prefill and decode on engines of their own, which are the replicas."""
     scheduling: SchedConfig = SERVED
     """Policy, gate and budgets; rows and step_tokens are the configuration's own."""
 
@@ -169,7 +182,22 @@ class Configuration:
 
     @property
     def devices(self) -> int:
-        return self.replicas * self.layout.ways
+        return self.replicas * self.ways
+
+    @property
+    def ways(self) -> int:
+        """Devices of one replica."""
+        return 1 if self.layout is None else self.layout.ways
+
+    @property
+    def rank_weights(self) -> float:
+        """Bytes of weights on the device that has most."""
+        return self.prepared.weights if self.layout is None else self.layout.weights
+
+    @property
+    def state_share(self) -> float:
+        """Fraction of a sequence's state on that device."""
+        return 1.0 if self.layout is None else self.layout.state_share
 
     @property
     def dollars_per_hour(self) -> float | None:
@@ -185,19 +213,23 @@ class Configuration:
         device = self.site.name if here else self.site.kind
         words = ["bankfull", "serve", model, "--device", device, *self.prepared.stored.options]
         words += ["--rows", str(self.rows), "--step-tokens", str(self.step_tokens), *scheduling_words(self.scheduling)]
-        if self.replicas > 1:
+        words += [] if self.layout is None else ["--parallel", str(self.layout.mesh)]
+        if self.separation is not None:
+            words += ["--separate", str(self.separation)]
+        elif self.replicas > 1:
             words += ["--replicas", str(self.replicas), "--routing", self.route]
         return [shlex.join(words)]
 
     def sizes(self, longest: int) -> Sizes:
         """The engine's allocation; ConfigError if it cannot hold the longest request."""
-        prepared, site, ways = self.prepared, self.site, self.layout.ways
+        prepared, site = self.prepared, self.site
         if prepared.sees_all and longest > self.step_tokens:
             raise ConfigError(
                 f"the model computes the whole sequence in each step, and {longest} tokens are more than a step of "
                 f"{self.step_tokens}"
             )
-        aside = (prepared.weights + prepared.step_bytes * self.step_tokens) / ways
+        tokens = self.step_tokens if self.layout is None else self.step_tokens / self.layout.mesh.stage_ranks
+        aside = self.rank_weights + prepared.step_bytes * tokens
         free = int(site.memory - aside)
         if free <= 0:
             raise ConfigError(f"the weights need {aside / 1e9:.1f} GB, but the device has {site.memory / 1e9:.1f} GB")
@@ -205,7 +237,7 @@ class Configuration:
             prepared.layout,
             SchedConfig(rows=self.rows, step_tokens=self.step_tokens),
             prepared.state,
-            free=free * ways,
+            free=int(free / self.state_share),
             depth=site.depth,
             made_for=prepared.metered.model.max_positions,
             max_len=None,
@@ -218,7 +250,7 @@ class Configuration:
     @property
     def times(self) -> StepTimes:
         alone = self.prepared.times
-        if self.layout.ways == 1:
+        if self.layout is None:
             return alone
         return StepTimes(
             self.prepared.forms, alone.ceilings, alone.rates, alone.efficiency, alone.overlaps, self.layout
@@ -233,14 +265,29 @@ class Configuration:
             prepared.layout, sizes, sched, prepared.state, self.site.depth, self.times, canvas=prepared.canvas
         )
 
+    def transfer_seconds(self, tokens: int) -> float:
+        """Time to send the state of a prompt from a prefill engine to a decode engine, each rank its share."""
+        assert self.site.links is not None, "a separation needs a link"
+        link = self.site.links.link(self.devices)
+        return link.seconds(1, kv_bytes(self.prepared.dims, tokens) * self.state_share)
+
+    def run(self, trace: Sequence[TraceRequest], longest: int) -> Run:
+        """Simulate a trace."""
+        spec = self.replica(longest)
+        if self.separation is None:
+            return simulate(spec, trace, self.replicas, self.route)
+        return simulate_separated(SeparatedSpec(spec, spec, self.separation, self.transfer_seconds), trace, self.route)
+
     def as_json(self, model: str) -> dict[str, Any]:
         stored = self.prepared.stored
         return {
             "device": self.site.name,
             "here": self.site.here,
             "replicas": self.replicas,
-            "ways": self.layout.ways,
+            "ways": self.ways,
+            "parallel": None if self.layout is None else str(self.layout.mesh),
             "devices": self.devices,
+            "separate": None if self.separation is None else asdict(self.separation),
             "route": self.route if self.replicas > 1 else None,
             "quantize": stored.quantize,
             "dtype": stored.dtype,
@@ -314,14 +361,41 @@ def grid(prepared: PreparedModel, scheduling: SchedConfig = SERVED) -> Iterator[
         yield Configuration(prepared, rows, tokens, not_yet=blocked, scheduling=scheduling)
 
 
-def tensor_parallel(base: Configuration, ways: int) -> Configuration | None:
-    """The same with tensor parallelism over several devices; None if their link bandwidth is unknown."""
-    link = base.site.link_bytes_per_s
-    if link is None:
-        return None
-    model = base.prepared.metered.model
-    token_bytes = model.hidden * base.prepared.recipe.dtype.itemsize
-    layout = ParallelLayout(
-        ways, link / 2, 2 * len(model.blocks), token_bytes
-    )  # the link's figure counts both directions
-    return replace(base, layout=layout, not_yet="not yet: tensor parallel")
+def joined(base: Configuration, mesh: MeshSpec) -> Configuration:
+    """The same with each replica on several devices; ConfigError if the mesh does not fit the model."""
+    links = base.site.links
+    if links is None:
+        raise ConfigError(
+            f"no link between several {base.site.name} is known; give --link, or devices of the catalogue that have one"
+        )
+    base.prepared.dims.check(mesh)
+    return replace(base, layout=None if mesh.ranks == 1 else ParallelLayout(mesh, base.prepared.dims, links))
+
+
+def separated(base: Configuration, engines: Separation) -> Configuration:
+    """The same with prefill and decode on engines of their own."""
+    if base.site.links is None:
+        raise ConfigError(
+            f"no link between several {base.site.name} is known; give --link, or devices of the catalogue that have one"
+        )
+    if base.prepared.canvas is not None:
+        raise ConfigError("a diffusion model has no prefill to separate")
+    return replace(base, replicas=engines.engines, separation=engines)
+
+
+def meshes(dims: ModelDims, ranks: int) -> list[MeshSpec]:
+    """Layouts over this many devices that fit the model: tensor, pipeline, context and expert, and two at a time."""
+    half = ranks // 2
+    wanted = [MeshSpec(tp=ranks), MeshSpec(pp=ranks)]
+    wanted += [MeshSpec(tp=half, pp=2), MeshSpec(tp=half, cp=2)] if half > 1 else [MeshSpec(cp=ranks)]
+    if any(layer.experts is not None for layer in dims.layers):
+        wanted.append(MeshSpec(tp=ranks, ep=ranks))
+    return [mesh for mesh in wanted if _fits(dims, mesh)]
+
+
+def _fits(dims: ModelDims, mesh: MeshSpec) -> bool:
+    try:
+        dims.check(mesh)
+    except ConfigError:
+        return False
+    return True

@@ -43,7 +43,10 @@ class FleetPlan:
     @property
     def title(self) -> str:
         own = self.configuration
-        return f"{self.model}: {self.replicas} x {own.site.name}, {own.prepared.name}, {own.rows} rows; {self.traffic}"
+        ways = "" if own.layout is None else f"{own.ways} "
+        layout = "" if own.layout is None else f" as {own.layout.mesh}"
+        devices = f"{self.replicas} x {ways}{own.site.name}{layout}"
+        return f"{self.model}: {devices}, {own.prepared.name}, {own.rows} rows; {self.traffic}"
 
     @property
     def command(self) -> str:
@@ -114,6 +117,8 @@ def configuration_for(
     subject: ModelFiles | Config, sites: Sequence[Site], request: PlanRequest, replicas: ReplicaRange, advance: Advance
 ) -> Configuration:
     """What `plan` recommends for one replica with its share of the traffic."""
+    if request.separate is not None:
+        raise ConfigError("--simulate runs replicas that prefill and decode; leave out --separate, or plan without it.")
     share = request.traffic.at(request.traffic.rate / replicas.most)
     one = replace(request, traffic=share, most=1, requests=min(request.requests, SHARE_REQUESTS))
     found = Planner(subject, sites, one, advance).plan().recommended
@@ -159,7 +164,7 @@ def simulate_fleet(
                 str(options.replicas),
                 simulation.run(),
                 request.objectives.slo,
-                configuration.site.dollars_per_hour,
+                replace(configuration, replicas=1).dollars_per_hour,
             )
         )
     shown = f"{request.traffic}" if trace is None else f"{Path(trace).name}"

@@ -136,8 +136,8 @@ def outcome_of(
     pace = [served.tpot for served in done if served.tokens > 1] or [0.0]
     times, prepared = configuration.times, configuration.prepared
     prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
-    state = run.most_pages * prepared.layout.frame_bytes
-    aside = prepared.step_bytes * configuration.step_tokens
+    state = run.most_pages * prepared.layout.frame_bytes * configuration.state_share
+    aside = prepared.step_bytes * configuration.step_tokens / configuration.ways
     return SimulatedOutcome(
         configuration,
         attainment,
@@ -160,7 +160,7 @@ def outcome_of(
         ),
         100 * run.spent.least / run.spent.seconds if run.spent.seconds else 0.0,
         None if price is None or not output_per_s else price / (output_per_s * 3600) * 1e6,
-        configuration.replicas * (prepared.weights + state + aside),
+        configuration.devices * (configuration.rank_weights + state + aside),
         run.busy,
         run.mean_batch,
         sum(served.refused for served in run.requests),

@@ -19,25 +19,27 @@ from bankfull.errors import ConfigError
 from bankfull.limits.machine.ceilings import better
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.recipe import Recipe, recipe_of
+from bankfull.mesh import ALONE, MeshSpec
 from bankfull.models.registry import Config
 from bankfull.plan.calibrate import Calibration, calibration, step_times
 from bankfull.plan.configurations import (
-    LATER,
     SERVED,
     Configuration,
     PreparedModel,
     Stored,
     grid,
+    joined,
+    meshes,
     prepare,
     recipe_for,
-    tensor_parallel,
+    separated,
     ways_to_store,
 )
 from bankfull.plan.efficiency import assumed
 from bankfull.plan.losses import TABLE_MODEL, Losses, StoredLoss
 from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, bottlenecks_of, outcome_of
 from bankfull.plan.pareto import ORDER, front, recommend
-from bankfull.plan.simulate import simulate
+from bankfull.plan.separate import RATIOS, Separation
 from bankfull.plan.sites import Site, caveats
 from bankfull.plan.traffic import TrafficSpec
 from bankfull.weights.source import ModelFiles
@@ -50,7 +52,7 @@ MOST_TOKENS = (50_000, 200_000)
 """Output tokens of a trace, in first and final simulations; bounds the time of a simulation."""
 TRIED, FINAL = 4, 10
 """Outcomes tried with other settings, and outcomes simulated again at the end."""
-WAYS = (2, 4, 8)
+AUTO = "auto"
 HIGHEST, PRECISION = 64, 0.1
 """Upper end of the rate search as a multiple of the given rate, and its relative precision."""
 WORTH = 0.5
@@ -78,8 +80,20 @@ class PlanRequest:
     max_kl: float | None = None
     """Largest loss: KL divergence from the unrounded model, in nats per token."""
     scheduling: SchedConfig = SERVED
+    parallel: str | None = None
+    """Layouts of a replica: one mesh, AUTO for several, or None: one device, and more only where one is too small."""
+    per_replica: int = 8
+    """Most devices of one replica."""
+    separate: str | None = None
+    """Prefill and decode on engines of their own: `prefill=1,decode=2`, AUTO for several ratios, or None."""
 
     def __post_init__(self) -> None:
+        if self.parallel not in (None, AUTO):
+            MeshSpec.parse(self.parallel)
+        if self.separate not in (None, AUTO):
+            Separation.parse(self.separate)
+        if not 1 <= self.per_replica <= MeshSpec.MOST:
+            raise ConfigError(f"--per-replica {self.per_replica} devices is out of range; give 1 to {MeshSpec.MOST}.")
         if self.max_kl is not None and not 0 <= self.max_kl < math.inf:
             raise ConfigError(f"--max-kl {self.max_kl} is no bound on a divergence; give 0 or more, for example 0.02.")
         if self.goal not in ORDER:
@@ -123,7 +137,6 @@ class DeploymentPlan:
             "best_lossless": None if self.lossless is None else self.lossless.as_json(model),
             "pareto": [outcome.as_json(model) for outcome in self.pareto],
             "not_yet": [outcome.as_json(model) for outcome in self.later],
-            "later": LATER,
             "highest_rate": self.highest_rate,
             "skipped": self.skipped,
             "notes": self.notes,
@@ -249,31 +262,75 @@ class Planner:
     # -- simulations
 
     def _first_look(self, prepared: PreparedModel) -> Iterator[SimulatedOutcome]:
-        """The engine's default settings, with each likely number of replicas."""
-        base = next(grid(prepared, self.request.scheduling))
-        problem = self._problem(base)
-        if problem is not None:
-            # A model that fills the memory may still fit with a smaller step.
-            base = min(grid(prepared, self.request.scheduling), key=lambda c: (c.step_tokens, c.rows))
-            problem = self._problem(base)
-        if problem is not None:
-            self._skipped.append(f"{prepared.site.name}, {prepared.name}: {problem}")
-        else:
-            for replicas in self._replicas(base):
-                outcome = self._run(replace(base, replicas=replicas))
-                yield outcome
-                if outcome.attainment == 1.0 and self.request.goal != "latency":
-                    break  # further replicas would only cost more
-        if prepared.stored == Stored() and base.not_yet is None:
-            yield from self._parallel(base)
-
-    def _parallel(self, base: Configuration) -> Iterator[SimulatedOutcome]:
-        """Tensor parallelism over the fewest devices that hold the model; predicted only."""
-        for ways in WAYS:
-            joined = tensor_parallel(base, ways) if not base.site.here else None
-            if joined is not None and self._problem(joined) is None:
-                yield self._run(joined)
+        """The engine's default settings, with each layout and each likely number of replicas."""
+        for number, wanted in enumerate(self._meshes(prepared)):
+            bases = [self._base(prepared, mesh) for mesh in wanted]
+            if number == 0 and isinstance(problem := bases[0], str):
+                self._skipped.append(f"{prepared.site.name}, {prepared.name}: {problem}")
+            found = [base for base in bases if isinstance(base, Configuration)]
+            for base in self._promising(found):
+                yield from self._replicated(base)
+                yield from self._separated(base)
+            if found and self.request.parallel is None:
                 return
+
+    def _promising(self, bases: Sequence[Configuration]) -> list[Configuration]:
+        """Of layouts over equally many devices: that with the highest capacity, and that with the lowest latency."""
+        if len(bases) < 3:
+            return list(bases)
+        best = max(bases, key=self._capacity), min(bases, key=self._answer_seconds)
+        return [base for base in bases if any(base is one for one in best)]
+
+    def _meshes(self, prepared: PreparedModel) -> Iterator[list[MeshSpec]]:
+        """Layouts by number of devices, the fewest first."""
+        asked = self.request
+        if asked.parallel not in (None, AUTO):
+            yield [MeshSpec.parse(asked.parallel)]
+            return
+        yield [ALONE]
+        ranks = 2
+        while ranks <= asked.per_replica and prepared.site.links is not None:
+            yield meshes(prepared.dims, ranks)
+            ranks *= 2
+
+    def _base(self, prepared: PreparedModel, mesh: MeshSpec) -> Configuration | str:
+        """The default settings on a layout, or why they do not fit. A model that fills the memory may still fit with a
+        smaller step."""
+        choices = list(grid(prepared, self.request.scheduling))
+        try:
+            if mesh.ranks > 1:
+                choices = [joined(base, mesh) for base in choices]
+        except ConfigError as error:
+            return str(error).rstrip(".")
+        smallest = min(choices, key=lambda c: (c.step_tokens, c.rows))
+        if self._problem(choices[0]) is None:
+            return choices[0]
+        return self._problem(smallest) or smallest
+
+    def _replicated(self, base: Configuration) -> Iterator[SimulatedOutcome]:
+        if self.request.separate not in (None, AUTO):
+            return
+        for replicas in self._replicas(base):
+            outcome = self._run(replace(base, replicas=replicas))
+            yield outcome
+            if outcome.attainment == 1.0 and self.request.goal != "latency":
+                return  # further replicas would only cost more
+
+    def _separated(self, base: Configuration) -> Iterator[SimulatedOutcome]:
+        asked = self.request.separate
+        if asked is None:
+            return
+        for engines in self._ratios(base) if asked == AUTO else [Separation.parse(asked)]:
+            try:
+                yield self._run(separated(base, engines))
+            except ConfigError as error:
+                self._skip(base.site, base.prepared.stored, error)
+
+    def _ratios(self, base: Configuration) -> list[Separation]:
+        """The two numbers of engines that come nearest to the times of prefill and decode."""
+        fill, decode = self._per_request(base)
+        fitting = [Separation(*ratio) for ratio in RATIOS if sum(ratio) <= self.request.most]
+        return sorted(fitting, key=lambda one: abs(math.log(one.prefill / one.decode * decode / fill)))[:2]
 
     def _problem(self, configuration: Configuration) -> str | None:
         try:
@@ -291,21 +348,25 @@ class Planner:
 
     def _capacity(self, base: Configuration) -> float:
         """Requests per second of one saturated replica, from the likely times of its steps."""
-        traffic, times = self.request.traffic, base.prepared.times
+        return 1 / sum(self._per_request(base))
+
+    def _per_request(self, base: Configuration) -> tuple[float, float]:
+        """Seconds of prefill and of decode that a request takes of a saturated replica."""
+        traffic, times = self.request.traffic, base.times
         prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
         fresh = max(prompt - traffic.shared, 1)
         fill = times.likely(StepShape.prefill(fresh, past=prompt - fresh))
         most = self._most_at_once(base)
         pace = self.request.objectives.slo.tpot
-        best = 0.0
+        best = math.inf
         for batch in {1, *(1 << power for power in range(most.bit_length())), most}:
             shape = StepShape.decode(batch, prompt + (output + 1) // 2)
             if base.prepared.canvas is not None:
                 shape = base.prepared.denoising(batch, prompt, output)
             step = times.likely(shape)
             if batch == 1 or pace is None or step <= pace:
-                best = max(best, 1 / (fill + output * step / batch))
-        return best
+                best = min(best, output * step / batch)
+        return fill, best
 
     def _most_at_once(self, configuration: Configuration) -> int:
         """Sequences of average length that run concurrently in one replica."""
@@ -324,7 +385,7 @@ class Planner:
         for outcome in chosen:
             base = outcome.configuration
             for other in grid(base.prepared, self.request.scheduling):
-                wanted = replace(other, replicas=base.replicas)
+                wanted = replace(other, replicas=base.replicas, layout=base.layout, separation=base.separation)
                 known = outcome.same_with(other.rows, other.step_tokens)
                 if not known and self._problem(wanted) is None:
                     found.append(self._run(wanted))
@@ -375,8 +436,7 @@ class Planner:
             self.advance(self._done, _shown(configuration))
             vocab = configuration.prepared.metered.model.vocab
             trace = traffic.trace(count, vocab, asked.seed)
-            spec = configuration.replica(traffic.longest)
-            run = simulate(spec, trace, configuration.replicas, configuration.route)
+            run = configuration.run(trace, traffic.longest)
             self._seen[key] = outcome_of(configuration, run, traffic, asked.objectives)
             self._done += 1
         return self._seen[key]
@@ -395,7 +455,8 @@ def _key(configuration: Configuration) -> Key:
         configuration.step_tokens,
         configuration.replicas,
         configuration.route,
-        configuration.layout.ways,
+        None if configuration.layout is None else configuration.layout.mesh,
+        configuration.separation,
     )
 
 

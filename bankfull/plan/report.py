@@ -10,7 +10,6 @@ from rich.text import Text
 
 from bankfull.limits.charts import Axis, Chart, Mark, Point, Series
 from bankfull.limits.units import duration, scaled
-from bankfull.plan.configurations import LATER
 
 if TYPE_CHECKING:
     from bankfull.plan.outcome import SimulatedOutcome
@@ -65,7 +64,8 @@ def _cells(outcome: SimulatedOutcome) -> Iterator[Text]:
     own = outcome.configuration
     cost = outcome.dollars_per_million
     route = f", {own.route}" if own.replicas > 1 else ""
-    ways = f" in {own.replicas} of {own.layout.ways}" if own.layout.ways > 1 else ""
+    ways = "" if own.layout is None else f" as {own.layout.mesh}"
+    ways += "" if own.separation is None else f", {own.separation}"
     for text in (
         f"{own.devices} x {own.site.name}{ways}{route}",
         own.prepared.name + (" (lossy)" if own.lossy else ""),
@@ -128,7 +128,6 @@ def sentences(plan: DeploymentPlan) -> Iterator[str]:
     if plan.skipped:
         yield "Skipped:"
         yield from (f"  {line}" for line in plan.skipped)
-    yield "Not yet in this version, and never recommended: " + "; ".join(f"{n} ({w})" for n, w in LATER.items()) + "."
     if plan.notes:
         yield "Assumptions and caveats:"
         yield from (f"  {line}" for line in plan.notes)

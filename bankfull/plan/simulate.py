@@ -180,6 +180,18 @@ class ReplicaSpec:
     """Requests that may wait beyond the running ones, as in `serve`; None = the number of rows."""
     canvas: CanvasShape | None = None
     """The blocks of a diffusion model."""
+    received: bool = False
+    """Prompts come with their state from another engine: their last token alone is computed. They are planned as
+    others, and take memory and rows."""
+
+    def seconds(self, work: Sequence[Work], spent: TimeBreakdown) -> float:
+        """Time of a step, which is added to `spent`."""
+        computed = [_last_token(one) for one in work if one.count == 1 or one.sample] if self.received else work
+        return self.times.work(computed, spent) if computed else 0.0
+
+
+def _last_token(work: Work) -> Work:
+    return replace(work, start=work.start + work.count - 1, count=1)
 
 
 class Replica:
@@ -195,7 +207,7 @@ class Replica:
         self.manager = StateManager(spec.layout, frames, spec.sizes.slots, spec.state)
         canvas = None if spec.canvas is None else Canvas(spec.canvas, spec.sizes.max_len)
         self.scheduler = Scheduler(sched, self.manager, clock=self.clock, canvas=canvas)
-        self.runner = FakeRunner(self.clock, lambda work: spec.times.work(work, self.spent))
+        self.runner = FakeRunner(self.clock, lambda work: spec.seconds(work, self.spent))
         self.engine = Engine(self.scheduler, self.runner, Plain(), spec.depth, clock=self.clock)
         self.engine.on_launch.append(self._note)
         self.on_step: Callable[[list[Output]], None] | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bankfull.config import cpu_step_tokens
 from bankfull.errors import ConfigError
 from bankfull.limits.machine import catalogue
 from bankfull.limits.machine.ceilings import NARROW, Ceilings
-from bankfull.limits.machine.targets import HERE, machine_of
+from bankfull.limits.machine.links import BETWEEN_MACHINES, DeviceLink, Interconnect
+from bankfull.limits.machine.targets import is_here, machine_of
 
 RESERVED = 0.05
 """Fraction of a catalogue device's memory assumed for drivers, libraries and fragmentation."""
@@ -26,7 +27,8 @@ class Site:
     """Bytes available for weights and state."""
     here: bool
     dollars_per_hour: float | None = None
-    link_bytes_per_s: float | None = None
+    links: Interconnect | None = None
+    """How several of them are connected; None = unknown."""
     supported: bool = True
     """Whether this version runs on it."""
     caveats: tuple[str, ...] = ()
@@ -46,8 +48,9 @@ class Site:
         return (256, 8192) if self.kind == "cuda" else (64, cpu_step_tokens(self.ceilings.threads))
 
 
-def sites_of(names: str, extra: str | None = None, price: float | None = None) -> list[Site]:
-    """`names`: comma-separated. `price`: dollars per hour of this machine."""
+def sites_of(names: str, extra: str | None = None, price: float | None = None, link: str | None = None) -> list[Site]:
+    """`names`: comma-separated. `price`: dollars per hour of this machine. `link`: between devices, instead
+    of the device's own."""
     wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
     if not wanted:
         raise ConfigError("--devices is empty; write for example --devices cpu,l4,h100.")
@@ -55,11 +58,13 @@ def sites_of(names: str, extra: str | None = None, price: float | None = None) -
     if repeated:
         raise ConfigError(f"--devices has {repeated[0]} twice; give each once.")
     known = catalogue.load(extra)
-    return [_here(name, price) if _is_here(name) else _there(known.find(name)) for name in wanted]
+    found = [_here(name, price) if is_here(name) else _there(known, known.find(name)) for name in wanted]
+    return found if link is None else [_linked(known, site, known.find_link(link)) for site in found]
 
 
-def _is_here(name: str) -> bool:
-    return name in HERE or name.startswith("cuda:")
+def _linked(known: catalogue.Catalogue, site: Site, link: DeviceLink) -> Site:
+    links = Interconnect(link, known.find_link(BETWEEN_MACHINES))
+    return replace(site, links=links, caveats=(*site.caveats, *link.caveats))
 
 
 def _here(name: str, price: float | None) -> Site:
@@ -75,7 +80,7 @@ def _here(name: str, price: float | None) -> Site:
     return Site(shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, caveats=caveats)
 
 
-def _there(device: catalogue.CatalogueEntry) -> Site:
+def _there(known: catalogue.Catalogue, device: catalogue.CatalogueEntry) -> Site:
     kind = "cpu" if device.kind == "cpu" else "cuda"
     return Site(
         device.name,
@@ -85,7 +90,7 @@ def _there(device: catalogue.CatalogueEntry) -> Site:
         int(device.memory_bytes * (1 - RESERVED)),
         False,
         device.dollars_per_hour,
-        device.link_bytes_per_s,
+        known.interconnect(device),
         device.supported,
         tuple(device.caveats),
     )

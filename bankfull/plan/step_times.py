@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops.cost import NUMBERS, Cost, Rates, seconds_per_number
 from bankfull.ops.reference.sight import seen_by_one
+from bankfull.plan.layouts import FIXED_FEATURES, ParallelLayout
 from bankfull.types import Work
 
 LINEAR, HEAD_LINEAR, ATTENTION, SCAN, REST = "linear layers", "head", "attention", "scan", "other operations"
@@ -28,10 +29,10 @@ BY_ROW = (ATTENTION, SCAN)
 """Kinds that process each sequence separately: decode and prefill sequences have different bottlenecks."""
 DECODE, PREFILL = "decode", "prefill"
 MEMORY, ARITHMETIC = "memory", "arithmetic"
-OVERHEAD, EXCHANGE = "overhead of steps and sequences", "all-reduce between devices"
+OVERHEAD, EXCHANGE = "overhead of steps and sequences", "collectives between devices"
 NOTHING = [[0.0] * len(KINDS)] * 4
-FIXED_FEATURES = 6
-"""Number of features before those of the windows; see closed_form."""
+DIVIDED = {LINEAR: "weights", HEAD_LINEAR: "weights", ATTENTION: "attention", SCAN: "recurrent", REST: "rest"}
+"""How a layout divides a kind."""
 
 RECURRENT = frozenset(
     (
@@ -85,26 +86,18 @@ class Efficiency:
         return np.array([1 / self.factors[term] for term in TERMS])
 
 
+HEAD_TERMS = [TERMS.index(f"{HEAD_LINEAR}: {bound}") for bound in (MEMORY, ARITHMETIC)]
+
+
 @dataclass(frozen=True, slots=True)
-class ParallelLayout:
-    """Placement of one copy of the model. More than one way is predicted only: this version cannot run it."""
+class RankTimes:
+    """Times of one step on the busiest ranks."""
 
-    ways: int = 1
-    link_bytes_per_s: float = 0.0
-    exchanges: int = 0
-    """All-reduces per step."""
-    token_bytes: int = 0
-    """Bytes of one token's activations in an all-reduce."""
-    latency: float = 1e-5
-
-    def seconds(self, tokens: int) -> float:
-        if self.ways == 1:
-            return 0.0
-        moved = 2 * (self.ways - 1) / self.ways * tokens * self.token_bytes
-        return self.exchanges * (self.latency + moved / self.link_bytes_per_s)
-
-
-ALONE = ParallelLayout()
+    terms: np.ndarray
+    """Likely seconds by term."""
+    exchange: float
+    """Likely seconds of collectives."""
+    least: float
 
 
 @dataclass(slots=True)
@@ -142,10 +135,10 @@ class StepTimes:
         rates: Rates,
         efficiency: Efficiency,
         overlaps: bool = False,
-        layout: ParallelLayout = ALONE,
+        layout: ParallelLayout | None = None,
     ) -> None:
         """`forms`: by operation, from `forms_by_operation`. `overlaps`: whether memory and arithmetic overlap, as on a
-        GPU; they do not on the threads of a CPU."""
+        GPU; they do not on the threads of a CPU. `layout`: over several devices; None = one."""
         any_form = next(iter(forms.values()))
         self.windows: Windows = any_form.windows
         self.shares: Shares = any_form.shares
@@ -169,7 +162,12 @@ class StepTimes:
             passing[~lasting, column] += moved[~lasting]
         if Cost(*whole).peak(rates) == math.inf:
             least[:] = 0.0  # no bound is known
-        self._coefficients = np.concatenate((arithmetic, kept, passing, least), axis=1) / layout.ways
+        if layout is not None:
+            for column, kind in enumerate(KINDS):
+                lasting, every = layout.divisors(width, len(self.windows), DIVIDED[kind])
+                for table, divisor in ((arithmetic, every), (kept, lasting), (passing, every), (least, every)):
+                    table[:, column] /= divisor
+        self._coefficients = np.concatenate((arithmetic, kept, passing, least), axis=1)
         self._slowdowns = efficiency.slowdowns
         self._passing_rate = max(ceilings.cached_read_bytes_per_s, ceilings.read_bytes_per_s)
 
@@ -179,12 +177,17 @@ class StepTimes:
 
     def least(self, step: StepShape) -> float:
         """Shortest time on these ceilings."""
-        return self._ideal(*self._features(step))[1]
+        decoding, prefill = self._features(step)
+        return self._run(decoding, prefill, len(step.counts), step.tokens).least
 
     def likely(self, step: StepShape) -> float:
-        spent = TimeBreakdown()
-        self.charge(*self._features(step), len(step.counts), step.tokens, spent)
-        return spent.seconds
+        return self.spent(step).seconds
+
+    def spent(self, step: StepShape) -> TimeBreakdown:
+        """Where the likely time of a step goes."""
+        found = TimeBreakdown()
+        self.charge(*self._features(step), len(step.counts), step.tokens, found)
+        return found
 
     def terms(self, step: StepShape) -> np.ndarray:
         """Seconds at the ceilings, by term."""
@@ -201,19 +204,37 @@ class StepTimes:
     def charge(
         self, decoding: np.ndarray, prefill: np.ndarray, sequences: int, tokens: int, spent: TimeBreakdown
     ) -> float:
-        ideal, least = self._ideal(decoding, prefill)
-        terms = ideal * self._slowdowns
+        run = self._run(decoding, prefill, sequences, tokens)
         overhead = self.overhead(sequences)
-        exchange = self.layout.seconds(tokens)
-        seconds = float(terms.sum()) + overhead + exchange
-        spent.terms += terms
+        seconds = float(run.terms.sum()) + overhead + run.exchange
+        spent.terms += run.terms
         spent.overhead += overhead
-        spent.exchange += exchange
-        spent.least += least
+        spent.exchange += run.exchange
+        spent.least += run.least
         spent.steps += 1
         if prefill[2] > 0:
             spent.prefill += seconds
         return seconds
+
+    def _run(self, decoding: np.ndarray, prefill: np.ndarray, sequences: int, tokens: int) -> RankTimes:
+        """Times of a step on the layout, with the number of micro-batches that is fastest."""
+        layout = self.layout
+        if layout is None:
+            ideal, least = self._ideal(decoding, prefill)
+            return RankTimes(ideal * self._slowdowns, 0.0, least)
+        found: list[RankTimes] = []
+        rows = float(decoding[3] + prefill[3])
+        whole, _ = self._ideal(decoding, prefill)
+        for micro in layout.micro_batches(sequences):
+            parts = [layout.micro_batch(part, micro, tokens, self.shares) for part in (decoding, prefill)]
+            ideal, least = self._ideal(*parts)
+            turns = layout.turns(micro)
+            ideal, least = turns * ideal, turns * least
+            ideal[HEAD_TERMS] = whole[HEAD_TERMS]  # the head runs once, after the last micro-batch
+            exchange = turns * layout.seconds(tokens / micro, rows / micro)
+            found.append(RankTimes(ideal * self._slowdowns, exchange, max(least, layout.least_seconds(tokens, rows))))
+        best = min(found, key=lambda one: float(one.terms.sum()) + one.exchange)
+        return replace(best, least=min(one.least for one in found))
 
     def overhead(self, sequences: int) -> float:
         """Fixed costs of a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,6 @@ def test_a_plan_shows_the_choices_the_command_and_what_limits_it(cli: Cli, model
         "Recommended for goodput",
         f"bankfull serve {model} --device cpu",
         "What limits it",
-        "Not yet in this version",
         "assumed, not calibrated",
     ):
         assert shown in done.out, shown
@@ -203,3 +203,55 @@ def test_a_plan_predicts_speculation_with_the_likely_times(cli: Cli, model: Path
     assert "speculation" not in cli("plan", model, *HERE, "--json").json
     refused = cli("plan", model, *HERE, "--speculative", "suffix", "--simulate", "10")
     assert refused.code == 2 and "predicts one replica" in refused.err
+
+
+def test_a_plan_over_several_devices_names_its_layout(cli: Cli, model: Path) -> None:
+    done = cli("plan", model, *TRAFFIC, "--devices", "l4", "--lossless", "--parallel", "pp=2", "--json")
+    assert done.code == 0, done.err
+    own = done.json["recommended"]["configuration"]
+    assert own["parallel"] == "pp=2" and own["ways"] == 2 and "--parallel pp=2" in own["commands"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--parallel", "dp=2"), "no axis 'dp'"),
+        (("--separate", "two"), "prefill=1,decode=2"),
+        (("--link", "telegraph"), "no link 'telegraph'"),
+        (("--simulate", "2", "--separate", "auto"), "leave out --separate"),
+    ],
+)
+def test_a_layout_that_cannot_be_planned_is_refused(
+    cli: Cli, model: Path, options: tuple[str, ...], words: str
+) -> None:
+    assert words in cli("plan", model, *TRAFFIC, "--devices", "l4", *options).sentence
+
+
+def test_a_simulated_day_runs_with_the_layout_and_counts_its_devices(cli: Cli, model: Path) -> None:
+    def day(*options: str) -> dict[str, Any]:
+        asked = ("--devices", "l4", "--lossless", "--simulate", "2", *options, "--json")
+        done = cli("plan", model, "--traffic", "rate=20/s, in=30, out=10", "--requests", 60, *asked)
+        assert done.code == 0, done.err
+        found: dict[str, Any] = done.json
+        return found
+
+    alone, joined = day(), day("--parallel", "pp=2")
+    assert "--parallel pp=2" in joined["command"] and joined["configuration"]["ways"] == 2
+    [one], [both] = alone["simulated"], joined["simulated"]
+    assert both["dollars_per_million"] > 1.5 * one["dollars_per_million"]
+
+
+def test_a_roofline_shows_a_layout_beside_one_device(cli: Cli, model: Path) -> None:
+    asked = ("roofline", model, "--device", "l4", "--context", 64, "--prompt", 64, "--parallel", "pp=2")
+    shown = cli(*asked)
+    assert shown.code == 0 and "Each rank holds up to" in shown.out and "hidden states to the next stage" in shown.out
+    found = cli(
+        "roofline", model, "--device", "l4", "--context", 64, "--prompt", 64, "--parallel", "pp=2", "--json"
+    ).json
+    own = found["parallel"]
+    assert own["ranks"] == 2 and len(own["weight_bytes_per_rank"]) == 2 and own["link"] == "pcie-4"
+    assert all(step["likely"] >= step["least"] > 0 for step in own["steps"])
+    large = cli("roofline", "llama-3.1-70b", "--device", "l4", "--parallel", "tp=2")
+    assert "its memory of 24 GB is too small" in large.out
+    assert "give --parallel" in cli("roofline", model, "--device", "l4", "--link", "pcie-5").sentence
+    assert "knows no link" in cli("roofline", model, "--device", "m4", "--parallel", "pp=2").sentence

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.machine.links import DeviceLink, Interconnect
 
 MACHINE = Ceilings(
     1e9,
@@ -15,3 +18,5 @@ MACHINE = Ceilings(
     10**7,
     2 * 10**7,
 )
+LINK = DeviceLink("wire", "a wire", 1e9, 1e-6, 1e-6, "none", date(2026, 11, 18))
+LINKS = Interconnect(LINK, LINK)

@@ -22,10 +22,10 @@ from bankfull.plan.sites import Site, sites_of
 from bankfull.plan.traffic import parse_traffic
 from bankfull.weights.requantized import Requantized, parse_quantization
 from tests.limits.models import LLAMA, RECURRENT
-from tests.plan.machines import MACHINE
+from tests.plan.machines import LINKS, MACHINE
 
 CPU = Site("cpu", "a processor", "cpu", MACHINE, 10**9, True)
-CARD = Site("card", "a card", "cuda", MACHINE, 10**9, False, 2.0, 1e9)
+CARD = Site("card", "a card", "cuda", MACHINE, 10**9, False, 2.0, LINKS)
 TWICE = replace(CARD, name="twice", ceilings=replace(MACHINE, read_bytes_per_s=2e9), dollars_per_hour=3.0)
 ELSEWHERE = replace(CARD, name="elsewhere", supported=False, dollars_per_hour=0.01)
 MODEL = {**LLAMA, "max_position_embeddings": 256}
@@ -60,13 +60,8 @@ def test_a_plan_recommends_what_this_version_can_run_with_the_command_that_runs_
     assert {outcome.configuration.site.name for outcome in found.later} >= {"elsewhere"}
     assert all(outcome.configuration.not_yet for outcome in found.later)
     assert all(not outcome.configuration.commands("tiny") for outcome in found.later)
-
-
-def test_devices_that_only_a_later_version_could_join_are_marked() -> None:
-    found = plan_of_one_card()
-    joined = [outcome for outcome in found.later if outcome.configuration.layout.ways > 1]
-    assert joined and all("not yet" in (outcome.configuration.not_yet or "") for outcome in joined)
-    assert joined[0].configuration.devices == 2
+    table = later_table(found)
+    assert table is not None and table.row_count == len(found.later)
 
 
 def test_a_model_that_does_not_fit_is_left_out_with_the_reason() -> None:
@@ -221,11 +216,9 @@ def test_every_figure_stands_beside_its_limit_and_json_has_all_of_it() -> None:
     stored = json.loads(json.dumps(found.as_json()))
     assert stored["recommended"]["configuration"]["commands"] and stored["limits"]
     assert len(stored["pareto"]) == len(found.pareto)
-    assert set(stored["later"]) == {"tensor parallel", "prefill and decode apart"}
     assert any("assumed" in note for note in stored["notes"])
     assert pareto_table(found).row_count == len(found.pareto)
-    table = later_table(found)
-    assert table is not None and table.row_count == len(found.later)
+    assert found.later == [] and later_table(found) is None
 
 
 def test_caveats_of_a_device_are_in_the_notes() -> None:

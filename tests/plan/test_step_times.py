@@ -18,7 +18,6 @@ from bankfull.plan.step_times import (
     REST,
     TERMS,
     Efficiency,
-    ParallelLayout,
     StepTimes,
     TimeBreakdown,
     features_of,
@@ -89,18 +88,6 @@ def test_assumed_factors_are_shares_and_say_that_they_are_assumed(kind: str) -> 
     found = assumed(kind)
     assert set(found.factors) == set(TERMS) and all(0 < factor <= 1 for factor in found.factors.values())
     assert found.assumed and "assumed" in found.source
-
-
-def test_two_devices_share_the_work_and_pay_for_their_exchanges() -> None:
-    forms, efficiency = forms_by_operation(MeteredModel(LLAMA)), assumed("cuda")
-    alone = StepTimes(forms, MACHINE, Rates.flat(1e11), efficiency, True)
-    link = ParallelLayout(2, 1e9, exchanges=6, token_bytes=256, latency=1e-6)
-    both = StepTimes(forms, MACHINE, Rates.flat(1e11), efficiency, True, link)
-    shape = StepShape.decode(4, 100)
-    overhead = efficiency.step_seconds + 4 * efficiency.sequence_seconds
-    assert both.least(shape) == pytest.approx(alone.least(shape) / 2)
-    exchange = 6 * (1e-6 + 4 * 256 / 1e9)
-    assert both.likely(shape) == pytest.approx((alone.likely(shape) - overhead) / 2 + overhead + exchange)
 
 
 def test_where_the_time_went_adds_up() -> None:

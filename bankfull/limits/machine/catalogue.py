@@ -10,13 +10,14 @@ import difflib
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date as Date
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
+from bankfull.limits.machine.links import BETWEEN_MACHINES, DeviceLink, Interconnect, check_link_fields, link_of
 from bankfull.paths import config_dir
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ FILE = "catalogue.toml"
 LARGEST_FILE = 1 << 20
 KINDS = ("cpu", "gpu", "tpu", "npu", "soc", "wafer")
 TYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4", "int8", "int4")
-TEXTS = ("name", "title", "vendor", "kind", "source", "price_source", "note")
+TEXTS = ("name", "title", "vendor", "kind", "source", "price_source", "note", "link")
 NUMBERS = ("memory_bytes", "bytes_per_s", "link_bytes_per_s", "watts", "dollars_per_hour")
 REQUIRED = ("name", "title", "vendor", "kind", "flops", "memory_bytes", "bytes_per_s", "source", "date")
 Raw = dict[str, Any]
@@ -47,6 +48,7 @@ class CatalogueEntry:
     date: Date
     aliases: tuple[str, ...] = ()
     link_bytes_per_s: float | None = None
+    link: str | None = None
     watts: float | None = None
     dollars_per_hour: float | None = None
     price_source: str = ""
@@ -106,6 +108,23 @@ class CatalogueEntry:
 class Catalogue:
     devices: Mapping[str, CatalogueEntry]
     """Entries by name, in file order."""
+    links: Mapping[str, DeviceLink] = field(default_factory=dict)
+
+    def find_link(self, name: str) -> DeviceLink:
+        wanted = "-".join(name.lower().replace("_", " ").split())
+        if wanted not in self.links:
+            raise ConfigError(f"The catalogue has no link {name[:60]!r}; it has {', '.join(self.links)}.")
+        return self.links[wanted]
+
+    def interconnect(self, device: CatalogueEntry) -> Interconnect | None:
+        """The links of several devices of a kind; None if the device's link is unknown. Its own bandwidth counts, where
+        it differs from the link's."""
+        if device.link is None:
+            return None
+        inside = self.find_link(device.link)
+        if device.link_bytes_per_s is not None:
+            inside = replace(inside, bytes_per_s=device.link_bytes_per_s / 2)
+        return Interconnect(inside, self.find_link(BETWEEN_MACHINES))
 
     def find(self, name: str) -> CatalogueEntry:
         """Look up a name or alias, ignoring case; spaces and underscores equal hyphens."""
@@ -124,17 +143,24 @@ class Catalogue:
 
 def load(extra: str | Path | None = None) -> Catalogue:
     """The packaged catalogue, extended by the user's own file, if any, and by the file `extra`."""
-    entries: dict[str, Raw] = {}
-    origins: dict[str, str] = {}
+    entries: dict[str, dict[str, Raw]] = {kind: {} for kind in SECTIONS}
+    origins: dict[str, dict[str, str]] = {kind: {} for kind in SECTIONS}
     for origin, data in _files(extra):
-        for raw in _entries(origin, data):
-            name = raw["name"]
-            if "dollars_per_hour" in raw and origin != FILE:  # the user's own price is not an assumption
-                raw = {"price_source": origin, **raw}
-            entries[name], origins[name] = {**entries.get(name, {}), **raw}, origin
-    devices = {name: _device(origins[name], raw) for name, raw in entries.items()}
-    _check_names(devices, origins)
-    return Catalogue(devices)
+        document = _document(origin, data)
+        for kind in SECTIONS:
+            for raw in _entries(origin, kind, document.get(kind, [])):
+                name = raw["name"]
+                if "dollars_per_hour" in raw and origin != FILE:  # the user's own price is not an assumption
+                    raw = {"price_source": origin, **raw}
+                entries[kind][name], origins[kind][name] = {**entries[kind].get(name, {}), **raw}, origin
+    devices = {name: _device(origins["device"][name], raw) for name, raw in entries["device"].items()}
+    links = {name: link_of(origins["link"][name], raw) for name, raw in entries["link"].items()}
+    _check_names(devices, origins["device"])
+    for device in devices.values():
+        if device.link is not None and device.link not in links:
+            where = f"{origins['device'][device.name]}: device {device.name!r}"
+            raise ConfigError(f"{where} has the unknown link {device.link!r}; use one of {', '.join(links)}.")
+    return Catalogue(devices, links)
 
 
 def _files(extra: str | Path | None) -> list[tuple[str, bytes]]:
@@ -161,30 +187,35 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _entries(origin: str, data: bytes) -> list[Raw]:
+def _document(origin: str, data: bytes) -> Raw:
     try:
         document = tomllib.loads(data.decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{origin} is not UTF-8 text (byte {error.start}).") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{origin} is not TOML: {error}.") from None
-    unknown = [key for key in document if key != "device"]
+    unknown = [key for key in document if key not in SECTIONS]
     if unknown:
-        raise ConfigError(f"{origin} has the top-level key {unknown[0]!r}; only [[device]] entries are allowed.")
-    entries = document.get("device", [])
+        raise ConfigError(
+            f"{origin} has the top-level key {unknown[0]!r}; only [[device]] and [[link]] entries are allowed."
+        )
+    return document
+
+
+def _entries(origin: str, kind: str, entries: Any) -> list[Raw]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{origin}: each device must begin with [[device]], in double brackets.")
+        raise ConfigError(f"{origin}: each {kind} must begin with [[{kind}]], in double brackets.")
     seen: set[str] = set()
     for number, raw in enumerate(entries, 1):
         name = raw.get("name")
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"{origin}: device {number} has no name.")
+            raise ConfigError(f"{origin}: {kind} {number} has no name.")
         if name != "-".join(name.lower().replace("_", " ").split()):
             raise ConfigError(f"{origin}: the name {name!r} must be lower-case, with hyphens for spaces.")
         if name in seen:
-            raise ConfigError(f"{origin} has the device {name!r} twice.")
+            raise ConfigError(f"{origin} has the {kind} {name!r} twice.")
         seen.add(name)
-        _check_fields(f"{origin}: device {name!r}", raw)
+        SECTIONS[kind](f"{origin}: {kind} {name!r}", raw)
     return entries
 
 
@@ -219,6 +250,10 @@ def _check_flops(what: str, flops: Any) -> None:
             raise ConfigError(f"{what}: flops has an unknown type {dtype!r}; use one of {', '.join(TYPES)}.")
         if not _positive(rate):
             raise ConfigError(f"{what}: flops.{dtype} must be operations per second, above 0, not {rate!r}.")
+
+
+SECTIONS = {"device": _check_fields, "link": check_link_fields}
+"""Kinds of entries, with what checks their fields."""
 
 
 def _device(origin: str, raw: Raw) -> CatalogueEntry:

@@ -50,7 +50,8 @@ def device_table(device: CatalogueEntry) -> Table:
     for dtype, rate in device.flops.items():
         table.add_row(f"arithmetic, {dtype}", f"{scaled(rate, 'FLOP/s')}, ridge at {device.ridge(dtype):.3g} FLOP/byte")
     if device.link_bytes_per_s is not None:
-        table.add_row("link to others", scaled(device.link_bytes_per_s, "B/s"))
+        named = "" if device.link is None else f", {device.link}"
+        table.add_row("link to others", Text(scaled(device.link_bytes_per_s, "B/s") + named))
     if device.watts is not None:
         table.add_row("power", scaled(device.watts, "W"))
     if device.dollars_per_hour is not None:

@@ -47,10 +47,15 @@ class TargetMachine:
         }
 
 
+def is_here(name: str) -> bool:
+    """Whether the name means this machine; any other is of the catalogue."""
+    return name in HERE or name.startswith("cuda:")
+
+
 def machine_of(name: str, extra: str | None = None) -> TargetMachine:
     """`cpu`, `cuda`, `cuda:N` and `auto` are measured once; any other name is looked up in the catalogue, extended by
     the file `extra`."""
-    if name in HERE or name.startswith("cuda:"):
+    if is_here(name):
         return _measured("auto" if name == "here" else name)
     from bankfull.limits.machine import catalogue
 

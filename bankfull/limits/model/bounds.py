@@ -175,6 +175,7 @@ class PhaseRoofline:
     tokens: int
     context: int
     roofline: Roofline
+    step: StepShape
 
     @property
     def tokens_per_s(self) -> float:
@@ -269,7 +270,7 @@ class ModelRoofline:
 
     def _phase(self, title: str, phase: str, step: StepShape, context: int) -> PhaseRoofline:
         found = roofline(self.metered.cost(step), self.machine.ceilings, self.recipe.dtype_name)
-        return PhaseRoofline(title, phase, len(step.counts), step.tokens, context, found)
+        return PhaseRoofline(title, phase, len(step.counts), step.tokens, context, found, step)
 
     @cached_property
     def line(self) -> DecodeLine:

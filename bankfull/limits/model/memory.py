@@ -62,7 +62,7 @@ def memory_of(recipe: Recipe, batch: int, context: int, step: StepShape, room: i
     """`step`: the largest step to run."""
     meter = PeakMeter()
     metered = recipe.metered(meter)
-    weights = sum(_weight_bytes(recipe, tensor) for tensor in metered.shapes.read.values())
+    weights = sum(tensor_bytes(recipe, tensor) for tensor in metered.shapes.read.values())
     each = sequence_bytes(metered.layout, context)
     meter.begin()
     metered.cost(step)
@@ -70,10 +70,10 @@ def memory_of(recipe: Recipe, batch: int, context: int, step: StepShape, room: i
 
 
 def weight_bytes(recipe: Recipe) -> int:
-    return sum(_weight_bytes(recipe, tensor) for tensor in recipe.metered().shapes.read.values())
+    return sum(tensor_bytes(recipe, tensor) for tensor in recipe.metered().shapes.read.values())
 
 
-def _weight_bytes(recipe: Recipe, tensor: Any) -> int:
+def tensor_bytes(recipe: Recipe, tensor: Any) -> int:
     """Bytes in memory: quantized as stored, or dense in the dtype of the multiplication."""
     if not tensor.scheme.is_dense:
         return int(tensor.nbytes)

@@ -1,0 +1,1 @@
+"""Layouts of one model over several ranks: bytes on the wire, memory per rank, time of collectives."""

@@ -1,0 +1,52 @@
+"""Memory of one rank of a layout: its weights, and its share of the state."""
+
+from __future__ import annotations
+
+from bankfull.limits.layout.dims import LayerDims, ModelDims
+from bankfull.mesh import MeshSpec
+
+
+def rank_weights(dims: ModelDims, mesh: MeshSpec, stage: int) -> float:
+    """Bytes of weights on each rank of a stage. A head that is the embedding lies on the first and on the last one."""
+    first, last = mesh.stages(len(dims.layers))[stage]
+    found = sum(_layer_weights(layer, mesh) for layer in dims.layers[first:last])
+    begins, ends = stage == 0, stage == mesh.pp - 1
+    if begins or (ends and not dims.head_bytes):
+        found += dims.embedding_bytes / mesh.tp
+    if ends:
+        found += dims.head_bytes / mesh.tp
+    return found + (dims.copied_bytes if begins or ends else 0.0)
+
+
+def _layer_weights(layer: LayerDims, mesh: MeshSpec) -> float:
+    own = layer.bytes
+    heads = 0 if layer.attention is None else layer.attention.kv_heads
+    keys = own.kv / (min(mesh.tp, heads) if heads else 1)
+    return own.split / mesh.tp + own.copied + keys + own.experts / (mesh.ep * mesh.expert_tp)
+
+
+def most_weights(dims: ModelDims, mesh: MeshSpec) -> float:
+    """Of the rank that has most."""
+    return max(rank_weights(dims, mesh, stage) for stage in range(mesh.pp))
+
+
+def state_share(dims: ModelDims, mesh: MeshSpec) -> float:
+    """Fraction of a sequence's state on the rank that has most of it: of the paged or of the recurrent state, whichever
+    is larger, so that both fit."""
+    paged, kept = dims.state_bytes
+    share = 0.0
+    for first, last in mesh.stages(len(dims.layers)):
+        own = dims.layers[first:last]
+        if paged:
+            share = max(share, sum(one.bytes.token_state * kv_share(one, mesh) for one in own) / paged)
+        if kept:
+            share = max(share, sum(one.bytes.sequence_state for one in own) / mesh.tp / kept)
+    return share or 1.0
+
+
+def kv_share(layer: LayerDims, mesh: MeshSpec) -> float:
+    """Fraction of a layer's K/V on one rank. Heads are split over tensor ranks, and copied where these are more; a
+    latent is copied. Context ranks split the tokens; with Ulysses' exchange they split the heads."""
+    heads = 0 if layer.attention is None else layer.attention.kv_heads
+    by_heads = 1 / min(mesh.head_ranks, heads) if heads else 1.0
+    return by_heads if mesh.sp == "ulysses" else by_heads / mesh.cp
