@@ -122,7 +122,8 @@ class _Composer:
             return None
         if shape.rule is not None:
             sizes = ExpertsShape(self.hidden, shape.inner, shape.rule, shape.activation)
-            shared = self._gated(at.at("shared_expert"), shape.shared, shape.activation) if shape.shared else None
+            width = at.shared_width(shape.shared)
+            shared = self._gated(at.at("shared_expert"), width, shape.activation) if width else None
             return Experts(at, sizes, shared=shared)
         if shape.kind == "gated":
             return self._gated(at, shape.inner, shape.activation)

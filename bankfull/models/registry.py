@@ -91,7 +91,8 @@ def build_model(config: Config, build: Build) -> Decoder:
     except KeyError as missing:
         raise ModelError(f"The model's configuration lacks {missing.args[0]!r}.") from None
     patterns = [re.compile(p) for p in (*IGNORED_ANYWHERE, *family.ignored(config))]
-    forgotten = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
+    unread = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
+    forgotten = [name for name in unread if not _below(name, build.elsewhere)]
     if forgotten:
         more = f" and {len(forgotten) - 3} more" if len(forgotten) > 3 else ""
         raise ModelError(
@@ -99,3 +100,9 @@ def build_model(config: Config, build: Build) -> Decoder:
             f"{', '.join(sorted(forgotten)[:3])}{more}; use the configuration that belongs to the file."
         )
     return model
+
+
+def _below(name: str, modules: set[str]) -> bool:
+    """Whether a tensor belongs to one of the modules."""
+    parts = name.split(".")
+    return bool(modules) and any(".".join(parts[:count]) in modules for count in range(1, len(parts)))

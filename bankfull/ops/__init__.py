@@ -24,7 +24,9 @@ from bankfull.ops.reference.collectives import (
     spread_embedding,
     spread_rms_norm,
 )
+from bankfull.ops.reference.cross import Sides, cross
 from bankfull.ops.reference.delta import delta_rule
+from bankfull.ops.reference.dispatch import Spread, combine, dispatch
 from bankfull.ops.reference.experts import (
     RoutingRule,
     add_gated,
@@ -86,6 +88,8 @@ __all__ = [
     "PagedMeta",
     "RecurrentMeta",
     "RoutingRule",
+    "Sides",
+    "Spread",
     "Unnormed",
     "absorb_queries",
     "all_reduce",
@@ -102,8 +106,11 @@ __all__ = [
     "best_output_hadamard",
     "causal_conv",
     "causal_conv_silu",
+    "combine",
+    "cross",
     "diagonal_scan",
     "delta_rule",
+    "dispatch",
     "embedding",
     "expert_mlp",
     "expert_mlp_bf16",
