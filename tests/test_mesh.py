@@ -103,7 +103,7 @@ def test_a_wrong_text_is_refused_by_one_sentence(text: str, words: str) -> None:
         (
             "ffn=6,ep=2",
             MeshFacts(4, 4, experts=4, expert_width=32),
-            "32 over 3 ranks, which does not divide; use ffn / ep",
+            "over 3 ranks, which does not divide; use ffn / ep",
         ),
         ("cp=3,sp=ulysses", LLAMA, "32 heads over 3 ranks"),
         ("tp=2,ep=2", LLAMA, "has none; leave out ep"),

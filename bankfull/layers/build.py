@@ -67,6 +67,11 @@ class Build:
         return 1 if self.shard is None else self.shard.group.size
 
     @property
+    def split(self) -> tuple[int, int]:
+        """Ranks over which the mixers, and the feed-forward layers, of this rank's model are split."""
+        return self.tensor_ranks, self.tensor_ranks
+
+    @property
     def matrices(self) -> torch.dtype:
         """Dtype of matrices that are not in blocks."""
         return self.activations.matrices(self.dtype)
@@ -171,13 +176,13 @@ class Build:
         return self._find_experts(name, count, (size,), experts).dequantize(self.dtype).to(self.device)
 
     def expert_width(self, inner: int) -> int:
-        """The width of an expert on this rank, where a tensor rank's share of it is `inner`."""
-        return inner if self.experts is None else inner * self.tensor_ranks // self.experts.width_ranks
-
-    def shared_width(self, inner: int) -> int:
-        """The width of an expert that every token passes: whole where experts are spread, because each rank then runs
-        it for its own tokens."""
-        return inner if self.experts is None else inner * self.tensor_ranks
+        """The part of an expert's width that this rank holds."""
+        ranks = 1 if self.experts is None else self.experts.width_ranks
+        if inner % ranks:
+            raise ModelError(
+                f"The experts' width of {inner} cannot be split evenly over {ranks} ranks; choose another ep."
+            )
+        return inner // ranks
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""

@@ -42,7 +42,7 @@ class _Composer:
         self.fields, self.build = ConfigFields(config, DEFAULTS), build
         self.hidden, self.eps = self.fields.size("hidden_size"), self.fields.number("rms_norm_eps")
         self.ranks = build.tensor_ranks
-        self.plans = [split_plan(plan, self.ranks) for plan in plans_of(config)]
+        self.plans = [split_plan(plan, *build.split, build.experts is not None) for plan in plans_of(config)]
         self._ropes: dict[RopeShape, str] = {}
         self._owners: dict[int, Attention] = {}
         """By layer: attention whose keys and values later layers may share."""
@@ -122,8 +122,7 @@ class _Composer:
             return None
         if shape.rule is not None:
             sizes = ExpertsShape(self.hidden, shape.inner, shape.rule, shape.activation)
-            width = at.shared_width(shape.shared)
-            shared = self._gated(at.at("shared_expert"), width, shape.activation) if width else None
+            shared = self._gated(at.at("shared_expert"), shape.shared, shape.activation) if shape.shared else None
             return Experts(at, sizes, shared=shared)
         if shape.kind == "gated":
             return self._gated(at, shape.inner, shape.activation)

@@ -84,7 +84,7 @@ def block_of(config: Config, layers: Build) -> Callable[[int], Block]:
         if layer < dense:
             return gated_mlp(fields, at)
         inner = fields.size("moe_intermediate_size")
-        shared = at.shared_width(fields.size("n_shared_experts") * inner)
+        shared = fields.size("n_shared_experts") * inner
         return Experts(
             at,
             ExpertsShape(hidden, inner, rule, fields.text("hidden_act")),

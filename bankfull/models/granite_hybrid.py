@@ -71,8 +71,6 @@ def build_granite_hybrid(config: Config, build: Build) -> Decoder:
 
     def feed(at: Build) -> Feed:
         below, width = at.at("shared_mlp"), fields.size("shared_intermediate_size")
-        if experts is not None:
-            width = at.shared_width(width)
         if below.has("gate_proj.weight"):  # a GGUF file
             gate, up = (
                 Linear(below.at(name), hidden, width, int8_when_batched=True) for name in ("gate_proj", "up_proj")

@@ -59,8 +59,7 @@ def experts_shape(fields: ConfigFields) -> ExpertsShape:
 
 def experts_with_shared(fields: ConfigFields, build: Build, shape: ExpertsShape) -> Experts:
     """Experts beside one that every token passes, scaled by the sigmoid of a gate."""
-    width = build.shared_width(fields.size("shared_expert_intermediate_size"))
-    shared = gated_mlp(fields, build.at("shared_expert"), inner=width)
+    shared = gated_mlp(fields, build.at("shared_expert"), inner=fields.size("shared_expert_intermediate_size"))
     gate = Linear(build.at("shared_expert_gate"), shape.hidden, 1)
     return Experts(build, shape, shared=shared, shared_gate=gate)
 

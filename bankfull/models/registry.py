@@ -84,7 +84,7 @@ def build_model(config: Config, build: Build) -> Decoder:
     if build.shard is not None:
         from bankfull.models.splitting import rank_config  # it imports the families' shapes
 
-        mine = rank_config(config, build.shard.group.size)
+        mine = rank_config(config, *build.split, build.experts is not None)
         config, build = mine.values, replace(build, shard=replace(build.shard, fused=mine.fused))
     try:
         model = family.build(config, build)

@@ -147,7 +147,7 @@ def test_native_kernels_run_the_experts_of_a_rank() -> None:
 
 def test_more_ranks_than_experts_are_refused() -> None:
     path, _ = even_model("mixtral")
-    with pytest.raises(ModelError, match="5 experts of model.layers.0.block_sparse_moe cannot be spread over 6 ranks"):
+    with pytest.raises(ModelError, match=r"5 experts of .*0.block_sparse_moe cannot be spread over 6 ranks"):
         on_ranks(6, lambda rank: model_of(rank, path, None) and None)
 
 
