@@ -92,8 +92,8 @@ class Experts:
             precise = torch.promote_types(build.dtype, torch.float32)
             self.choice_bias = build.tensor(names.choice_bias, (rule.experts,), precise)
         self.ranks, self.spread = build.experts, _spread(build, rule.experts)
-        self.counts: Tensor | None = None
-        """Tokens of each expert, counted on this rank while it is set."""
+        self._counts: Tensor | None = None
+        self._device = build.device
         self._origin = None if self.ranks is None else (build, names)
         self._read(build, names)
         self.sum_of_ranks = build.sum_of_ranks(f"{names.down.replace('{}.', '')}.weight")
@@ -142,6 +142,16 @@ class Experts:
             # One rank adds it, because the results are summed.
             self.down_bias = self.down_bias * (self.ranks.width.index == 0)
 
+    def count_routing(self) -> None:
+        """Count the tokens of each expert from now on."""
+        self._counts = torch.zeros(self.rule.experts, dtype=torch.int64, device=self._device)
+
+    def counted_routing(self) -> Tensor:
+        """The tokens of each expert (experts,) since `count_routing`, of all ranks; stops counting."""
+        counts, self._counts = self._counts, None
+        assert counts is not None
+        return counts if self.ranks is None else self._sum(counts, self.ranks.group)
+
     def replicate(self, counts: Tensor | Sequence[float], hot: int) -> None:
         """Hold the `hot` experts with the highest counts on every rank, so that their tokens stay where they are. Every
         rank of the group calls it with the same counts, between two steps."""
@@ -161,8 +171,8 @@ class Experts:
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen = self._route(self.router(x), self.choice_bias, self.rule)
-        if self.counts is not None:
-            self.counts += torch.bincount(chosen.flatten(), minlength=self.rule.experts)
+        if self._counts is not None:
+            self._counts += torch.bincount(chosen.flatten(), minlength=self.rule.experts)
         return weights, chosen
 
     def _mixture(self, x: Tensor) -> Tensor:

@@ -487,7 +487,9 @@ from tests.ops import (  # noqa: E402  (last: they use what stands above)
     oracles_experts,
     oracles_latent,
     oracles_linear,
+    oracles_ranks,
     oracles_w8a8,
 )
 
 ORACLES |= oracles_experts.ORACLES | oracles_latent.ORACLES | oracles_linear.ORACLES | oracles_w8a8.ORACLES
+ORACLES |= oracles_ranks.ORACLES
