@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.ops.ranks import RankGroup
-from bankfull.ops.reference.dispatch import Spread
+from bankfull.ops.reference.dispatch import ExpertSpread
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ExpertRanks:
     def width_ranks(self) -> int:
         return 1 if self.width is None else self.width.size
 
-    def spread(self, layer: str, experts: int, device: torch.device, hot: Sequence[int] | None = None) -> Spread:
+    def spread(self, layer: str, experts: int, device: torch.device, hot: Sequence[int] | None = None) -> ExpertSpread:
         """Which rank runs each expert. `hot`: instead of those in `self.hot`."""
         hot = self.hot.get(layer, ()) if hot is None else hot
         if self.group.size > experts:
@@ -42,7 +42,7 @@ class ExpertRanks:
             )
         if unknown := [expert for expert in hot if not 0 <= expert < experts]:
             raise ModelError(f"{layer} has {experts} experts, so that expert {unknown[0]} cannot be hot.")
-        return Spread(experts, self.group.size, self.group.index, tuple(sorted(set(hot))), device)
+        return ExpertSpread(experts, self.group.size, self.group.index, tuple(sorted(set(hot))), device)
 
     def share(self, x: Tensor) -> Tensor:
         """This rank's tokens: as many on each, fewer on the last ones."""

@@ -26,7 +26,7 @@ from bankfull.ops import (
     route,
 )
 from bankfull.ops.activations import BF16, FLOAT, INT8, ActivationFormat
-from bankfull.ops.reference.dispatch import Spread, hottest
+from bankfull.ops.reference.dispatch import ExpertSpread, hottest
 from bankfull.ops.reference.experts import CLAMPED_SWIGLU
 from bankfull.weights.qtensor import QTensor
 
@@ -216,7 +216,7 @@ class Experts:
         return both
 
 
-def _spread(build: Build, experts: int) -> Spread | None:
+def _spread(build: Build, experts: int) -> ExpertSpread | None:
     if build.experts is None:
         return None
     width = build.experts.width

@@ -26,7 +26,7 @@ from bankfull.ops.reference.collectives import (
 )
 from bankfull.ops.reference.cross import Sides, cross
 from bankfull.ops.reference.delta import delta_rule
-from bankfull.ops.reference.dispatch import Spread, combine, dispatch
+from bankfull.ops.reference.dispatch import ExpertSpread, combine, dispatch
 from bankfull.ops.reference.experts import (
     RoutingRule,
     add_gated,
@@ -89,7 +89,7 @@ __all__ = [
     "RecurrentMeta",
     "RoutingRule",
     "Sides",
-    "Spread",
+    "ExpertSpread",
     "Unnormed",
     "absorb_queries",
     "all_reduce",

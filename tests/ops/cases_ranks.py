@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bankfull.ops import Sides, Spread
+from bankfull.ops import ExpertSpread, Sides
 from tests.ops.cases import Case, Maker
 
 
@@ -51,7 +51,12 @@ def dispatch(make: Maker) -> Case:
     experts, tokens, hidden = make.size(1, 9), make.size(0, 12), make.size(1, 40)
     chosen = torch.rand(tokens, experts, generator=make.numbers).argsort(-1)[:, : make.size(1, experts)]
     hot = tuple(range(make.size(0, experts)))
-    args = (make.normal(tokens, hidden), chosen.to(torch.int32), make.state(*chosen.shape), Spread(experts, 1, 0, hot))
+    args = (
+        make.normal(tokens, hidden),
+        chosen.to(torch.int32),
+        make.state(*chosen.shape),
+        ExpertSpread(experts, 1, 0, hot),
+    )
     return Case((*args, Alone()), make.dtype)
 
 
@@ -60,7 +65,7 @@ def combine(make: Maker) -> Case:
     row = torch.arange(tokens).repeat_interleave(per_token)
     sent, counts = torch.arange(tokens), torch.full((2, 1), tokens)
     y = make.normal(tokens * per_token, hidden)
-    return Case((y, row, sent, counts, tokens, per_token, Spread(per_token, 1, 0), Alone()), make.dtype)
+    return Case((y, row, sent, counts, tokens, per_token, ExpertSpread(per_token, 1, 0), Alone()), make.dtype)
 
 
 def cross(make: Maker) -> Case:

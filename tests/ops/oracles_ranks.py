@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bankfull.ops import Sides, Spread
+from bankfull.ops import ExpertSpread, Sides
 from tests.ops.cases_ranks import Receiver
 from tests.ops.oracles import Array, f64
 
 
-def dispatch(x: Tensor, chosen: Tensor, weights: Tensor, spread: Spread, group: object) -> tuple[Array, ...]:
+def dispatch(x: Tensor, chosen: Tensor, weights: Tensor, spread: ExpertSpread, group: object) -> tuple[Array, ...]:
     """One rank: every pair of a token and an expert is computed here, in the order of the tokens."""
     tokens, per_token = chosen.shape
     row = np.repeat(np.arange(tokens), per_token)

@@ -13,7 +13,7 @@ from torch import Tensor
 from bankfull.layers.build import Build
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
-from bankfull.ops import Spread, combine, dispatch, kit_for
+from bankfull.ops import ExpertSpread, combine, dispatch, kit_for
 from bankfull.ops.reference.dispatch import hottest, owner_of
 from bankfull.weights.qtensor import QTensor, Scheme
 from tests.models.oracle import CPU
@@ -146,7 +146,7 @@ def test_declared_bytes_are_exact_where_every_choice_is_made_once(
     weights = torch.ones(len(x), per_token)
 
     def work(rank: ThreadRank) -> None:
-        spread = Spread(experts, ranks, rank.index, hot)
+        spread = ExpertSpread(experts, ranks, rank.index, hot)
         rows, places, scales, row, own, counts = dispatch(x, chosen, weights, spread, rank)
         declared = dispatch.cost(x, chosen, weights, spread, rank)
         assert declared.wire == pytest.approx(sum(rank.sent))

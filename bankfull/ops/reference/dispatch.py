@@ -27,7 +27,7 @@ def owner_of(expert: int, experts: int, ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ExpertSpread:
     """The ranks that run a layer's experts, as one of them sees it."""
 
     experts: int
@@ -89,7 +89,7 @@ class Spread:
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _dispatch_cost(x: Tensor, chosen: Tensor, weights: Tensor, spread: Spread, group: RankGroup) -> Cost:
+def _dispatch_cost(x: Tensor, chosen: Tensor, weights: Tensor, spread: ExpertSpread, group: RankGroup) -> Cost:
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     row, weight = hidden * x.element_size(), weights.element_size()
     pairs = spread.pairs(tokens, per_token)
@@ -98,7 +98,7 @@ def _dispatch_cost(x: Tensor, chosen: Tensor, weights: Tensor, spread: Spread, g
     return Cost(read=nbytes(x, chosen, weights), write=write + 2 * spread.ranks * INDEX_BYTES, wire=wire)
 
 
-def _dispatch_shape(x: Tensor, chosen: Tensor, weights: Tensor, spread: Spread, group: RankGroup) -> Dispatched:
+def _dispatch_shape(x: Tensor, chosen: Tensor, weights: Tensor, spread: ExpertSpread, group: RankGroup) -> Dispatched:
     tokens, per_token = chosen.shape
     pairs, sent = round(spread.pairs(tokens, per_token)), round(spread.sent(tokens, per_token))
     numbers = chosen.new_empty(0, dtype=torch.int64)
@@ -113,7 +113,7 @@ def _dispatch_shape(x: Tensor, chosen: Tensor, weights: Tensor, spread: Spread, 
 
 
 @op(cost=_dispatch_cost, shape=_dispatch_shape)
-def dispatch(x: Tensor, chosen: Tensor, weights: Tensor, spread: Spread, group: RankGroup) -> Dispatched:
+def dispatch(x: Tensor, chosen: Tensor, weights: Tensor, spread: ExpertSpread, group: RankGroup) -> Dispatched:
     """Send each token (a row of x) to the ranks of its experts. `chosen` and `weights` come from `route`.
 
     Returns the pairs of a token and an expert that this rank computes, as operands of `expert_mlp`: rows (pairs,
@@ -135,7 +135,14 @@ def dispatch(x: Tensor, chosen: Tensor, weights: Tensor, spread: Spread, group: 
 
 
 def _combine_cost(
-    y: Tensor, row: Tensor, sent: Tensor, counts: Tensor, tokens: int, per_token: int, spread: Spread, group: RankGroup
+    y: Tensor,
+    row: Tensor,
+    sent: Tensor,
+    counts: Tensor,
+    tokens: int,
+    per_token: int,
+    spread: ExpertSpread,
+    group: RankGroup,
 ) -> Cost:
     back = spread.coming(tokens, per_token)
     size = y.shape[1] * y.element_size()
@@ -148,7 +155,14 @@ def _combine_shape(y: Tensor, row: Tensor, sent: Tensor, counts: Tensor, tokens:
 
 @op(cost=_combine_cost, shape=_combine_shape)
 def combine(
-    y: Tensor, row: Tensor, sent: Tensor, counts: Tensor, tokens: int, per_token: int, spread: Spread, group: RankGroup
+    y: Tensor,
+    row: Tensor,
+    sent: Tensor,
+    counts: Tensor,
+    tokens: int,
+    per_token: int,
+    spread: ExpertSpread,
+    group: RankGroup,
 ) -> Tensor:
     """The sum of each token's experts (tokens, hidden), from the weighted results y (pairs, hidden) of `dispatch`'s
     pairs. `per_token`, the experts of a token, tells the cost."""
