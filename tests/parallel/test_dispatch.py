@@ -13,6 +13,7 @@ from torch import Tensor
 from bankfull.layers.build import Build
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
+from bankfull.mesh import MeshSpec
 from bankfull.ops import ExpertSpread, combine, dispatch, kit_for
 from bankfull.ops.reference.dispatch import hottest, owner_of
 from bankfull.weights.qtensor import QTensor, Scheme
@@ -109,6 +110,21 @@ def test_every_token_gets_the_sum_of_its_experts_whatever_the_routing(
     found = on_ranks(len(tokens), same_tokens)
     assert all(torch.equal(found[0], other) for other in found), "all ranks go on with the same bits"
     assert close(found[0], whole(together))
+
+
+def test_contexts_with_other_tokens_share_experts() -> None:
+    """tp=2,cp=2,ep=4: tensor ranks share the tokens of their context, and all four ranks hold different experts."""
+    rule, mesh = RoutingRule(5, 2), MeshSpec(tp=2, cp=2, ep=4)
+    choices = [[[0, 4], [1, 2], [3, 0]], [[4, 3], [4, 2], [4, 1], [4, 0], [1, 3]]]
+
+    def work(rank: ThreadRank) -> None:
+        places = mesh.expert_places(rank.index)
+        assert (len(places.group), len(places.tokens), len(places.width)) == (4, 2, 1)
+        x = tokens_of(choices[rank.index // 2], rank.index // 2)
+        layer = layer_of(rule, ExpertRanks(rank.among(*places.group), rank.among(*places.tokens)))
+        assert close(layer(x), layer_of(rule)(x))
+
+    on_ranks(mesh.ranks, work)
 
 
 @settings(max_examples=100, deadline=None)

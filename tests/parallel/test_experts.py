@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from bankfull.synthetic.gguf_file import write_gguf
 from bankfull.synthetic.shapes import shape_config
 from bankfull.weights.source import open_model
 from tests.models.oracle import CPU, TOKENS, TOLERANCE
-from tests.parallel.built import build_of, logits_of, model_of
+from tests.parallel.built import build_of, expert_ranks, logits_of, model_of
 from tests.parallel.even import even_model
 from tests.parallel.threads import ThreadRank, on_ranks
 from tests.weights.test_mxfp4 import quantized_directory
@@ -76,6 +77,29 @@ def test_four_tensor_ranks_hold_different_experts(name: str) -> None:
 def test_one_token_at_a_time_leaves_ranks_without_tokens(ranks: int) -> None:
     """Five experts: three ranks have one or two each, five ranks one."""
     assert worst("mixtral", ranks, None, "single") < TOLERANCE
+
+
+def test_copies_of_hot_experts_change_no_logit() -> None:
+    """Before the first step and between two, with a part of each width on a rank."""
+    mesh = MeshSpec(tp=4, ep=2)
+    path, expected = even_model("gpt-oss", **FOUR)
+
+    def work(rank: ThreadRank) -> list[torch.Tensor]:
+        groups = replace(expert_ranks(rank, mesh), hot={"model.layers.0.mlp": [4], "model.layers.1.mlp": [0, 3]})
+        model = model_of(rank, path, mesh, experts=groups)
+        feeds = [block.feed for block in model.blocks if isinstance(block.feed, Experts)]
+        assert [feed.spread.hot for feed in feeds if feed.spread is not None] == [(4,), (0, 3)]
+        for feed in feeds:
+            feed.count_routing()
+        found = [logits_of(model)]
+        for feed in feeds:
+            counts = feed.counted_routing()
+            assert int(counts.sum()) == len(TOKENS) * feed.rule.per_token
+            feed.replicate(counts, 2)
+        return [*found, logits_of(model)]
+
+    for found in on_ranks(4, work):
+        assert all(float((one - expected).abs().max()) < TOLERANCE for one in found)
 
 
 def test_a_rank_reads_the_tensors_of_its_own_experts_only() -> None:
