@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -15,14 +16,14 @@ from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Shard
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
-from bankfull.ops import Sides, cross, kit_for
+from bankfull.ops import Sides, Unnormed, cross, kit_for
 from bankfull.weights.source import open_model
 from tests.models.cases import CASES
 from tests.models.oracle import CPU, PASSES, TOLERANCE
 from tests.parallel.built import logits_of
 from tests.parallel.even import even_model
 from tests.parallel.test_tensor import APART
-from tests.parallel.threads import ThreadRank, on_ranks
+from tests.parallel.threads import Meeting, ThreadRank, on_ranks
 
 HIDDEN = 48
 CUT = PASSES["chunks"]
@@ -75,8 +76,30 @@ def test_dense_layers_are_split_over_two_ranks_of_their_own(name: str) -> None:
     assert worst(name, MeshSpec(tp=2, ffn=2)) < TOLERANCE
 
 
-def test_rows_cross_normed_where_a_kernel_would_norm_them_itself() -> None:
+def test_native_kernels_run_both_sides() -> None:
     assert worst("llama", MeshSpec(ffn=1), "auto") < TOLERANCE
+
+
+class Norming:
+    """A feed-forward layer that norms its rows itself."""
+
+    def norms(self, rows: int) -> bool:
+        return True
+
+    def __call__(self, x: Unnormed) -> Tensor:
+        raise AssertionError("its rows cross")
+
+
+def test_rows_cross_normed_also_where_the_layer_would_norm_them_itself() -> None:
+    files = open_model(even_model("llama")[0])
+    build = Build(files.source, kit_for("cpu", "torch"), torch.float32, CPU)
+    model = build_model(files.config, build)
+    model.blocks = [replace(block, feed=Norming()) for block in model.blocks]
+    remote = with_remote_feeds(build, model, Sides(ThreadRank(Meeting(1), 1, 0), 1))
+    x = torch.randn(3, HIDDEN)
+    for block in remote.blocks:
+        assert block.before_feed is not None
+        assert isinstance(block.before_feed.join(x, x)[1], Tensor)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "jamba", "granitemoehybrid", "opt", "gpt2"])
