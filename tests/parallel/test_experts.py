@@ -15,9 +15,11 @@ from bankfull.layers.experts import Experts
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.synthetic.checkpoint import write_checkpoint
 from bankfull.synthetic.gguf_file import write_gguf
 from bankfull.synthetic.shapes import shape_config
 from bankfull.weights.source import open_model
+from tests.models.composed import config_of
 from tests.models.oracle import CPU, TOKENS, TOLERANCE
 from tests.parallel.built import build_of, expert_ranks, logits_of, model_of
 from tests.parallel.even import even_model
@@ -141,6 +143,12 @@ def test_quantized_experts_in_one_tensor_are_cut_as_they_are(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_experts_of_gpt_oss_are_read_sliced(layout: str, tmp_path: Path) -> None:
     same_as_whole(quantized_directory(tmp_path)[0], LAYOUTS[layout], "mxfp4")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_of_a_model_as_data_are_spread(layout: str, tmp_path: Path) -> None:
+    path = write_checkpoint("m", config_of("experts"), tmp_path / "m", torch.float32).path
+    same_as_whole(path, LAYOUTS[layout], "f32")
 
 
 def same_as_whole(path: Path, mesh: MeshSpec | None, kind: str) -> None:
