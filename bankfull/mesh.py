@@ -14,6 +14,9 @@ from typing import ClassVar
 
 from bankfull.errors import ConfigError
 
+FEED_WIDTH = "feed-forward width"
+"""Name of the width of dense feed-forward layers in `MeshFacts.widths`."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeshFacts:
@@ -27,9 +30,21 @@ class MeshFacts:
     experts: int = 0
     """Routed experts of a layer; 0 = none."""
     widths: Mapping[str, int] = field(default_factory=dict)
-    """Further sizes that tensor ranks split evenly, by the name that a message shows: "feed-forward width"."""
+    """Further sizes that tensor ranks split evenly, by the name that a message shows: FEED_WIDTH."""
     expert_width: int = 0
     """Inner width of one expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlaces:
+    """The ranks with which one rank runs a layer's experts, itself among them."""
+
+    group: tuple[int, ...]
+    """Ranks that hold different experts."""
+    tokens: tuple[int, ...]
+    """Those of them that have the same tokens."""
+    width: tuple[int, ...]
+    """Ranks that hold parts of the width of the same experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,9 @@ class MeshSpec:
     sp: str = "off"
     """Sequence parallelism. megatron: between the split layers, each tensor rank has its part of the tokens. ulysses:
     context ranks exchange tokens for heads around attention, instead of exchanging keys and values."""
+    ffn: int = 0
+    """Ranks of each stage that run only feed-forward layers: the tensor ranks then run only mixers. 0: together. Expert
+    ranks are some of them; the others split widths."""
 
     AXES: ClassVar[tuple[str, ...]] = ("tp", "pp", "cp", "ep")
     SEQUENCE: ClassVar[dict[str, str]] = {
@@ -63,14 +81,21 @@ class MeshSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= self.MOST:
                 raise ConfigError(f"{name}={str(value)[:40]} of a layout must be a whole number from 1 to {self.MOST}.")
+        if not isinstance(self.ffn, int) or isinstance(self.ffn, bool) or not 0 <= self.ffn <= self.MOST:
+            raise ConfigError(f"ffn={str(self.ffn)[:40]} of a layout must be a whole number from 0 to {self.MOST}.")
         if self.sp not in self.SEQUENCE.values():
             raise ConfigError(f"sp={str(self.sp)[:40]!r} of a layout is unknown; use off, megatron or ulysses.")
         if self.ranks > self.MOST:
             raise ConfigError(f"The layout {self} has {self.ranks} ranks; at most {self.MOST} are possible.")
-        if self.stage_ranks % self.ep:
+        if self.feed_ranks % self.ep:
             raise ConfigError(
-                f"The layout {self} spreads experts over {self.ep} of the {self.stage_ranks} ranks of a stage, "
-                f"which {self.ep} does not divide; use one of {', '.join(map(str, _divisors(self.stage_ranks)))}."
+                f"The layout {self} spreads experts over {self.ep} of the {self.feed_ranks} ranks of a stage, "
+                f"which {self.ep} does not divide; use one of {', '.join(map(str, _divisors(self.feed_ranks)))}."
+            )
+        if self.ffn and (self.cp > 1 or self.sp != "off"):
+            raise ConfigError(
+                f"The layout {self} runs feed-forward layers on ranks of their own, which get all tokens of a step; "
+                "leave out cp and sp, which split tokens, or ffn."
             )
         if self.sp == "megatron" and self.tp == 1:
             raise ConfigError(f"The layout {self} splits tokens over tensor ranks but has only one; raise tp.")
@@ -79,17 +104,47 @@ class MeshSpec:
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.cp
+        return self.stage_ranks * self.pp
 
     @property
     def stage_ranks(self) -> int:
         """Ranks that compute the same layers."""
-        return self.tp * self.cp
+        return self.tp * self.cp + self.ffn
+
+    @property
+    def feed_ranks(self) -> int:
+        """Ranks of a stage that run its feed-forward layers."""
+        return self.ffn or self.tp * self.cp
+
+    @property
+    def feed_tp(self) -> int:
+        """Ranks over which the width of a dense feed-forward layer is split."""
+        return self.ffn or self.tp
 
     @property
     def expert_tp(self) -> int:
         """Ranks over which the width of one expert is split: the tensor ranks that expert ranks do not use."""
-        return self.tp // math.gcd(self.tp, self.ep)
+        return self.feed_tp // math.gcd(self.feed_tp, self.ep)
+
+    def expert_places(self, rank: int) -> ExpertPlaces:
+        """Of a rank that runs feed-forward layers. Ranks that exchange tokens lie next to each other; where a context
+        has fewer tensor ranks than there are expert ranks, neighbouring contexts exchange tokens, too."""
+        stage, inside = divmod(rank, self.stage_ranks)
+        first = stage * self.stage_ranks + (self.tp * self.cp if self.ffn else 0)
+        context, own = divmod(rank - first, self.feed_tp)
+        assert rank >= first, f"rank {inside} of a stage of {self} runs no feed-forward layers"
+        near = math.gcd(self.feed_tp, self.ep)
+        contexts = self.ep // near
+        low, line = context // contexts * contexts, own // near * near
+
+        def at(context: int, tensor: int) -> int:
+            return first + context * self.feed_tp + tensor
+
+        return ExpertPlaces(
+            tuple(at(c, t) for c in range(low, low + contexts) for t in range(line, line + near)),
+            tuple(at(context, t) for t in range(line, line + near)),
+            tuple(at(context, t) for t in range(own % near, self.feed_tp, near)),
+        )
 
     @property
     def head_ranks(self) -> int:
@@ -108,6 +163,8 @@ class MeshSpec:
         parts = [f"{name}={getattr(self, name)}" for name in self.AXES if getattr(self, name) != 1]
         if self.sp != "off":
             parts.append(f"sp={self.sp}")
+        if self.ffn:
+            parts.append(f"ffn={self.ffn}")
         return ",".join(parts) or "tp=1"
 
     @staticmethod
@@ -140,10 +197,11 @@ class MeshSpec:
             )
         self._check_heads(facts)
         for name, width in facts.widths.items():
-            if width % self.tp:
+            axis, ranks = ("ffn", self.ffn) if self.ffn and name == FEED_WIDTH else ("tp", self.tp)
+            if width % ranks:
                 raise ConfigError(
-                    f"The layout {self} splits the model's {name} of {width} over {self.tp} ranks, which does not "
-                    f"divide; {_use('tp', width, self.tp)}."
+                    f"The layout {self} splits the model's {name} of {width} over {ranks} ranks, which does not "
+                    f"divide; {_use(axis, width, ranks)}."
                 )
         self._check_experts(facts)
 
@@ -172,7 +230,7 @@ class MeshSpec:
         if facts.experts and facts.expert_width % self.expert_tp:
             raise ConfigError(
                 f"The layout {self} splits the expert width of {facts.expert_width} over {self.expert_tp} ranks, which "
-                f"does not divide; {_use('tp / ep', facts.expert_width, self.expert_tp)}."
+                f"does not divide; {_use('ffn / ep' if self.ffn else 'tp / ep', facts.expert_width, self.expert_tp)}."
             )
 
     def kv_heads_per_rank(self, facts: MeshFacts) -> int:

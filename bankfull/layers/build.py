@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
-from bankfull.layers.shard import Shard, VocabularyShare
+from bankfull.layers.expert_ranks import ExpertRanks
+from bankfull.layers.shard import Part, Shard, VocabularyShare
 from bankfull.layers.stage import META, BlankTensors, Stage
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear_bf16
 from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
@@ -21,7 +22,7 @@ from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
 from bankfull.weights.qtensor import QTensor
-from bankfull.weights.source import TensorSource
+from bankfull.weights.source import ExpertSource, TensorSource
 
 log = logging.getLogger("bankfull")
 
@@ -52,7 +53,11 @@ class Build:
     """The part of the weights that this rank holds; None: all of them."""
     stage: Stage | None = None
     """The layers whose weights this rank holds; None: all."""
+    experts: ExpertRanks | None = None
+    """The ranks over which the experts of a layer are spread; None: each rank has all of them."""
     prefix: str = ""
+    elsewhere: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Modules whose tensors other ranks read."""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Reasons for expanding weights that were told."""
 
@@ -63,6 +68,11 @@ class Build:
     @property
     def tensor_ranks(self) -> int:
         return 1 if self.shard is None else self.shard.group.size
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """Ranks over which the mixers, and the feed-forward layers, of this rank's model are split."""
+        return self.tensor_ranks, self.tensor_ranks
 
     @property
     def matrices(self) -> torch.dtype:
@@ -116,7 +126,9 @@ class Build:
         """A matrix as stored in the file; a dense one in the dtype that it is multiplied in. `for_linear`: it is
         multiplied by a `Linear`, which regards the order of its columns and its outliers; elsewhere a matrix that has
         these is expanded."""
-        found = self._find(name, shape)
+        return self._as_multiplied(self._find(name, shape), for_linear)
+
+    def _as_multiplied(self, found: QTensor, for_linear: bool = False) -> QTensor:
         if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
             found = as_known(found) or self.expanded(found, f"no kernel reads {found.scheme.name.upper()}")
         if not found.is_plain and not for_linear:
@@ -155,7 +167,9 @@ class Build:
         whole = name.replace("{}.", "")
         if name == whole or self.has(whole) or count > MOST_EXPERTS:
             return self.weight(whole, (count, *shape))
-        parts = [self.weight(name.format(expert), shape) for expert in range(count)]
+        return self._stack(name, [self.weight(name.format(expert), shape) for expert in range(count)])
+
+    def _stack(self, name: str, parts: list[QTensor]) -> QTensor:
         if len({part.scheme for part in parts}) > 1:
             # Kernels need one scheme for all experts of a matrix.
             schemes = ", ".join(sorted({part.scheme.name for part in parts}))
@@ -163,7 +177,30 @@ class Build:
                 f"the experts' tensors {self._full(name.format('*'))} are stored as {schemes} and are dequantized."
             )
             parts = [QTensor.dense(part.dequantize(self.matrices)) for part in parts]
-        return QTensor.stacked(parts).reshape_leading(count, shape[0])
+        return QTensor.stacked(parts).reshape_leading(len(parts), parts[0].shape[0])
+
+    def held(self, name: str, count: int, shape: tuple[int, int], experts: Sequence[int], fused: int = 1) -> QTensor:
+        """As `stacked`, of these experts only: nothing else is read. `fused`: matrices that each one holds one after
+        another."""
+        whole = name.replace("{}.", "")
+        if name == whole or self.has(whole):
+            return self._as_multiplied(self._find_experts(whole, count, shape, experts, fused))
+        others = (name.format(expert) for expert in range(count) if expert not in experts)
+        self.elsewhere.update(self._full(other).removesuffix(".weight") for other in others)
+        return self._stack(name, [self.weight(name.format(expert), shape) for expert in experts])
+
+    def held_bias(self, name: str, count: int, size: int, experts: Sequence[int]) -> Tensor:
+        """The biases (experts, size) of these experts, of a tensor that holds all of them."""
+        return self._find_experts(name, count, (size,), experts).dequantize(self.dtype).to(self.device)
+
+    def expert_width(self, inner: int) -> int:
+        """The part of an expert's width that this rank holds."""
+        ranks = 1 if self.experts is None else self.experts.width_ranks
+        if inner % ranks:
+            raise ModelError(
+                f"The experts' width of {inner} cannot be split evenly over {ranks} ranks; choose another ep."
+            )
+        return inner // ranks
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""
@@ -183,10 +220,30 @@ class Build:
         """The share of an embedding's or a head's rows that this rank holds; None: all of them."""
         return None if self.shard is None else VocabularyShare(count, self.shard.group)
 
+    def _find_experts(
+        self, name: str, count: int, shape: tuple[int, ...], experts: Sequence[int], fused: int = 1
+    ) -> QTensor:
+        """These experts of a tensor that holds all of them."""
+        full = self._full(name)
+        stored = self.source.shape(full)
+        if stored[:1] != (count,):
+            raise ModelError(
+                f"Tensor {full} has shape {stored}, but the model's configuration has {count} experts; use the "
+                "configuration that belongs to the file."
+            )
+        if isinstance(self.source, ExpertSource):
+            found = self.source.get_experts(full, experts)
+        else:
+            found = self.source.get(full).rows(torch.tensor(experts))
+        parts = [(found.shape[1] // fused, shape[0] // fused)] * fused if fused > 1 else None
+        return self._own(name, found, (len(experts), *shape), parts)
+
     def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        found = self.source.get(self._full(name))
+        return self._own(name, self.source.get(self._full(name)), shape)
+
+    def _own(self, name: str, found: QTensor, shape: tuple[int, ...], parts: Sequence[Part] | None = None) -> QTensor:
         if tuple(found.shape) != shape and self.shard is not None:
-            found = self.shard.own(self._full(name), found, shape) or found
+            found = self.shard.own(self._full(name), found, shape, parts) or found
         if tuple(found.shape) != shape:
             raise ModelError(
                 f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration needs "

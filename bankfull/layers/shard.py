@@ -31,15 +31,18 @@ class Shard:
     _cut: set[str] = field(default_factory=set)
     """Tensors of which this rank holds a part."""
 
-    def own(self, name: str, found: QTensor, shape: tuple[int, ...]) -> QTensor | None:
-        """This rank's part of a tensor, in the shape that its model has; None if there is no such part."""
+    def own(
+        self, name: str, found: QTensor, shape: tuple[int, ...], parts: Sequence[Part] | None = None
+    ) -> QTensor | None:
+        """This rank's part of a tensor, in the shape that its model has; None if there is no such part. `parts`: those
+        of a fused tensor, where `fused` does not name them."""
         if len(found.shape) != len(shape):
             return None
         differ = [i for i, (whole, mine) in enumerate(zip(found.shape, shape, strict=True)) if whole != mine]
         if len(differ) != 1:
             return None
         (axis,) = differ
-        parts = self._parts(name, found.shape[axis], shape[axis])
+        parts = parts or self._parts(name, found.shape[axis], shape[axis])
         if any(whole % mine or self.group.size % (whole // mine) for whole, mine in parts):
             return None
         pieces, first = [], 0

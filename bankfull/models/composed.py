@@ -42,7 +42,7 @@ class _Composer:
         self.fields, self.build = ConfigFields(config, DEFAULTS), build
         self.hidden, self.eps = self.fields.size("hidden_size"), self.fields.number("rms_norm_eps")
         self.ranks = build.tensor_ranks
-        self.plans = [split_plan(plan, self.ranks) for plan in plans_of(config)]
+        self.plans = [split_plan(plan, *build.split, build.experts is not None) for plan in plans_of(config)]
         self._ropes: dict[RopeShape, str] = {}
         self._owners: dict[int, Attention] = {}
         """By layer: attention whose keys and values later layers may share."""

@@ -59,7 +59,7 @@ class ScaledMLP:
         def factors(count: int, factor: float) -> Tensor:
             return torch.full((count,), factor, dtype=build.dtype, device=build.device)
 
-        self.inner = inner
+        self.inner, self.down = inner, inner.down
         self.first, self.second = factors(inner.gate.outer, first), factors(inner.down.outer, second)
         self._scale = build.bind(scale_columns)
 

@@ -48,7 +48,8 @@ def build_jamba(config: Config, build: Build) -> Decoder:
     experts = None
     if count > 1:
         rule = RoutingRule(count, fields.size("num_experts_per_tok"))
-        experts = ExpertsShape(hidden, fields.size("intermediate_size"), rule)
+        width = fields.size_or_none("expert_width") or fields.size("intermediate_size")
+        experts = ExpertsShape(hidden, width, rule)
 
     def mixer(layer: int, at: Build) -> Mixer:
         if attends(layer):

@@ -86,14 +86,15 @@ def build_model(config: Config, build: Build) -> Decoder:
     if build.shard is not None:
         from bankfull.models.splitting import rank_config  # it imports the families' shapes
 
-        mine = rank_config(config, build.shard.group.size)
+        mine = rank_config(config, *build.split, build.experts is not None)
         config, build = mine.values, replace(build, shard=replace(build.shard, fused=mine.fused))
     try:
         model = family.build(config, build)
     except KeyError as missing:
         raise ModelError(f"The model's configuration lacks {missing.args[0]!r}.") from None
     patterns = [re.compile(p) for p in (*IGNORED_ANYWHERE, *family.ignored(config))]
-    forgotten = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
+    unread = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
+    forgotten = [name for name in unread if not _below(name, build.elsewhere)]
     if build.stage is not None:
         forgotten = [name for name in forgotten if LAYER.search(name) and build.stage.holds(name)]
         model = staged(model, build, build.stage)
@@ -104,3 +105,9 @@ def build_model(config: Config, build: Build) -> Decoder:
             f"{', '.join(sorted(forgotten)[:3])}{more}; use the configuration that belongs to the file."
         )
     return model
+
+
+def _below(name: str, modules: set[str]) -> bool:
+    """Whether a tensor belongs to one of the modules."""
+    parts = name.split(".")
+    return bool(modules) and any(".".join(parts[:count]) in modules for count in range(1, len(parts)))

@@ -5,7 +5,7 @@ Each family names its fields here. What no field divides is held whole by every 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
@@ -25,6 +25,8 @@ Part = tuple[int, int]
 Fused = dict[str, list[Part]]
 NORM_ACROSS = "norm_across_ranks"
 """Field that is true where a group of the gated norm is spread over the ranks."""
+EXPERT_WIDTH = "expert_width"
+"""Width of an expert where it is not that of a dense layer."""
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 
 
@@ -38,8 +40,9 @@ class RankConfig:
 class _Splitting:
     """Divides the fields of one configuration."""
 
-    def __init__(self, config: Config, ranks: int) -> None:
-        self.whole, self.own, self.ranks = config, dict(config), ranks
+    def __init__(self, config: Config, ranks: int, feed_ranks: int, spread: bool) -> None:
+        self.whole, self.own, self.ranks, self.feed_ranks = config, dict(config), ranks, feed_ranks
+        self.spread = spread
         self.fused: Fused = {}
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -50,13 +53,13 @@ class _Splitting:
             raise ConfigError(f"The model's configuration has {name} = {repr(value)[:80]}, which cannot be split.")
         return value
 
-    def divided(self, size: int, what: str) -> int:
-        if size % self.ranks:
+    def divided(self, size: int, what: str, ranks: int | None = None) -> int:
+        ranks = ranks or self.ranks
+        if size % ranks:
             raise ConfigError(
-                f"The model's {what} of {size} cannot be split evenly over {self.ranks} tensor ranks; choose another "
-                "tp."
+                f"The model's {what} of {size} cannot be split evenly over {ranks} tensor ranks; choose another tp."
             )
-        return size // self.ranks
+        return size // ranks
 
     def shared(self, size: int, what: str) -> int:
         """A number of which several ranks may hold the same: heads of keys and values, groups."""
@@ -68,9 +71,15 @@ class _Splitting:
         return max(1, size // self.ranks)
 
     def width(self, name: str, default: int | None = None) -> tuple[int, int]:
-        """Divide a field; its value in the file, and on a rank."""
+        """Divide a field of a mixer; its value in the file, and on a rank."""
         whole = self.size(name, default)
         self.own[name] = self.divided(whole, name)
+        return whole, self.own[name]
+
+    def feed_width(self, name: str, default: int | None = None) -> tuple[int, int]:
+        """Divide a field of a feed-forward layer."""
+        whole = self.size(name, default)
+        self.own[name] = self.divided(whole, name, self.feed_ranks)
         return whole, self.own[name]
 
     def heads(
@@ -84,10 +93,11 @@ class _Splitting:
         self.own |= {count: mine, kv: kept, "head_dim": each}
         return (queries * each, mine * each), (keys * each, kept * each)
 
-    def widths(self) -> None:
+    def widths(self, of_experts: Sequence[str] = WIDTHS[1:]) -> None:
+        """`of_experts`: the widths of experts and of those beside them, which stay whole where experts are spread."""
         for name in WIDTHS:
-            if self.whole.get(name):
-                self.width(name)
+            if self.whole.get(name) and not (self.spread and name in of_experts):
+                self.feed_width(name)
 
     def mamba2(self, heads: str, size: int, groups: str, normed: str, state: int) -> Part:
         """Heads and groups of Mamba-2: the fused parts of its projection and its convolution; channels of its heads."""
@@ -111,20 +121,26 @@ def _transformer(s: _Splitting) -> None:
     s.widths()
 
 
+def _only_experts(s: _Splitting) -> None:
+    """No layer has a dense feed-forward layer."""
+    s.heads()
+    s.widths(of_experts=WIDTHS)
+
+
 def _phi3(s: _Splitting) -> None:
     query, kv = s.heads()
     s.fused[r"\.qkv_proj\.weight$"] = [query, kv, kv]
-    s.fused[r"\.gate_up_proj\.weight$"] = [s.width("intermediate_size")] * 2
+    s.fused[r"\.gate_up_proj\.weight$"] = [s.feed_width("intermediate_size")] * 2
 
 
 def _glm(s: _Splitting) -> None:
     s.heads()
-    s.fused[r"\.gate_up_proj\.weight$"] = [s.width("intermediate_size")] * 2
+    s.fused[r"\.gate_up_proj\.weight$"] = [s.feed_width("intermediate_size")] * 2
 
 
 def _gpt2(s: _Splitting) -> None:
     query, _ = s.heads()
-    s.width("intermediate_size", 4 * s.size("hidden_size"))
+    s.feed_width("intermediate_size", 4 * s.size("hidden_size"))
     s.fused[r"\.c_attn\.(weight|bias)$"] = [query] * 3
 
 
@@ -137,7 +153,7 @@ def _gpt_neox(s: _Splitting) -> None:
 
 def _opt(s: _Splitting) -> None:
     s.heads()
-    s.width("ffn_dim")
+    s.feed_width("ffn_dim")
 
 
 def _llada(s: _Splitting) -> None:
@@ -149,7 +165,7 @@ def _llada(s: _Splitting) -> None:
         s.whole = {**s.whole, usual: s.whole.get(usual) or s.whole.get(own)}
     s.heads()
     s.own |= {"n_heads": s.own["num_attention_heads"], "n_kv_heads": s.own["num_key_value_heads"]}
-    s.width("mlp_hidden_size", int(s.whole.get("mlp_ratio", 4) * s.size("hidden_size")))
+    s.feed_width("mlp_hidden_size", int(s.whole.get("mlp_ratio", 4) * s.size("hidden_size")))
 
 
 def _deepseek(s: _Splitting) -> None:
@@ -168,6 +184,8 @@ def _mamba(s: _Splitting) -> None:
 def _jamba(s: _Splitting) -> None:
     s.heads()
     s.widths()
+    if s.spread:  # dense layers and experts have the same width in the file
+        s.own[EXPERT_WIDTH] = s.size("intermediate_size")
     inner = s.width("mamba_inner", s.size("mamba_expand", 2) * s.size("hidden_size"))
     s.fused[r"\.in_proj\.(weight|bias)$"] = [inner, inner]
 
@@ -185,7 +203,7 @@ def _hybrid_mamba2(s: _Splitting) -> None:
     channels = s.mamba2("mamba_n_heads", size, "mamba_n_groups", "mamba_norm_groups", state)
     s.own |= {"mamba_d_ssm": channels[1], "mamba_d_head": size}
     s.heads()
-    s.widths()
+    s.widths(of_experts=WIDTHS if s.whole.get("num_local_experts") else ())
     for name in ("input_linear", "gate_up_proj"):
         for width in ("shared_intermediate_size", "intermediate_size"):
             if s.whole.get(width):
@@ -208,14 +226,10 @@ TRANSFORMERS = (
     "gemma2",
     "gemma3",
     "gemma3_text",
-    "gpt_oss",
     "granite",
     "hunyuan_v1_dense",
     "llama",
-    "minimax",
     "mistral",
-    "mixtral",
-    "olmoe",
     "olmo2",
     "qwen2",
     "qwen2_moe",
@@ -226,6 +240,7 @@ TRANSFORMERS = (
 )
 FAMILIES: dict[str, Callable[[_Splitting], None]] = {
     **dict.fromkeys(TRANSFORMERS, _transformer),
+    **dict.fromkeys(("gpt_oss", "minimax", "mixtral", "olmoe"), _only_experts),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "falcon_h1": _hybrid_mamba2,
@@ -244,10 +259,11 @@ FAMILIES: dict[str, Callable[[_Splitting], None]] = {
 }
 
 
-def split_plan(plan: LayerPlan, ranks: int) -> LayerPlan:
-    """A rank's share of a composed model's layer."""
+def split_plan(plan: LayerPlan, ranks: int, feed_ranks: int, spread: bool) -> LayerPlan:
+    """A rank's share of a composed model's layer; arguments as of `rank_config`."""
     mixers = tuple(replace(mixer, shape=split_shape(mixer.shape, ranks)) for mixer in plan.mixers)
-    return replace(plan, mixers=mixers, feed=split_shape(plan.feed, ranks))
+    whole = spread and plan.feed.rule is not None
+    return replace(plan, mixers=mixers, feed=plan.feed if whole else split_shape(plan.feed, feed_ranks))
 
 
 @singledispatch
@@ -362,11 +378,12 @@ def layer_count(config: Config) -> int:
     raise ConfigError("The model's configuration does not say how many layers it has, so that no stages can be made.")
 
 
-def rank_config(config: Config, ranks: int) -> RankConfig:
-    """The configuration that one of `ranks` tensor ranks builds its model from."""
+def rank_config(config: Config, ranks: int, feed_ranks: int, spread: bool) -> RankConfig:
+    """The configuration that a rank builds its model from. `ranks` split its mixers, `feed_ranks` its feed-forward
+    layers. `spread`: experts are spread over ranks, which split their width themselves."""
     kind = config.get("model_type")
     if kind == "bankfull":  # its layers are split when they are planned
         return RankConfig(dict(config), _composed_parts(config, ranks))
-    splitting = _Splitting(config, ranks)
+    splitting = _Splitting(config, ranks, feed_ranks, spread)
     FAMILIES[str(kind)](splitting)
     return RankConfig(splitting.own, splitting.fused)

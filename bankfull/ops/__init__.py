@@ -26,7 +26,9 @@ from bankfull.ops.reference.collectives import (
     spread_embedding,
     spread_rms_norm,
 )
+from bankfull.ops.reference.cross import Sides, cross
 from bankfull.ops.reference.delta import delta_rule
+from bankfull.ops.reference.dispatch import ExpertSpread, combine, dispatch
 from bankfull.ops.reference.experts import (
     RoutingRule,
     add_gated,
@@ -93,6 +95,8 @@ __all__ = [
     "PagedMeta",
     "RecurrentMeta",
     "RoutingRule",
+    "Sides",
+    "ExpertSpread",
     "Unnormed",
     "absorb_queries",
     "all_reduce",
@@ -109,8 +113,11 @@ __all__ = [
     "best_output_hadamard",
     "causal_conv",
     "causal_conv_silu",
+    "combine",
+    "cross",
     "diagonal_scan",
     "delta_rule",
+    "dispatch",
     "embedding",
     "expert_mlp",
     "expert_mlp_bf16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -38,4 +39,8 @@ class RankGroup(Protocol):
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Part i of x (size, ...) goes to rank i; the parts that came here, in the order of the ranks."""
+        ...
+
+    def exchange(self, parts: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+        """Part i goes to rank i; the parts that came here, `rows` of each rank. They differ in their rows only."""
         ...

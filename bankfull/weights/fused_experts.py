@@ -7,8 +7,10 @@ Its files hold gate and up interleaved in one tensor, either dense and transpose
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
@@ -72,21 +74,30 @@ class FusedExperts:
         return SCHEME
 
     def get(self, name: str) -> QTensor:
+        return self._get(name, slice(None))
+
+    def get_experts(self, name: str, experts: Sequence[int]) -> QTensor:
+        return self._get(name, list(experts))
+
+    def _get(self, name: str, experts: slice | list[int]) -> QTensor:
         match = self._fused(name)
         if match is None:
-            return self._source.get(name)
+            found = self._source.get(name)
+            return found if isinstance(experts, slice) else found.rows(torch.tensor(experts))
         shape, which, stored = self.shape(name), match["which"], self._stored(match)
         # Rows of gate and up alternate.
         rows = slice(None) if which == "down" else slice(int(which == "up"), None, 2)
         if match["what"] == "bias":
-            return QTensor.dense(self._source.get(stored).parts["data"][:, rows].contiguous())
+            return QTensor.dense(self._source.get(stored).parts["data"][experts][:, rows].contiguous())
         if not self._is_packed(match):
-            return QTensor.dense(self._source.get(stored).parts["data"].transpose(1, 2)[:, rows].contiguous())
-        found = self._source.bytes_of(stored)
+            data = self._source.get(stored).parts["data"][experts]
+            return QTensor.dense(data.transpose(1, 2)[:, rows].contiguous())
+        blocks = self._source.bytes_of(stored)
         scales = self._source.bytes_of(f"{stored.removesuffix('_blocks')}_scales")
-        if scales.shape != found.shape[:-1]:
-            raise ModelError(f"Tensor {stored} has shape {tuple(found.shape)}, its scales {tuple(scales.shape)}.")
-        return QTensor(SCHEME, {"blocks": from_pairs(found[:, rows], scales[:, rows])}, shape)
+        if scales.shape != blocks.shape[:-1]:
+            raise ModelError(f"Tensor {stored} has shape {tuple(blocks.shape)}, its scales {tuple(scales.shape)}.")
+        packed = from_pairs(blocks[experts][:, rows], scales[experts][:, rows])
+        return QTensor(SCHEME, {"blocks": packed}, (len(packed), *shape[1:]))
 
     def unread(self) -> list[str]:
         return self._source.unread()

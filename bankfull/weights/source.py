@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from bankfull.errors import ModelError
 from bankfull.weights.hf_config import normalize_config
 from bankfull.weights.qtensor import QTensor, Scheme
 
-__all__ = ["ModelFiles", "TensorSource", "normalize_config", "open_model"]
+__all__ = ["ExpertSource", "ModelFiles", "TensorSource", "normalize_config", "open_model"]
 
 
 class TensorSource(Protocol):
@@ -34,6 +34,14 @@ class TensorSource(Protocol):
 
     def release(self) -> None:
         """Release the memory of mapped files after weights were copied; they are read again on access."""
+
+
+@runtime_checkable
+class ExpertSource(Protocol):
+    """A source that makes the tensors of experts from others, so that a view of a few reads all."""
+
+    def get_experts(self, name: str, experts: Sequence[int]) -> QTensor:
+        """These experts of a tensor; only they are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -478,8 +478,17 @@ from tests.ops import (  # noqa: E402  (last: they use what stands above)
     oracles_latent,
     oracles_linear,
     oracles_outliers,
+    oracles_ranks,
     oracles_w8a8,
 )
 
-for more in (oracles_collectives, oracles_experts, oracles_latent, oracles_linear, oracles_outliers, oracles_w8a8):
+for more in (
+    oracles_collectives,
+    oracles_experts,
+    oracles_latent,
+    oracles_linear,
+    oracles_outliers,
+    oracles_ranks,
+    oracles_w8a8,
+):
     ORACLES |= more.ORACLES

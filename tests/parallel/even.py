@@ -35,20 +35,21 @@ def _even(name: str, value: int) -> int:
 
 
 @cache
-def even_model(case: str) -> tuple[Path, Tensor]:
-    """A folder with the model, and the reference's logits of TOKENS."""
+def even_model(case: str, **changes: int) -> tuple[Path, Tensor]:
+    """A folder with the model, and the reference's logits of TOKENS. `changes`: of the configuration."""
     torch.manual_seed(11)
     first = CASES[case]()
     config = first.config.to_dict()
     for name in EVEN:
         if isinstance(config.get(name), int):
             config[name] = _even(name, config[name])
+    config |= changes
     kind = type(first.config)
     reference: Any = any_width(type(first)(kind(**config)).eval())
     with torch.no_grad():
         for parameter in reference.parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(0.2 * noise if parameter.dim() > 1 else parameter + 0.3 * noise)
-    path = Path(_folder.name) / case
+    path = Path(_folder.name) / "-".join((case, *map(str, changes.values())))
     reference.save_pretrained(path)
     return path, reference_logits(reference, TOKENS)

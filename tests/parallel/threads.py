@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,6 +22,13 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=SECONDS)
         self._given: list[Any] = [None] * size
+        self._parts: dict[tuple[int, ...], Meeting] = {}
+        self._lock = threading.Lock()
+
+    def of(self, ranks: tuple[int, ...]) -> Meeting:
+        """Where only these ranks meet."""
+        with self._lock:
+            return self._parts.setdefault(ranks, Meeting(len(ranks)))
 
     def exchange(self, index: int, x: Any) -> list[Any]:
         self._given[index] = x
@@ -32,6 +39,8 @@ class Meeting:
 
     def leave(self) -> None:
         self._barrier.abort()
+        for part in self._parts.values():
+            part.leave()
 
 
 @dataclass
@@ -60,6 +69,17 @@ class ThreadRank:
         self._count(x, 1)
         found = self.meeting.exchange(self.index, x)
         return torch.stack([part[self.index] for part in found])
+
+    def exchange(self, parts: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+        away = (part for rank, part in enumerate(parts) if rank != self.index)
+        self.sent.append(sum(part.numel() * part.element_size() for part in away))
+        found = [given[self.index] for given in self.meeting.exchange(self.index, list(parts))]
+        assert [len(part) for part in found] == list(rows), "ranks agree on what they exchange"
+        return found
+
+    def among(self, *ranks: int) -> ThreadRank:
+        """The group of these ranks, this one among them."""
+        return ThreadRank(self.meeting.of(ranks), len(ranks), ranks.index(self.index), self.sent)
 
     def _count(self, x: Tensor, passes: float) -> None:
         self.sent.append(int(passes * x.numel() * x.element_size() * (self.size - 1) / self.size))
