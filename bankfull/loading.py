@@ -190,8 +190,10 @@ def load_rank(
 def refuse_layout(run: RunConfig, state: StateConfig) -> None:
     """Refuse what a model over several ranks cannot do yet."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
-    if mesh.cp > 1 or mesh.ep > 1 or mesh.sp != "off":
-        raise ConfigError(f"The layout {mesh} cannot be run yet, only predicted; tp and pp can: parallel='tp=2,pp=2'.")
+    if mesh.cp > 1 or mesh.ffn or mesh.sp != "off":
+        raise ConfigError(
+            f"The layout {mesh} cannot be run yet, only predicted; tp, pp and ep can: parallel='tp=2,pp=2,ep=2'."
+        )
     if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
         raise ConfigError(
             f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
@@ -237,7 +239,9 @@ def assemble(
     build = plan_build(files, run, device, max_len or 0)
     if ranks is not None:
         shard = None if ranks.tensor is None else Shard(ranks.tensor)
-        build = replace(build, shard=shard, stage=ranks.stage(stages_of(files.config, run.mesh.pp)))
+        build = replace(
+            build, shard=shard, experts=ranks.experts, stage=ranks.stage(stages_of(files.config, run.mesh.pp))
+        )
     if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
@@ -296,7 +300,7 @@ def assemble(
             max_len=sizes.max_len,
             frames=sizes.frames,
             slots=sizes.slots,
-            kit=build.kit,
+            kit=build.kit if run.mesh.ep == 1 else None,  # how many tokens an expert gets is known in the step only
             step_tokens=sched.step_tokens,
             guesses=guesses,
             widths=widths,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.stage import Stage
 from bankfull.layers.staged import stage_layers
 from bankfull.mesh import MeshSpec
@@ -78,6 +79,15 @@ class ProcessGroup:
         self.wait(self.group.alltoall_base(found, x.contiguous(), [], []))
         return found
 
+    def exchange(self, parts: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+        """Part i goes to rank i; the parts that came here, which have so many `rows`."""
+        own = parts[self.index]
+        self.sent += sum(part.numel() * part.element_size() for part in parts) - own.numel() * own.element_size()
+        found = own.new_empty(sum(rows), *own.shape[1:])
+        sizes = [len(part) for part in parts]
+        self.wait(self.group.alltoall_base(found, torch.cat(list(parts)), list(rows), sizes))
+        return list(found.split(list(rows)))
+
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks."""
         found = self.all_gather(torch.tensor(numbers, dtype=torch.int64))
@@ -127,6 +137,7 @@ class Ranks:
     place: Place
     world: ProcessGroup
     tensor: ProcessGroup | None
+    experts: ExpertRanks | None = None
 
     def stage(self, layers: int) -> Stage | None:
         """This rank's stage of a model with so many layers; None if there is only one."""
@@ -158,9 +169,18 @@ def join(place: Place, host: str, port: int, device: str) -> Ranks:
         if mesh.tp > 1:
             ranks = place.tensor_ranks()
             tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
+        experts = None
+        if mesh.ep > 1:
+            at = mesh.expert_places(place.rank)
+            spread, same, width = (
+                None if len(ranks) < 2 else _group(store, f"{name}-{ranks[0]}", list(ranks), place.rank, host, device)
+                for name, ranks in (("experts", at.group), ("tokens", at.tokens), ("width", at.width))
+            )
+            assert spread is not None, "experts are spread over several ranks"
+            experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {SECONDS:g} s ({_first(error)}).") from error
-    return Ranks(place, world, tensor)
+    return Ranks(place, world, tensor, experts)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from bankfull import LLM, SamplingParams
 from bankfull.errors import ConfigError
 from bankfull.parallel.groups import RankLost
 from bankfull.parallel.leading import Followers
-from tests.tiny import speaking_folder
+from tests.tiny import folder_of, speaking_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["The river runs", "The engine", "its channel, and"]
@@ -53,6 +54,17 @@ def test_stages_of_tensor_ranks_give_the_tokens_of_one_process() -> None:
     ]
     assert len(one.prompt_logprobs or []) == len(other.prompt_logprobs or [])
     assert staged.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
+
+
+def test_experts_over_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
+    shutil.copytree(folder_of("experts"), tmp_path, dirs_exist_ok=True)
+    for file in speaking_folder().glob("token*"):
+        shutil.copy(file, tmp_path)
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10]}, {"prompt_token_ids": [40, 3, 60]}]
+    how = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, ignore_eos=True)
+    alone, spread = (LLM(str(tmp_path), dtype="float32", rows=4, parallel=mesh) for mesh in ("", "tp=2,ep=2"))
+    one, other = ([list(o.outputs[0].token_ids) for o in llm.generate(prompts, how)] for llm in (alone, spread))
+    assert one == other
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula(split: LLM) -> None:
