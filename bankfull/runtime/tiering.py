@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,9 +88,10 @@ def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, 
 def add_expected(manager: StateManager, runner: DeviceRunner, file: int, size: int) -> ExpectedState:
     """Let other engines hand state to this one, through an exchange of `size` bytes."""
     layout = manager.layout
-    pages, slots = places_of(layout, manager, size, "the exchange")
+    if size > HOST_SHARE * (free := available_memory()):
+        raise ConfigError(f"exchange={shown(size)} does not fit: {shown(free)} of memory are free; give less.")
+    pages, slots = places_of(layout, manager, size, "exchange")
     shape = ExchangeShape(identity_of(manager.facts), pages, slots, layout.frame_bytes, _slot_bytes(layout))
-    os.ftruncate(file, shape.nbytes)
     tier = LowerTier(Tier.EXCHANGE, pages, slots)
     _add_store(manager, runner, ExchangeReader(file, shape), [tier])
     return ExpectedState(manager, tier)

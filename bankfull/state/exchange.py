@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 
-from bankfull.errors import ConfigError
 from bankfull.state.disk import DamagedPlace
 
 MAGIC = b"bankfull give v1"
@@ -29,19 +28,15 @@ ALIGNED = 4096
 KINDS = ("pages", "slots")
 
 
-def open_exchange(nbytes: int) -> int:
-    """A new exchange as a file descriptor. Nobody else can open it, and it ends with the last process that has it."""
+def open_exchange() -> int:
+    """A new exchange as a file descriptor; its owner divides it. Nobody else can open it, and it ends with the last
+    process that has it."""
     try:
         file = os.memfd_create("bankfull-exchange")
     except (AttributeError, OSError):  # not on this system
         with TemporaryFile() as made:
             file = os.dup(made.fileno())
-    try:
-        os.fchmod(file, 0o600)
-        os.ftruncate(file, nbytes)
-    except OSError as error:
-        os.close(file)
-        raise ConfigError(f"An exchange of {nbytes} bytes cannot be made: {error.strerror}; give less.") from None
+    os.fchmod(file, 0o600)
     return file
 
 
@@ -76,6 +71,7 @@ class ExchangeShape:
 
     def write(self, file: int) -> None:
         """Begin the exchange anew: no place has content."""
+        os.ftruncate(file, self.nbytes)
         os.pwrite(file, bytes(self.overhead), 0)
         head = HEADER.pack(MAGIC, self.identity, self.pages, self.slots, self.page_bytes, self.slot_bytes)
         os.pwrite(file, head, 0)

@@ -102,8 +102,8 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Expect(msgspec.Struct, tag="expect"):
-    """Another engine computes this prompt, and hands its state over: answered by `RoomGranted`, once or several times. An
-    `Abort` of its number, or the request that names it, ends it."""
+    """Another engine computes this prompt, and hands its state over: answered by `RoomGranted`, once or several times.
+    An `Abort` of its number, or the request that names it, ends it."""
 
     id: int
     prompt: list[int]

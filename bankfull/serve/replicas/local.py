@@ -106,7 +106,7 @@ def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY) -> SetFact
     policy = routing_policy(routing)
 
     def make(make_link: MakeLink) -> ReplicaSet:
-        files = [open_exchange(0) for _ in range(wanted.decode)]
+        files = [open_exchange() for _ in range(wanted.decode)]
         threads = threads_of(wanted.prefill + wanted.decode)
 
         def link(own: int | None) -> Link:

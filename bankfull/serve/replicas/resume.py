@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from bankfull.errors import BankfullError
 from bankfull.fleet.meter import ReplicaMeter
@@ -151,7 +151,10 @@ class HandOver(Protocol):
         """It is not wanted any longer."""
         ...
 
-    replica: str
+    def account(self) -> dict[str, Any]:
+        """What was handed over, for a request with `explain`."""
+        ...
+
     weights: str
 
 
@@ -214,6 +217,7 @@ class ResumableStream:
         "_replicas",
         "_resumes",
         "_tokens",
+        "_transfer",
     )
 
     def __init__(self, replicas: Dispatcher, parts: SentParts, deadline: float | None) -> None:
@@ -233,6 +237,7 @@ class ResumableStream:
         self._onward: HandOver | None = None
         self._handed: RequestDone | None = None
         """The account of the replica that has computed the prompt."""
+        self._transfer: dict[str, Any] | None = None
         self._leg: Leg | None = replicas.dispatch(parts, deadline)
 
     def __aiter__(self) -> ResumableStream:
@@ -299,8 +304,8 @@ class ResumableStream:
             done.ttft = self._first - self._begun
         if (before := self._handed) is not None:  # what the next replica found was computed there
             done.queue, done.cached_tokens, done.kept = before.queue, before.cached_tokens, before.kept
-            if done.account is not None and before.account is not None:
-                done.account = {**done.account, "prefill": before.account}
+            if done.account is not None:
+                done.account = {**done.account, "prefill": before.account, "handed_over": self._transfer}
 
     def _end(self) -> None:
         self._ended = True
@@ -325,6 +330,8 @@ class ResumableStream:
     async def _go_onward(self, onward: HandOver) -> None:
         left = self._seconds_left()
         await onward.wait(math.inf if left is None else left)
+        if self._parts.explain:
+            self._transfer = onward.account()
         left = self._seconds_left()
         if left is not None and left <= 0:
             raise DeadlineExceeded(LATE)

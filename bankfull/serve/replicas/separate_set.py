@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from bankfull.errors import ModelError
 from bankfull.fleet.failures import PATIENCE
@@ -231,7 +231,7 @@ class Onward:
     def __init__(
         self, replicas: SeparateSet, leg: Leg, parts: SentParts, target: RoutedReplica, transit: Transit | None
     ) -> None:
-        self.replica, self.weights = leg.replica, leg.weights
+        self.weights = leg.weights
         self._replicas, self._parts, self._target, self._transit = replicas, parts, target, transit
         self._loop = asyncio.get_running_loop()
         self._number: int | None = replicas.next_number()
@@ -240,6 +240,9 @@ class Onward:
     async def wait(self, most: float) -> None:
         if self._transit is not None:
             await self._transit.wait(most)
+
+    def account(self) -> dict[str, Any]:
+        return {"to": self._target.name, **({} if self._transit is None else self._transit.account())}
 
     def go(self, begun: Continuation, deadline: float | None) -> Leg:
         transit, self._transit = self._transit, None

@@ -11,7 +11,7 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from bankfull.serve.engine.link import OnRoom, OnShipped
 from bankfull.serve.engine.wire import RoomGranted, Shipped
@@ -69,7 +69,8 @@ class Transit:
         """Names that have a place, and have not arrived."""
         self._waiting = 0
         self._answered = False
-        self._news = 0
+        self._pages = self._bytes = self._late = self._news = 0
+        self._waited = 0.0
         self._changed = asyncio.Event()
         self._open = True
         self.lost = False
@@ -92,11 +93,19 @@ class Transit:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, left))
             if self._news == seen:
                 break
-        self._counts.waited_seconds += time.monotonic() - begun
-        late = len(self._coming) + self._waiting
-        self._counts.late += late
-        self._counts.incomplete += bool(late)
+        self._waited = time.monotonic() - begun
+        self._counts.waited_seconds += self._waited
+        self._miss(len(self._coming) + self._waiting)
         self._source.forget_state(self._order, told=not self.complete)
+
+    def account(self) -> dict[str, Any]:
+        """What has arrived, and what it has cost."""
+        return {
+            "pages": self._pages,
+            "bytes": self._bytes,
+            "late_pages": self._late,
+            "waited_seconds": self._waited,
+        }
 
     def close(self) -> None:
         """Free both ends."""
@@ -125,17 +134,24 @@ class Transit:
 
     def _on_shipped(self, shipped: Shipped | None) -> None:
         if shipped is None:  # what has arrived stays of use
-            self._counts.late += len(self._coming) + self._waiting
-            self._counts.incomplete += bool(self._coming or self._waiting)
+            self._miss(len(self._coming) + self._waiting)
             self._coming.clear()
             self._answered, self._waiting = True, 0
         else:
             self._target.state_arrived(self.expected, shipped.names)
             self._coming.difference_update(shipped.names, shipped.failed)
+            self._pages += len(shipped.names)
+            self._bytes += shipped.nbytes
             self._counts.pages += len(shipped.names)
-            self._counts.late += len(shipped.failed)
             self._counts.nbytes += shipped.nbytes
+            self._miss(len(shipped.failed))
         self._tell()
+
+    def _miss(self, pages: int) -> None:
+        """So many will not arrive in time."""
+        self._counts.incomplete += bool(pages) and not self._late
+        self._counts.late += pages
+        self._late += pages
 
     def _tell(self) -> None:
         self._news += 1
