@@ -39,7 +39,10 @@ def _difference(name: str, facts: Facts, others: Facts, *, same_weights: bool) -
 
 def state_misfit(name: str, facts: Facts, others: Facts | None) -> str:
     """Why a replica cannot exchange state with the engines of the other pool, in one sentence; empty if it can."""
-    for what in sorted(facts.state.keys() | others.state.keys()) if others is not None else ():
+    if others is None:
+        return ""
+    # What a person has chosen comes before what follows from it.
+    for what in dict.fromkeys(("model", "dtype", "quantize", *facts.state, *others.state)):
         own, usual = facts.state.get(what, "none"), others.state.get(what, "none")
         if own != usual:
             return (

@@ -112,7 +112,7 @@ def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY) -> SetFact
         def link(own: int | None) -> Link:
             ends = ExchangeEnds(files, wanted.exchange, own)
             inherited = files if own is None else files[own : own + 1]
-            return make_link(partial(EngineProcess, files=inherited), threads, exchange=ends)
+            return make_link(open_engine=partial(EngineProcess, files=inherited), threads=threads, exchange=ends)
 
         prefill = {f"prefill-{i}": link(None) for i in range(wanted.prefill)}
         decode = {f"decode-{i}": link(i) for i in range(wanted.decode)}

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from bankfull import LLM, SamplingParams
+from bankfull.errors import ModelError
+from bankfull.fleet.routing import routing_policy
 from bankfull.outputs import Delta
 from bankfull.sample.params import StructuredOutput
 from bankfull.serve.engine.link import Link
@@ -23,6 +25,7 @@ from bankfull.serve.engine.wire import ExchangeEnds, RequestDone
 from bankfull.serve.replicas import transit
 from bankfull.serve.replicas.local import Separation, local_separate
 from bankfull.serve.replicas.separate_set import SeparateSet
+from bankfull.state.exchange import open_exchange
 from tests.serve.engine_kit import idle, until
 from tests.tiny import speaking_folder
 
@@ -342,6 +345,33 @@ def test_requests_that_find_no_room_compute_their_prompt_again(
         await made.assert_free(270)
 
     separated.run(ask)
+
+
+def test_engines_that_keep_another_dtype_are_refused_at_the_start() -> None:
+    files = [open_exchange()]
+
+    def link(dtype: str, own: int | None) -> Link:
+        opened = partial(EngineProcess, files=files)
+        options = {**OPTIONS, "dtype": dtype}
+        ends = ExchangeEnds(files, 1 << 20, own)
+        return Link(str(speaking_folder()), options, threads=1, open_engine=opened, tells_prefixes=True, exchange=ends)
+
+    async def start() -> None:
+        made = SeparateSet(
+            {"prefill-0": link("bfloat16", None)},
+            {"decode-0": link("float32", 0)},
+            routing_policy("least-loaded"),
+            exchanges=files,
+        )
+        await made.start()
+        try:
+            await asyncio.wait_for(made.wait_ready(), 120)
+        finally:
+            await made.close()
+
+    with pytest.raises(ModelError, match="activations bf16") as found:
+        asyncio.run(start())
+    assert "with float" in str(found.value) and "same model and options" in str(found.value)
 
 
 def test_closing_leaves_no_file_open() -> None:
