@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -57,6 +57,10 @@ class PlaceStore(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+Told = Callable[[int, bool, bool], None]
+"""Gets a transfer's id, whether it succeeded, and whether no other one waits."""
 
 
 class HostPlaces:
@@ -108,12 +112,12 @@ class Mover:
         if host is not None:
             self._try_copies(host)
 
-    def add_store(self, tier: Tier, store: PlaceStore, threads: int) -> None:
-        """Move transfers from and to this tier, too."""
+    def add_store(self, tier: Tier, store: PlaceStore, threads: int, told: Told | None = None) -> None:
+        """Move transfers from and to this tier, too. `told` is called on the thread that has ended one."""
         self.stores[tier], self._tasks[tier], self._queued[tier] = store, SimpleQueue(), 0
         name = f"kv-{tier.name.lower()}"
         for i in range(threads):
-            made = threading.Thread(target=self._serve_store, args=(tier,), name=f"{name}-{i}", daemon=True)
+            made = threading.Thread(target=self._serve_store, args=(tier, told), name=f"{name}-{i}", daemon=True)
             self._threads.append((tier, made))
             made.start()
 
@@ -200,7 +204,7 @@ class Mover:
 
     # -- on the threads of a store
 
-    def _serve_store(self, tier: Tier) -> None:
+    def _serve_store(self, tier: Tier, told: Told | None) -> None:
         copy, tasks, store = self._device.blocking_copy(), self._tasks[tier], self.stores[tier]
         threads = DISK_THREADS if tier == Tier.DISK else 1
         buffers = {
@@ -223,6 +227,8 @@ class Mover:
                 self._rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)
             self._ended.append((tier, transfer.id, succeeded))
             self._ring.set()
+            if told is not None:
+                told(transfer.id, succeeded, tasks.empty())
 
     def _move(self, store: PlaceStore, transfer: Transfer, buffer: Tensor, copy: CopyNow) -> None:
         file = store.files["slots" if transfer.slot else "pages"]

@@ -16,7 +16,7 @@ from bankfull.paths import cache_dir
 from bankfull.runtime.device import available_memory, usable_cores
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.memory import shown
-from bankfull.runtime.mover import HostPlaces, Mover
+from bankfull.runtime.mover import HostPlaces, Mover, Told
 from bankfull.state.disk import DiskStore, identity_of, make_room
 from bankfull.state.exchange import ExchangeReader, ExchangeShape, ExchangeWriter
 from bankfull.state.expected import ExpectedState
@@ -99,20 +99,26 @@ def add_expected(manager: StateManager, runner: DeviceRunner, file: int, size: i
 
 def add_shipping(manager: StateManager, runner: DeviceRunner, files: Sequence[int]) -> Shipping:
     """Let this engine hand state to others, through their exchanges."""
-    tiers = _add_store(manager, runner, ExchangeWriter(files, identity_of(manager.facts)), [])
-    tiers.shipping = Shipping(tiers, manager.moves)
-    return tiers.shipping
+    shipping = Shipping(manager.moves)
+    writer = ExchangeWriter(files, identity_of(manager.facts))
+    shipping.tiers = tiers = _add_store(manager, runner, writer, [], shipping.stored)
+    tiers.shipping = shipping
+    return shipping
 
 
 def _add_store(
-    manager: StateManager, runner: DeviceRunner, store: ExchangeReader | ExchangeWriter, lower: list[LowerTier]
+    manager: StateManager,
+    runner: DeviceRunner,
+    store: ExchangeReader | ExchangeWriter,
+    lower: list[LowerTier],
+    told: Told | None = None,
 ) -> Tiers:
     """An end of an exchange beside the tiers that there are."""
     before = manager.tiers
     rates = TransferRates() if before is None else before.rates
     if runner.mover is None:
         runner.mover = Mover(runner.storage, runner.device, rates)
-    runner.mover.add_store(Tier.EXCHANGE, store, EXCHANGE_THREADS)
+    runner.mover.add_store(Tier.EXCHANGE, store, EXCHANGE_THREADS, told)
     made = _tiers(manager, [*lower, *(() if before is None else before.lower)], rates)
     made.erase = None if before is None else before.erase
     manager.tiers = made
@@ -121,8 +127,8 @@ def _add_store(
 
 def _tiers(manager: StateManager, lower: list[LowerTier], rates: TransferRates) -> Tiers:
     layout = manager.layout
-    sizes = {"page_bytes": layout.frame_bytes, "slot_bytes": _slot_bytes(layout)}
-    return Tiers(manager.pages, manager.slots, lower, manager.moves, **sizes, rates=rates)
+    pools, nbytes = (manager.pages, manager.slots), (layout.frame_bytes, _slot_bytes(layout))
+    return Tiers(*pools, lower, manager.moves, page_bytes=nbytes[0], slot_bytes=nbytes[1], rates=rates)
 
 
 def _slot_bytes(layout: Layout) -> int:

@@ -8,13 +8,17 @@ that is dropped leaves nothing behind. What is evicted before its turn is never 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from bankfull.state.journal import SLOT
 from bankfull.state.moves import Moves
 from bankfull.state.tiers import IN_FLIGHT_BYTES, Key, Tiers, name_in
 from bankfull.types import Tier, TierAddress
+
+TOGETHER = 16
+"""Copies whose end is told together."""
 
 
 class ShippedKey(NamedTuple):
@@ -25,12 +29,20 @@ class ShippedKey(NamedTuple):
 
 
 class Shipping:
-    def __init__(self, tiers: Tiers, moves: Moves) -> None:
-        self._tiers, self._moves = tiers, moves
+    """`stored` and `take` may be called on any thread, all else on the engine's."""
+
+    def __init__(self, moves: Moves) -> None:
+        self.tiers: Tiers
+        """Those of the engine; set before anything is shipped."""
+        self.on_stored: Callable[[], None] | None = None
+        """Called on the thread that has copied, when there is something to take. The engine itself learns of it only
+        after its step, which may be long."""
+        self._moves = moves
         self._orders: dict[int, dict[int | str, deque[tuple[Key, int]]]] = {}
         """By order and page group: keys in the order of their tokens, and their addresses. A key behind one that is not
         on the device yet is not there either, so only the first of each line is looked up."""
-        self._ended: list[ShippedKey] = []
+        self._under_way: dict[int, ShippedKey] = {}
+        self._ended: deque[ShippedKey] = deque()
         self._writing = 0
         """Bytes under way."""
 
@@ -61,7 +73,7 @@ class Shipping:
             for group, line in list(lines.items()):
                 while line and (place := self._found(line[0][0])) is not None:
                     key, address = line[0]
-                    nbytes = self._tiers.bytes_of(key)
+                    nbytes = self.tiers.bytes_of(key)
                     if self._writing and self._writing + nbytes > IN_FLIGHT_BYTES:
                         return
                     line.popleft()
@@ -72,22 +84,32 @@ class Shipping:
                 del self._orders[order]
 
     def _found(self, key: Key) -> int | None:
-        return self._tiers.device_pool(key).find(key)
+        return self.tiers.device_pool(key).find(key)
 
     def _start(self, order: int, key: Key, place: int, address: int, nbytes: int) -> None:
-        pool = self._tiers.device_pool(key)
+        pool = self.tiers.device_pool(key)
         pool.share(place)
         self._writing += nbytes
 
         def ended(succeeded: bool) -> None:
             self._writing -= nbytes
             pool.drop(place, -1)
-            self._ended.append(ShippedKey(order, key, nbytes if succeeded else 0))
 
         src, dst = TierAddress(Tier.DEVICE, place), TierAddress(Tier.EXCHANGE, address)
-        self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name_in(Tier.EXCHANGE, key))
+        started = self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name_in(Tier.EXCHANGE, key))
+        self._under_way[started.id] = ShippedKey(order, key, nbytes)
+
+    def stored(self, transfer: int, succeeded: bool, last: bool) -> None:
+        """A copy has ended; `last`: no other one waits."""
+        one = self._under_way.pop(transfer)
+        self._ended.append(one if succeeded else one._replace(nbytes=0))
+        if self.on_stored is not None and (last or len(self._ended) >= TOGETHER):
+            self.on_stored()
 
     def take(self) -> list[ShippedKey]:
         """Copies that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
+        taken: list[ShippedKey] = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._ended.popleft())
+        return taken

@@ -1,5 +1,5 @@
 """An engine's end of the exchange between engines that compute prompts and engines that decode: it answers what the
-front asks. All of it runs on the loop's thread.
+front asks. All but the reports of copies runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ExchangeEnd:
         """Requests that wait for a row, and their expectations."""
         if ends.own is None:
             self._shipping = add_shipping(state, engine.runner, ends.files)
+            self._shipping.on_stored = self._report
         else:
             self._expectations = add_expected(state, engine.runner, ends.files[ends.own], ends.nbytes)
             engine.on_launch.append(self._entered)
@@ -52,10 +53,9 @@ class ExchangeEnd:
             places = ((key_from_disk(name), self._address_of(wanted.exchange, at)) for name, at in wanted.places)
             self._shipping.add(wanted.id, places)
 
-    def report(self) -> None:
-        """Tell what was copied since the last turn."""
-        if self._shipping is None:
-            return
+    def _report(self) -> None:
+        """Tell what was copied; on the thread that has copied it."""
+        assert self._shipping is not None
         answers: dict[int, Shipped] = {}
         for order, key, nbytes in self._shipping.take():
             answer = answers.setdefault(order, Shipped(order, [], 0))

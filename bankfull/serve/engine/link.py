@@ -328,10 +328,12 @@ class Link(EngineKeeper):
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(error)
-        watching = [*self._rooms.values(), *self._shipments.values()]
-        self._rooms, self._shipments = {}, {}
-        for tell in watching:
-            tell(None)
+        rooms, self._rooms = self._rooms, {}
+        shipments, self._shipments = self._shipments, {}
+        for on_room in rooms.values():
+            on_room(None)
+        for on_shipped in shipments.values():
+            on_shipped(None)
 
     def _notify(self) -> None:
         self._changed.set()

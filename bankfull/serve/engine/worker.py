@@ -208,8 +208,8 @@ class Worker:
                     if (left := self._coming.pop(request, None)) is not None:
                         self._desk.drop(left)
                 self._loop.post(lambda: self._abort(message.ids))
-            case Expect() | Ship() | Arrived():
-                self._loop.post(lambda: self._exchanged(message))
+            case Expect() | Ship() | Arrived():  # at once, on the loop's thread: a `Submit` that follows needs it
+                self._exchanged(message)
             case ResetCache():
                 self._loop.post(lambda: self._reset(message.id))
             case ShowPages():
@@ -337,8 +337,6 @@ class Worker:
         done = [self._done(request) for request in ended if self._front.pending[request].result.finished]
         if self._handing:
             done += self._hand_over(deltas)
-        if self._exchange is not None:
-            self._exchange.report()
         load = self._gauge.load()
         told = (load.running, load.waiting, load.waiting_tokens, load.pages_used, load.steps)
         prefixes = None if self._prefixes is None else self._prefixes.report(idle=not self._front.engine.busy)
@@ -367,8 +365,8 @@ class Worker:
         """Requests whose samples all have a token leave the engine, before the next step."""
         left = []
         for delta in deltas:
-            lacking = self._handing.get(delta.request_id) if delta.token_ids else None
-            if lacking is not None:
+            lacking = self._handing.get(delta.request_id)
+            if lacking is not None and (delta.token_ids or delta.finish_reason is not None):
                 lacking.discard(delta.index)
                 if not lacking:
                     self._front.abort(delta.request_id)

@@ -82,22 +82,23 @@ class Separation:
             if name in given:
                 raise ConfigError(f"--separate names {name} twice; give it once.")
             given[name] = value
-        counts = []
-        for name in ("prefill", "decode"):
-            value = given.get(name)
-            if value is None:
-                raise ConfigError(
-                    f"--separate {text!r} has no engine for {name}: it needs at least one of each kind, as in "
-                    "prefill=1,decode=2; one engine alone needs no --separate."
-                )
-            if not value.isdecimal() or not int(value):
-                raise ConfigError(f"--separate {name}={value} is no number of engines; give 1 or more.")
-            counts.append(int(value))
-        if sum(counts) > MOST_LOCAL:
-            raise ConfigError(f"--separate {text!r} asks for {sum(counts)} engines; give at most {MOST_LOCAL} in all.")
+        prefill, decode = (cls._count(text, name, given.get(name)) for name in ("prefill", "decode"))
+        if prefill + decode > MOST_LOCAL:
+            raise ConfigError(f"--separate {text!r} asks for {prefill + decode} engines; give at most {MOST_LOCAL}.")
         size = parse_bytes("exchange", given.get("exchange", EXCHANGE))
         assert size is not None, "there is a default"
-        return cls(*counts, size)
+        return cls(prefill, decode, size)
+
+    @staticmethod
+    def _count(text: str, name: str, value: str | None) -> int:
+        if value is None:
+            raise ConfigError(
+                f"--separate {text!r} has no engine for {name}: it needs at least one of each kind, as in "
+                "prefill=1,decode=2; one engine alone needs no --separate."
+            )
+        if not value.isdecimal() or not int(value):
+            raise ConfigError(f"--separate {name}={value} is no number of engines; give 1 or more.")
+        return int(value)
 
 
 def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY) -> SetFactory:

@@ -61,11 +61,6 @@ class SeparateSet(ReplicaSet):
 
     # -- requests
 
-    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
-        super().expect(samples, priority, tenant)
-        with suppress(Unavailable):  # then the decoding engines compute prompts, too
-            self.prefill.expect(samples, priority, tenant)
-
     def dispatch(
         self,
         parts: SentParts,
@@ -154,8 +149,8 @@ class SeparateSet(ReplicaSet):
         if len(loads) < 2:
             return loads[0] if loads else None
         sums = {name: sum(getattr(load, name) for load in loads) for name in (*GAUGES, *COUNTERS)}
-        drafts = {name: added_up([getattr(load, name) for load in loads]) for name in DRAFTS}
-        return Load(**sums, **drafts)
+        drafted, accepted = (added_up([getattr(load, name) for load in loads]) for name in DRAFTS)
+        return Load(**sums, drafted=drafted, accepted=accepted)
 
     @property
     def restarts(self) -> int:

@@ -17,7 +17,7 @@ from bankfull.serve.engine.link import OnRoom, OnShipped
 from bankfull.serve.engine.wire import RoomGranted, Shipped
 from bankfull.serve.replicas.resume import SentParts
 
-QUIET_SECONDS = 1.0
+QUIET_SECONDS = 2.0
 """A request whose prompt is computed waits while state arrives, and so long for the next piece of it."""
 LONGEST_SECONDS = 10.0
 """And so long for all of it."""
