@@ -229,7 +229,7 @@ class Link(EngineKeeper):
         of the expectation whose state it uses."""
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
-        most = 0 if pool is not None else params.max_tokens
+        most = 0 if pool is not None else 1 if hands_over else params.max_tokens
         ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant, admitted=begun is not None)
         submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
         if begun is not None:

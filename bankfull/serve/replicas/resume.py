@@ -244,7 +244,7 @@ class ResumableStream:
         return self
 
     async def __anext__(self) -> list[Delta | RequestDone]:
-        while (leg := await self._on_the_way()) is not None:
+        while (leg := self._leg if self._onward is None else await self._handed_on(self._onward)) is not None:
             try:
                 items = await leg.steps.__anext__()
             except (EngineDied, Unavailable, Busy) as error:
@@ -316,15 +316,14 @@ class ResumableStream:
 
     # -- from the replica that computes the prompt to the one that decodes
 
-    async def _on_the_way(self) -> Leg | None:
-        """The leg that runs; a request that was handed over goes on first."""
-        if (onward := self._onward) is not None:
-            try:
-                await self._go_onward(onward)
-            except BaseException:
-                self._end()
-                raise
-            self._close_onward()
+    async def _handed_on(self, onward: HandOver) -> Leg | None:
+        """The leg on which a request that was handed over goes on."""
+        try:
+            await self._go_onward(onward)
+        except BaseException:
+            self._end()
+            raise
+        self._close_onward()
         return self._leg
 
     async def _go_onward(self, onward: HandOver) -> None:

@@ -72,7 +72,7 @@ class Transit:
         self._pages = self._bytes = self._late = self._news = 0
         self._waited = 0.0
         self._changed = asyncio.Event()
-        self._open = True
+        self._open = self._ships = True
         self.lost = False
         """Whether the target's engine has ended: nothing that has arrived is of use."""
         self.expected = target.expect_state(parts.prompt, parts.salt, self._on_room)
@@ -96,7 +96,7 @@ class Transit:
         self._waited = time.monotonic() - begun
         self._counts.waited_seconds += self._waited
         self._miss(len(self._coming) + self._waiting)
-        self._source.forget_state(self._order, told=not self.complete)
+        self._stop_shipping(told=not self.complete)
 
     def account(self) -> dict[str, Any]:
         """What has arrived, and what it has cost."""
@@ -111,14 +111,14 @@ class Transit:
         """Free both ends."""
         if self._open:
             self._open = False
-            self._source.forget_state(self._order)
+            self._stop_shipping()
             self._target.forget_state(self.expected)
             self._tell()
 
     def taken(self) -> None:
         """The target runs the request, and has released its end itself."""
         self._open = False
-        self._source.forget_state(self._order)
+        self._stop_shipping()
         self._target.forget_state(self.expected, told=False)
 
     def _on_room(self, room: RoomGranted | None) -> None:
@@ -127,7 +127,7 @@ class Transit:
             self.close()
             return
         self._answered, self._waiting = True, room.waiting
-        if room.places:
+        if room.places and self._ships:
             self._coming.update(name for name, _ in room.places)
             self._source.ship_more(self._order, self._exchange, room.places)
         self._tell()
@@ -146,6 +146,12 @@ class Transit:
             self._counts.nbytes += shipped.nbytes
             self._miss(len(shipped.failed))
         self._tell()
+
+    def _stop_shipping(self, told: bool = True) -> None:
+        """What gets a place from now on is not copied any more."""
+        if self._ships:
+            self._ships = False
+            self._source.forget_state(self._order, told=told)
 
     def _miss(self, pages: int) -> None:
         """So many will not arrive in time."""

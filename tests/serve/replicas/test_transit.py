@@ -115,6 +115,20 @@ def test_who_gets_nothing_for_a_while_goes_on_without(granted: bool, monkeypatch
     assert way.source.forgotten == [(3, True)], "the source stops copying"
 
 
+def test_room_that_comes_too_late_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
+
+    async def go(way: Way) -> None:
+        way.room(waiting=3)
+        await way.transit.wait()
+        way.room(*NAMES)
+        way.transit.taken()
+
+    way = run(go)
+    assert not way.source.orders, "nobody would end that order"
+    assert way.source.forgotten == [(3, True)] and way.target.forgotten == [(7, False)]
+
+
 def test_an_engine_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
     run(lambda way: way.transit.wait())
@@ -182,8 +196,7 @@ def test_closing_frees_both_ends_once() -> None:
         await way.transit.wait()
 
     way = run(go)
-    assert way.target.forgotten == [(7, True)]
-    assert (3, True) in way.source.forgotten
+    assert way.target.forgotten == [(7, True)] and way.source.forgotten == [(3, True)]
 
 
 def test_a_target_without_an_engine_raises_and_leaves_nothing() -> None:
