@@ -117,7 +117,9 @@ class Mover:
         self.stores[tier], self._tasks[tier], self._queued[tier] = store, SimpleQueue(), 0
         name = f"kv-{tier.name.lower()}"
         for i in range(threads):
-            made = threading.Thread(target=self._serve_store, args=(tier, told), name=f"{name}-{i}", daemon=True)
+            made = threading.Thread(
+                target=self._serve_store, args=(tier, threads, told), name=f"{name}-{i}", daemon=True
+            )
             self._threads.append((tier, made))
             made.start()
 
@@ -204,9 +206,8 @@ class Mover:
 
     # -- on the threads of a store
 
-    def _serve_store(self, tier: Tier, told: Told | None) -> None:
+    def _serve_store(self, tier: Tier, threads: int, told: Told | None) -> None:
         copy, tasks, store = self._device.blocking_copy(), self._tasks[tier], self.stores[tier]
-        threads = DISK_THREADS if tier == Tier.DISK else 1
         buffers = {
             slot: self._device.host_memory((size,), torch.uint8)
             for slot, size in ((False, self._storage.layout.frame_bytes), (True, self._slot_bytes()))

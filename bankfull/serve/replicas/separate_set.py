@@ -88,7 +88,7 @@ class SeparateSet(ReplicaSet):
             return None
         keys = PromptKeys(parts.prompt, parts.salt, facts.page_tokens)
         cached = self._index.cached_tokens(keys)
-        target = self._target(parts, cached)
+        target = self._target(parts, cached, admitted=begun is not None)
         if target is None or len(parts.prompt) - cached.at(target.slot) <= border_of(facts):
             return None  # what is left is less than a page
         try:
@@ -101,12 +101,14 @@ class SeparateSet(ReplicaSet):
             transit = Transit(*links, self._numbers_of[target.name], parts, self.counts)
         return PromptLeg(self, leg, parts, target, transit)
 
-    def _target(self, parts: SentParts, cached: CachedTokens) -> RoutedReplica | None:
-        """The engine that will decode it. Raises Busy if none has room."""
+    def _target(self, parts: SentParts, cached: CachedTokens, admitted: bool) -> RoutedReplica | None:
+        """The engine that will decode it. Raises Busy if none has room and it was not admitted before."""
         choices = list(self._ready[0])
         batch, refusals = parts.priority >= BATCH_PRIORITY, list[Busy | Unavailable]()
         while choices:
             replica = choices.pop(self._best(choices, len(parts.prompt), batch, cached))
+            if admitted:
+                return replica
             try:
                 replica.link.expect(parts.params.n, parts.priority, parts.tenant)
                 return replica
