@@ -102,7 +102,9 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     """Pinned host memory beside a device with memory of its own."""
-    DISK = 2
+    EXCHANGE = 2
+    """Shared memory into which another engine copies what it has computed for this one."""
+    DISK = 3
 
 
 class TierAddress(NamedTuple):
@@ -124,7 +126,7 @@ class Transfer:
     slot: bool = False
     """Whether it copies a recurrent slot instead of a page."""
     key: bytes = b""
-    """Name of the content on the disk."""
+    """Name of the content on the disk and in the exchange."""
 
     @property
     def in_step(self) -> bool:

@@ -1,4 +1,4 @@
-"""Options of `bankfull serve` for several replicas on a Ray cluster."""
+"""Options of `bankfull serve` for several engines: replicas on a Ray cluster, or prefill and decode apart."""
 
 from __future__ import annotations
 
@@ -25,11 +25,20 @@ class ReplicaOptions:
             show_default="one engine, without Ray",
         ),
     ] = None
+    separate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="prefill=N,decode=M",
+            help="Engine processes of this machine that compute prompts, and others that decode; exchange=1GiB bounds "
+            "the shared memory between them.",
+            show_default="every engine does both",
+        ),
+    ] = None
     routing: Annotated[
         str,
         typer.Option(
-            help="With --replicas, how one is chosen: prefix (cached prefix and load), completion (earliest end under "
-            "--policy), round-robin, least-loaded or random-two."
+            help="With several engines, how one is chosen: prefix (cached prefix and load), completion (earliest end "
+            "under --policy), round-robin, least-loaded or random-two."
         ),
     ] = "prefix"
     ray: Annotated[
@@ -53,6 +62,8 @@ class ReplicaOptions:
     ) -> SetFactory | None:
         """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `take_over`: on a shared Ray
         cluster the old server has most of the resources until it ends."""
+        if self.separate is not None:
+            return self._separate(self.separate)
         if self.replicas is None:
             others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
             for name, value in others.items():
@@ -83,3 +94,18 @@ class ReplicaOptions:
         )
         installed_version()
         return cluster_replicas(options)
+
+    def _separate(self, wanted: str) -> SetFactory:
+        from bankfull.serve.replicas.local import Separation, local_separate
+
+        for name, value in (
+            ("--replicas", self.replicas),
+            ("--ray", self.ray),
+            ("--replica-cpus", self.replica_cpus),
+            ("--replica-gpus", self.replica_gpus),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"--separate runs engine processes on this machine, without Ray: leave {name} out, or --separate."
+                )
+        return local_separate(Separation.parse(wanted), self.routing)

@@ -36,6 +36,9 @@ class Facts(msgspec.Struct):
     weights: str = ""
     """Fingerprint of the weights (`weights.fingerprint`): a request that has tokens of some weights must not continue
     with others. Empty without replicas."""
+    state: dict[str, str] = {}
+    """What the numbers in its K/V pages depend on: engines that differ in it cannot hand pages to each other. Empty
+    without separation."""
 
 
 class TierLoad(msgspec.Struct, array_like=True):

@@ -1,8 +1,8 @@
-"""Copies pages and slots between the device, host memory and the disk, beside the steps.
+"""Copies pages and slots between the device, host memory, exchanges and the disk, beside the steps.
 
 The engine's thread starts transfers and collects their ends; it never waits for them while there is work. Copies to and
-from the host are enqueued on streams of their own (`Device.copier`). The disk is read and written by threads, through a
-buffer of one place each, which may block for as long as the disk does.
+from the host are enqueued on streams of their own (`Device.copier`). A store (the disk, an exchange) is read and
+written by threads of its own, through a buffer of one place each, which may block for as long as the store does.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.runtime.device import Copying, CopyNow, Device, usable_cores
-from bankfull.state.disk import DamagedPlace, DiskStore
+from bankfull.state.disk import DamagedPlace
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
 from bankfull.state.tiers import TransferRates
@@ -37,6 +38,29 @@ TOGETHER = 16
 TRIAL_BYTES = 64 << 20
 """Copied once in each direction at the start, to measure the rate."""
 COMPLAINTS_SECONDS = 60.0
+
+
+class StoredPlaces(Protocol):
+    """Places of one kind that threads read and write; both methods raise OSError or DamagedPlace."""
+
+    def read(self, place: int, key: bytes, into: memoryview) -> None: ...
+
+    def write(self, place: int, key: bytes, content: memoryview) -> None: ...
+
+
+class PlaceStore(Protocol):
+    """`state.disk.DiskStore`, or an end of an exchange."""
+
+    @property
+    def files(self) -> Mapping[str, StoredPlaces]:
+        """By "pages" and "slots"."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Told = Callable[[int, bool, bool], None]
+"""Gets a transfer's id, whether it succeeded, and whether no other one waits."""
 
 
 class HostPlaces:
@@ -70,32 +94,41 @@ class Mover:
         device: Device,
         rates: TransferRates,
         host: HostPlaces | None = None,
-        disk: DiskStore | None = None,
+        disk: PlaceStore | None = None,
     ) -> None:
-        self._storage, self._device, self._rates, self._host, self._disk = storage, device, rates, host, disk
+        self._storage, self._device, self._rates, self._host = storage, device, rates, host
+        self.stores: dict[Tier, PlaceStore] = {}
         self._copier = device.copier()
         self._copying: deque[tuple[list[Transfer], Copying]] = deque()
-        self._tasks: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._queued = 0
+        self._tasks: dict[Tier, SimpleQueue[Transfer | None]] = {}
+        self._queued: dict[Tier, int] = {}
         """Transfers that the threads have not ended."""
-        self._ended: deque[tuple[int, bool]] = deque()
+        self._ended: deque[tuple[Tier, int, bool]] = deque()
         self._ring = threading.Event()
         self._complained = -COMPLAINTS_SECONDS
-        self._threads = [
-            threading.Thread(target=self._serve_disk, name=f"kv-disk-{i}", daemon=True)
-            for i in range(DISK_THREADS if disk is not None else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[tuple[Tier, threading.Thread]] = []
+        if disk is not None:
+            self.add_store(Tier.DISK, disk, DISK_THREADS)
         if host is not None:
             self._try_copies(host)
+
+    def add_store(self, tier: Tier, store: PlaceStore, threads: int, told: Told | None = None) -> None:
+        """Move transfers from and to this tier, too. `told` is called on the thread that has ended one."""
+        self.stores[tier], self._tasks[tier], self._queued[tier] = store, SimpleQueue(), 0
+        name = f"kv-{tier.name.lower()}"
+        for i in range(threads):
+            made = threading.Thread(
+                target=self._serve_store, args=(tier, threads, told), name=f"{name}-{i}", daemon=True
+            )
+            self._threads.append((tier, made))
+            made.start()
 
     def start(self, transfers: Iterable[Transfer]) -> None:
         between: dict[bool, list[Transfer]] = {True: [], False: []}
         for transfer in transfers:
-            if Tier.DISK in (transfer.src.tier, transfer.dst.tier):
-                self._queued += 1
-                self._tasks.put(transfer)
+            if (tier := max(transfer.src.tier, transfer.dst.tier)) in self._tasks:
+                self._queued[tier] += 1
+                self._tasks[tier].put(transfer)
             else:
                 between[transfer.src.tier == Tier.DEVICE].append(transfer)
         for down, line in between.items():
@@ -118,8 +151,8 @@ class Mover:
                 left.append((own, copying))
         self._copying = left
         while self._ended:
-            number, succeeded = self._ended.popleft()
-            self._queued -= 1
+            tier, number, succeeded = self._ended.popleft()
+            self._queued[tier] -= 1
             (completed if succeeded else failed).append(number)
         return completed, failed
 
@@ -129,7 +162,7 @@ class Mover:
             return
         if self._copying:
             self._copying[0][1].wait(seconds)
-        elif self._queued:
+        elif any(self._queued.values()):
             self._ring.wait(seconds)
             self._ring.clear()
 
@@ -137,14 +170,13 @@ class Mover:
         """Wait for the transfers that are under way, and end the threads."""
         for _, copying in self._copying:
             copying.wait(None)
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
+        for tier, _ in self._threads:
+            self._tasks[tier].put(None)
+        for _, thread in self._threads:
             thread.join()
         self._threads = []
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
+        while self.stores:
+            self.stores.popitem()[1].close()
 
     def _tensors(self, transfer: Transfer) -> tuple[list[Tensor], list[Tensor]]:
         """The targets and the sources."""
@@ -172,35 +204,36 @@ class Mover:
             tiers = (Tier.DEVICE, Tier.HOST) if down else (Tier.HOST, Tier.DEVICE)
             self._rates.observe(*tiers, count * self._storage.layout.frame_bytes, copying.seconds())
 
-    # -- on the threads of the disk
+    # -- on the threads of a store
 
-    def _serve_disk(self) -> None:
-        copy = self._device.blocking_copy()
+    def _serve_store(self, tier: Tier, threads: int, told: Told | None) -> None:
+        copy, tasks, store = self._device.blocking_copy(), self._tasks[tier], self.stores[tier]
         buffers = {
             slot: self._device.host_memory((size,), torch.uint8)
             for slot, size in ((False, self._storage.layout.frame_bytes), (True, self._slot_bytes()))
         }
-        while (transfer := self._tasks.get()) is not None:
+        while (transfer := tasks.get()) is not None:
             begun, succeeded = time.monotonic(), True
             try:
-                self._move(transfer, buffers[transfer.slot], copy)
+                self._move(store, transfer, buffers[transfer.slot], copy)
             except (OSError, DamagedPlace) as error:
                 succeeded = False
-                self._complain(error)
+                self._complain(tier, error)
             except Exception:
                 succeeded = False
-                log.exception("a transfer to or from the disk failed")
+                log.exception("a transfer to or from the %s failed", tier.name.lower())
             else:
-                together = min(DISK_THREADS, self._queued) or 1
+                together = min(threads, self._queued[tier]) or 1
                 seconds = (time.monotonic() - begun) / together
                 self._rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)
-            self._ended.append((transfer.id, succeeded))
+            self._ended.append((tier, transfer.id, succeeded))
             self._ring.set()
+            if told is not None:
+                told(transfer.id, succeeded, tasks.empty())
 
-    def _move(self, transfer: Transfer, buffer: Tensor, copy: CopyNow) -> None:
-        assert self._disk is not None
-        file = self._disk.files["slots" if transfer.slot else "pages"]
-        reads = transfer.src.tier == Tier.DISK
+    def _move(self, store: PlaceStore, transfer: Transfer, buffer: Tensor, copy: CopyNow) -> None:
+        file = store.files["slots" if transfer.slot else "pages"]
+        reads = transfer.dst.tier == Tier.DEVICE
         other = self._place(transfer.dst if reads else transfer.src, transfer.slot)
         # A page in host memory is one run of bytes, which needs no buffer.
         direct = not transfer.slot and other[0].device.type == "cpu"
@@ -219,13 +252,13 @@ class Mover:
         recurrent = self._storage.layout.recurrent
         return 0 if recurrent is None else recurrent.slot_bytes
 
-    def _complain(self, error: Exception) -> None:
+    def _complain(self, tier: Tier, error: Exception) -> None:
         """At most once a minute: a full disk would fail thousands of times."""
         now = time.monotonic()
         if now - self._complained >= COMPLAINTS_SECONDS:
             self._complained = now
             why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-            log.warning("the disk tier: %s; what is lost is computed again.", why)
+            log.warning("the %s tier: %s; what is lost is computed again.", tier.name.lower(), why)
 
 
 def _parts(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:

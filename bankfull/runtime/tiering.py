@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from bankfull.config import RunConfig, StateConfig, parse_bytes
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
 from bankfull.paths import cache_dir
-from bankfull.runtime.device import available_memory
+from bankfull.runtime.device import available_memory, usable_cores
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.memory import shown
-from bankfull.runtime.mover import HostPlaces, Mover
+from bankfull.runtime.mover import HostPlaces, Mover, Told
 from bankfull.state.disk import DiskStore, identity_of, make_room
+from bankfull.state.exchange import ExchangeReader, ExchangeShape, ExchangeWriter
+from bankfull.state.expected import ExpectedState
 from bankfull.state.manager import StateManager
+from bankfull.state.shipping import Shipping
 from bankfull.state.spec import Layout
 from bankfull.state.tiers import LowerTier, Tiers, TransferRates, key_from_disk
 from bankfull.types import Tier
@@ -28,6 +32,8 @@ log = logging.getLogger("bankfull")
 
 HOST_SHARE = 0.9
 """Largest fraction of the free memory that the host tier may take."""
+EXCHANGE_THREADS = max(1, min(4, usable_cores() // 8))
+"""Threads that copy from or to exchanges; on a small machine they share the cores with the model."""
 
 
 def disk_root(directory: str) -> Path:
@@ -53,6 +59,7 @@ def state_facts(files: ModelFiles, build: Build, run: RunConfig) -> dict[str, An
 
 def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, about: dict[str, Any]) -> None:
     """Give the engine the tiers that `config` asks for. `about`: what the content of the state depends on."""
+    manager.facts = {**about, "version": bankfull.__version__, "layout": layout_facts(manager.layout)}
     if config.kv_host is None and config.kv_disk is None:
         return
     layout, device = manager.layout, runner.device
@@ -74,16 +81,58 @@ def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, 
         lower.append(tier)
     rates = TransferRates()
     runner.mover = Mover(runner.storage, device, rates, host, store)
-    manager.tiers = Tiers(
-        manager.pages,
-        manager.slots,
-        lower,
-        manager.moves,
-        page_bytes=layout.frame_bytes,
-        slot_bytes=layout.recurrent.slot_bytes if layout.recurrent else 0,
-        rates=rates,
-    )
+    manager.tiers = _tiers(manager, lower, rates)
     manager.tiers.erase = None if store is None else store.erase
+
+
+def add_expected(manager: StateManager, runner: DeviceRunner, file: int, size: int) -> ExpectedState:
+    """Let other engines hand state to this one, through an exchange of `size` bytes."""
+    layout = manager.layout
+    if size > HOST_SHARE * (free := available_memory()):
+        raise ConfigError(f"exchange={shown(size)} does not fit: {shown(free)} of memory are free; give less.")
+    pages, slots = places_of(layout, manager, size, "exchange")
+    shape = ExchangeShape(identity_of(manager.facts), pages, slots, layout.frame_bytes, _slot_bytes(layout))
+    tier = LowerTier(Tier.EXCHANGE, pages, slots)
+    _add_store(manager, runner, ExchangeReader(file, shape), [tier])
+    return ExpectedState(manager, tier)
+
+
+def add_shipping(manager: StateManager, runner: DeviceRunner, files: Sequence[int]) -> Shipping:
+    """Let this engine hand state to others, through their exchanges."""
+    shipping = Shipping(manager.moves)
+    writer = ExchangeWriter(files, identity_of(manager.facts))
+    shipping.tiers = tiers = _add_store(manager, runner, writer, [], shipping.stored)
+    tiers.shipping = shipping
+    return shipping
+
+
+def _add_store(
+    manager: StateManager,
+    runner: DeviceRunner,
+    store: ExchangeReader | ExchangeWriter,
+    lower: list[LowerTier],
+    told: Told | None = None,
+) -> Tiers:
+    """An end of an exchange beside the tiers that there are."""
+    before = manager.tiers
+    rates = TransferRates() if before is None else before.rates
+    if runner.mover is None:
+        runner.mover = Mover(runner.storage, runner.device, rates)
+    runner.mover.add_store(Tier.EXCHANGE, store, EXCHANGE_THREADS, told)
+    made = _tiers(manager, [*lower, *(() if before is None else before.lower)], rates)
+    made.erase = None if before is None else before.erase
+    manager.tiers = made
+    return made
+
+
+def _tiers(manager: StateManager, lower: list[LowerTier], rates: TransferRates) -> Tiers:
+    layout = manager.layout
+    pools, nbytes = (manager.pages, manager.slots), (layout.frame_bytes, _slot_bytes(layout))
+    return Tiers(*pools, lower, manager.moves, page_bytes=nbytes[0], slot_bytes=nbytes[1], rates=rates)
+
+
+def _slot_bytes(layout: Layout) -> int:
+    return layout.recurrent.slot_bytes if layout.recurrent else 0
 
 
 def _disk(
@@ -91,13 +140,12 @@ def _disk(
 ) -> tuple[DiskStore, LowerTier]:
     layout, root = manager.layout, disk_root(directory)
     pages, slots = places_of(layout, manager, size, "kv_disk")
-    whole = {**about, "version": bankfull.__version__, "layout": layout_facts(layout)}
     store = DiskStore(
         root,
-        identity_of(whole),
+        identity_of(manager.facts),
         about,
         {"pages": pages, "slots": slots},
-        {"pages": layout.frame_bytes, "slots": layout.recurrent.slot_bytes if layout.recurrent else 0},
+        {"pages": layout.frame_bytes, "slots": _slot_bytes(layout)},
     )
     others = make_room(root, store.path, max(0, size - held_bytes(store)))
     if others > size:
@@ -116,7 +164,7 @@ def held_bytes(store: DiskStore) -> int:
 
 def places_of(layout: Layout, manager: StateManager, size: int, name: str) -> tuple[int, int]:
     """Pages and slots of a tier of `size` bytes, in the proportion that they have on the device."""
-    page, slot = layout.frame_bytes, layout.recurrent.slot_bytes if layout.recurrent else 0
+    page, slot = layout.frame_bytes, _slot_bytes(layout)
     on_pages, on_slots = manager.pages.size * page, manager.slots.size * slot
     pages = size * on_pages // (on_pages + on_slots) // page if page else 0
     slots = (size - pages * page) // slot if slot else 0

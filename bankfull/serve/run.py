@@ -44,11 +44,13 @@ from bankfull.serve.guard.tls import certificates_of
 from bankfull.serve.handover import Predecessor, Successor
 from bankfull.serve.replicas.local import SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.replicas.separate_set import SeparateSet
 from bankfull.serve.scratch import ScratchFolder
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.log import Logs
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.separation_metrics import separation_families
 from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import WatchedBackend
 
@@ -200,6 +202,9 @@ def _run(
         settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor, replicas=views, slo=slo
     )
     backend = WatchedBackend(link, metrics, keyring)
+    if isinstance(link, SeparateSet):
+        counts = link.counts
+        metrics.more.append(lambda: separation_families(counts))
     response_cache = None if answers is None else response_cache_of(answers, backend, texts, settings, options, keyring)
     if response_cache is not None:
         metrics.more.append(response_cache.families)

@@ -106,6 +106,7 @@ class StateManager:
         self.moves = Moves()
         self.tiers: Tiers | None = None
         """Set where there is a tier below the device."""
+        self.facts: dict[str, object] = {}  # what the numbers in the state depend on (`runtime.tiering`)
         self._parkings = 0
         self.pins = Pins(self, config.pin_share)
 

@@ -181,7 +181,7 @@ class Pins:
     def _limits(self) -> tuple[float, float, float]:
         """Pages, slots and references that all pins together may hold."""
         pages, slots, tiers = self._state.pages.size, self._state.slots.size, self._state.tiers
-        for tier in () if tiers is None else tiers.lower:
+        for tier in () if tiers is None else tiers.lasting:
             pages += tier.pages.size
             slots += tier.slots.size
         return self._share * pages, self._share * slots, MOST_REFERENCES
@@ -235,7 +235,7 @@ class Pins:
         pool = state.slots if key[0] == SLOT else state.pages
         if (place := pool.find(key)) is not None:
             return HeldPlace(pool, place)
-        if state.tiers is not None and (below := state.tiers.find(key)) is not None:
+        if state.tiers is not None and (below := state.tiers.find_lasting(key)) is not None:
             return HeldPlace(below[0].pool(key), below[1])
         return None
 
@@ -295,7 +295,11 @@ class Pins:
             return False
         lack = {pool: max(count, MOVED_AT_ONCE) if count else 0 for pool, count in self._wanted(pages, slots).items()}
         for key, held in self._held.items():
-            if lack.get(held.pool, 0) > 0 and held.pool.alone(held.place) and (below := tiers.find(key)) is not None:
+            if (
+                lack.get(held.pool, 0) > 0
+                and held.pool.alone(held.place)
+                and (below := tiers.find_lasting(key)) is not None
+            ):
                 tier, place = below
                 tier.pool(key).share(place)
                 lack[held.pool] -= 1
@@ -309,7 +313,7 @@ class Pins:
         while self._uncopied and len(keys) < COPIES_AT_ONCE:
             key = self._uncopied.popleft()
             held = self._held.get(key)
-            if held is not None and self._on_device(held) and tiers.find(key) is None:
+            if held is not None and self._on_device(held) and tiers.find_lasting(key) is None:
                 keys.append(key)
         if keys:
             tiers.swap_out(keys)

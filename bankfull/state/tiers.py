@@ -1,9 +1,11 @@
-"""Tiers below the device: pinned host memory and a file, each a pair of pools, with the same keys as the device.
+"""Tiers below the device: pinned host memory, an exchange and a file, each a pair of pools, with the same keys as the
+device.
 
 Content moves down by write-behind: to the disk as soon as it is published, to the host when its eviction is near, and a
 parked sequence's state at once. It moves up for a sequence that waits (`Fetch`): pages of the device are taken, filled
 beside the steps, and published there, so that admission finds the prefix on the device. A key names the same content
-everywhere, so the copies of a tier need no other bookkeeping than its pools.
+everywhere, so the copies of a tier need no other bookkeeping than its pools. Nothing moves down to the exchange:
+another engine fills it (`state.expected`), and `state.shipping` fills those of other engines.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from bankfull.state.journal import PRIVATE, SLOT
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
 from bankfull.types import Tier, TierAddress
+
+if TYPE_CHECKING:
+    from bankfull.state.shipping import Shipping
 
 Key = tuple[int | str, bytes]
 """A paged group's number, or SLOT, and the name of a block of the chain."""
@@ -32,7 +38,7 @@ PAUSE_SECONDS = 10.0
 
 
 def disk_key(key: Key) -> bytes:
-    """The name of content in a file: the group, or 255 for a slot, and the name of the block."""
+    """The name of content in a file or an exchange: the group, or 255 for a slot, and the name of the block."""
     group, name = key
     return bytes((255 if group == SLOT else int(group),)) + name
 
@@ -41,10 +47,15 @@ def key_from_disk(name: bytes) -> Key:
     return (SLOT if name[0] == 255 else name[0]), name[1:]
 
 
+def name_in(tier: Tier, key: Key) -> bytes:
+    """The name that a transfer from or to this tier carries."""
+    return disk_key(key) if tier >= Tier.EXCHANGE else b""
+
+
 class TransferRates:
     """Measured bytes per second from one tier to another."""
 
-    FIRST = {Tier.HOST: 10e9, Tier.DISK: 500e6}  # noqa: RUF012
+    FIRST = {Tier.HOST: 10e9, Tier.EXCHANGE: 5e9, Tier.DISK: 500e6}  # noqa: RUF012
     """Assumed before anything was measured."""
     WEIGHT = 0.2
 
@@ -172,8 +183,11 @@ class Tiers:
         self.rates = rates or TransferRates()
         self._pages, self._slots, self._moves, self._clock = pages, slots, moves, clock
         self._page_bytes, self._slot_bytes = page_bytes, slot_bytes
-        self._eager = [tier for tier in self.lower if tier.eager]
-        self._near = [tier for tier in self.lower if not tier.eager]
+        self.lasting = [tier for tier in self.lower if tier.tier != Tier.EXCHANGE]
+        self._eager = [tier for tier in self.lasting if tier.eager]
+        self._near = [tier for tier in self.lasting if not tier.eager]
+        self.shipping: Shipping | None = None
+        """Set in an engine that computes prompts for others."""
         self.erase: Callable[[], None] | None = None
         """Clears what outlives the process."""
         self._fetches: deque[Fetch] = deque()
@@ -210,6 +224,8 @@ class Tiers:
     def write_behind(self) -> None:
         """Start the copies whose time has come; the next plan carries them."""
         now = self._clock()
+        if self.shipping is not None:
+            self.shipping.advance()
         for pool in (self._pages, self._slots):
             while pool.fresh:
                 key = pool.fresh.popleft()
@@ -266,8 +282,7 @@ class Tiers:
                 pool.evict_first(place)
 
         src, dst = TierAddress(Tier.DEVICE, place), TierAddress(tier.tier, taken[0])
-        name = disk_key(key) if tier.tier == Tier.DISK else b""
-        self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name)
+        self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name_in(tier.tier, key))
         return True
 
     def swap_out(self, keys: Sequence[Key]) -> bool:
@@ -312,13 +327,18 @@ class Tiers:
     @property
     def waits(self) -> bool:
         """Whether there are copies that have not started."""
-        fresh = bool(self._pages.fresh) or bool(self._slots.fresh) or bool(self._fetches) or bool(self._leaving)
-        return fresh or any(tier.wishes() for tier in self.lower)
+        return self._ripe or any(tier.wishes() for tier in self.lower)
+
+    @property
+    def _ripe(self) -> bool:
+        """Whether there are copies that the next plan may start."""
+        waits = self._pages.fresh or self._slots.fresh or self._fetches or self._leaving
+        return bool(waits) or (self.shipping is not None and self.shipping.ripe)
 
     def wake_at(self) -> float | None:
         """When write-behind may go on although nothing else happens; None if it need not."""
         now = self._clock()
-        if self._pages.fresh or self._slots.fresh or self._fetches or self._leaving:
+        if self._ripe:
             return now
         return min((at for tier in self.lower if (at := tier.wake_at(now)) is not None), default=None)
 
@@ -331,11 +351,17 @@ class Tiers:
                 return tier, place
         return None
 
+    def find_lasting(self, key: Key) -> tuple[LowerTier, int] | None:
+        """The same without the exchange, where content stays for a moment only."""
+        return next(((tier, place) for tier in self.lasting if (place := tier.find(key)) is not None), None)
+
     def seconds_up(self, keys: Sequence[Key]) -> float:
-        """Predicted seconds until these are on the device."""
+        """Predicted seconds until these are on the device. Content of the exchange counts nothing: another engine has
+        computed it so that this one need not, however fast it would be."""
         total = 0.0
         for key in keys:
-            if self.device_pool(key).find(key) is None and (found := self.find(key)) is not None:
+            found = None if self.device_pool(key).find(key) is not None else self.find(key)
+            if found is not None and found[0].tier != Tier.EXCHANGE:
                 total += self.bytes_of(key) / self.rates.of(found[0].tier, Tier.DEVICE)
         return total
 
@@ -422,10 +448,8 @@ class Tiers:
             source.drop(below, -1)
             pool.drop(place, -1)
 
-        name = disk_key(key) if tier.tier == Tier.DISK else b""
-        self._moves.start(
-            TierAddress(tier.tier, below), TierAddress(Tier.DEVICE, place), ended, slot=key[0] == SLOT, key=name
-        )
+        src, dst = TierAddress(tier.tier, below), TierAddress(Tier.DEVICE, place)
+        self._moves.start(src, dst, ended, slot=key[0] == SLOT, key=name_in(tier.tier, key))
 
     def release(self, fetch: Fetch) -> None:
         """The sequence was admitted, or does not wait for it any longer."""

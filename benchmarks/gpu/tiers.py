@@ -22,10 +22,12 @@ from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.limits.statistics import spread
 from bankfull.loading import assemble
 from bankfull.runtime.device import open_device
+from bankfull.state.disk import DiskStore
 from bankfull.state.prefix import Chain
 from bankfull.state.tiers import Key
 from bankfull.synthetic.random_weights import random_model
 from bankfull.synthetic.shapes import shape_config
+from bankfull.types import Tier
 from benchmarks.gpu.engine import Session, Setup, Trace
 
 PIECE = 2 << 20
@@ -175,8 +177,10 @@ def measure_disk(session: TieredSession, length: int, reps: int, report: dict[st
     keys = session.keys(prompt, reach)
     nbytes = sum(tiers.bytes_of(key) for key in keys)
     mover = session.engine.runner.mover
-    assert mover is not None and mover._disk is not None
-    data = mover._disk.path / "pages.data"
+    assert mover is not None
+    store = mover.stores[Tier.DISK]
+    assert isinstance(store, DiskStore)
+    data = store.path / "pages.data"
     page = state.layout.frame_bytes
     rates, plain = [], []
     for _ in range(reps):

@@ -20,8 +20,11 @@ from bankfull.serve.engine.keeper import SHUTTING_DOWN, STALL_SECONDS, EngineKee
 from bankfull.serve.engine.process import EngineFactory, EngineProcess
 from bankfull.serve.engine.wire import (
     Abort,
+    Arrived,
     Begun,
     Configure,
+    ExchangeEnds,
+    Expect,
     Facts,
     Failed,
     Forgotten,
@@ -35,6 +38,9 @@ from bankfull.serve.engine.wire import (
     Refused,
     RequestDone,
     ResetCache,
+    RoomGranted,
+    Ship,
+    Shipped,
     ShowPages,
     StepMessage,
     Submit,
@@ -48,6 +54,10 @@ from bankfull.types import Keep
 log = logging.getLogger("bankfull.serve")
 
 Options = Mapping[str, str | int | float | bool | None]
+OnRoom = Callable[[RoomGranted | None], None]
+"""Called with every answer to an `Expect`, and with None when the engine has ended."""
+OnShipped = Callable[[Shipped | None], None]
+"""The same for a `Ship`."""
 
 
 class Stream:
@@ -157,15 +167,19 @@ class Link(EngineKeeper):
         give_up_after: float = 0.0,
         open_engine: EngineFactory = EngineProcess,
         tells_prefixes: bool = False,
+        exchange: ExchangeEnds | None = None,
     ) -> None:
         """`stall_seconds`: time without progress after which an engine with work is restarted; 0: never.
         `give_up_after`: time without an engine after which a model that was loaded before is a `failure`; 0: never.
         `open_engine` makes each engine that is started: by default a process on this machine. `tells_prefixes`: the
-        engine reports the keys of its prefix cache to `on_prefixes`, for routing."""
-        configure = Configure(model, dict(options or {}), threads, tells_prefixes)
+        engine reports the keys of its prefix cache to `on_prefixes`, for routing. `exchange`: files that the engine
+        inherits from `open_engine`, to hand over state or to get it."""
+        configure = Configure(model, dict(options or {}), threads, tells_prefixes, exchange)
         super().__init__(configure, limits or QueueLimits(), open_engine, stall_seconds, give_up_after)
         self._streams: dict[int, weakref.ref[Stream]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._rooms: dict[int, OnRoom] = {}
+        self._shipments: dict[int, OnShipped] = {}
         self._numbers = count(1)
         self.on_prefixes: Callable[[PrefixChanges], None] | None = None
 
@@ -207,16 +221,20 @@ class Link(EngineKeeper):
         tenant: str = "",
         keeps: Sequence[Keep] = (),
         begun: Continuation | None = None,
+        hands_over: bool = False,
+        expected: int = 0,
     ) -> Stream:
-        """`begun`: what the samples have generated on another engine. The deltas begin with the first new token."""
+        """`begun`: what the samples have generated on another engine. The deltas begin with the first new token.
+        `hands_over`: the request ends with `RequestDone.handed` when all samples have a token. `expected`: the number
+        of the expectation whose state it uses."""
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
-        most = 0 if pool is not None else params.max_tokens
+        most = 0 if pool is not None else 1 if hands_over else params.max_tokens
         ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant, admitted=begun is not None)
         submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
         if begun is not None:
             submit.generated, submit.finished = begun
-        submit.keeps = list(keeps)
+        submit.keeps, submit.hands_over, submit.expected = list(keeps), hands_over, expected
         size = preparation(submit)
         stream = Stream(self, submit.id, ticket, prepared=not size)
         self._streams[stream.id] = weakref.ref(stream)
@@ -232,6 +250,39 @@ class Link(EngineKeeper):
         if deadline is not None:
             stream.set_deadline(deadline)
         return stream
+
+    # -- state that another engine computes
+
+    def expect_state(self, prompt: list[int], salt: str, on_room: OnRoom) -> int:
+        """The engine shall get the state of this prompt from another one; the number of the expectation, which
+        `forget_state` or the request that names it ends. Raises Unavailable."""
+        number = next(self._numbers)
+        self._send(Expect(number, prompt, salt))
+        self._rooms[number] = on_room
+        return number
+
+    def state_arrived(self, number: int, names: list[bytes]) -> None:
+        with suppress(Unavailable):  # it has just ended, and its exchange with it
+            self._send(Arrived(number, names))
+
+    def ship_state(self, on_shipped: OnShipped) -> int:
+        """Begin an order of state for another engine; its number."""
+        number = next(self._numbers)
+        self._shipments[number] = on_shipped
+        return number
+
+    def ship_more(self, number: int, exchange: int, places: list[tuple[bytes, int]]) -> None:
+        """Copy this content to the exchange as soon as it is computed."""
+        with suppress(Unavailable):
+            self._send(Ship(number, exchange, places))
+
+    def forget_state(self, number: int, *, told: bool = True) -> None:
+        """Nobody waits any longer for this expectation, or this order. `told`: the engine does not know it yet."""
+        known = self._rooms.pop(number, None) is not None
+        known |= self._shipments.pop(number, None) is not None
+        if known and told:
+            with suppress(Unavailable):
+                self._send(Abort([number]))
 
     async def wait_all_ready(self) -> None:
         """As of a set of replicas."""
@@ -277,6 +328,12 @@ class Link(EngineKeeper):
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(error)
+        rooms, self._rooms = self._rooms, {}
+        shipments, self._shipments = self._shipments, {}
+        for on_room in rooms.values():
+            on_room(None)
+        for on_shipped in shipments.values():
+            on_shipped(None)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -348,6 +405,12 @@ class Link(EngineKeeper):
             case PagesShown():
                 if (question := self._questions.get(message.id)) is not None and not question.done():
                     question.set_result(message.tables)
+            case RoomGranted():
+                if (on_room := self._rooms.get(message.id)) is not None:
+                    on_room(message)
+            case Shipped():
+                if (on_shipped := self._shipments.get(message.id)) is not None:
+                    on_shipped(message)
             case LoadingPhase():
                 self.phase = message.text
                 log.info("The engine is %s.", message.text)

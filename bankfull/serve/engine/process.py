@@ -10,7 +10,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
@@ -155,8 +155,10 @@ class EngineConnection(asyncio.Protocol, ABC):
 class EngineProcess(EngineConnection):
     """A child process, connected by a private pair of sockets."""
 
-    def __init__(self, receive: Callable[[FromEngine], None]) -> None:
+    def __init__(self, receive: Callable[[FromEngine], None], files: Sequence[int] = ()) -> None:
+        """`files`: open files that the engine inherits, under the same numbers."""
         super().__init__(receive)
+        self._files = files
         self._process: subprocess.Popen[bytes] | None = None
         self._progress: SharedProgress | None = None
 
@@ -168,7 +170,11 @@ class EngineProcess(EngineConnection):
                 self._progress = SharedProgress(file)
                 shared = [theirs.fileno(), file]
                 self._process = subprocess.Popen(
-                    worker_command(*shared), stdin=subprocess.DEVNULL, stdout=2, close_fds=True, pass_fds=shared
+                    worker_command(*shared),
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    close_fds=True,
+                    pass_fds=[*shared, *self._files],
                 )
             finally:
                 os.close(file)

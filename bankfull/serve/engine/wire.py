@@ -34,6 +34,17 @@ HEADER = 4
 # -- to the engine
 
 
+class ExchangeEnds(msgspec.Struct):
+    """Exchanges that an engine inherits (`state.exchange`), one for each engine that decodes."""
+
+    files: list[int]
+    """Their file descriptors, in the order of these engines."""
+    nbytes: int
+    """Bytes of each."""
+    own: int | None = None
+    """The number of the one that this engine reads; None: it computes prompts, and writes to all."""
+
+
 class Configure(msgspec.Struct, tag="configure"):
     """The first message: the model, and the options of `LLM`."""
 
@@ -44,6 +55,8 @@ class Configure(msgspec.Struct, tag="configure"):
     tells_prefixes: bool = False
     """Whether the engine reports the keys of its prefix cache, its pace, and the requests that it begins, for routing
     between replicas."""
+    exchange: ExchangeEnds | None = None
+    """Set where engines that compute prompts hand them to engines that decode."""
 
 
 class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
@@ -66,6 +79,10 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     """Numbers of the samples that have ended on another engine: they are not continued and get no delta."""
     keeps: list[tuple[int, float]] = []
     """Prefixes of the prompt to pin in the prefix cache, the shortest first: tokens, and seconds since the last use."""
+    hands_over: bool = False
+    """The request leaves the engine as soon as each of its samples has a token; another engine continues it."""
+    expected: int = 0
+    """The number of the `Expect` whose state it uses; its places are released when the request gets a row."""
 
 
 class Later(msgspec.Struct, tag="later"):
@@ -84,6 +101,33 @@ class Abort(msgspec.Struct, tag="abort"):
     ids: list[int]
 
 
+class Expect(msgspec.Struct, tag="expect"):
+    """Another engine computes this prompt, and hands its state over: answered by `RoomGranted`, once or several times.
+    An `Abort` of its number, or the request that names it, ends it."""
+
+    id: int
+    prompt: list[int]
+    salt: str
+
+
+class Ship(msgspec.Struct, tag="ship"):
+    """Copy this content to another engine's exchange as soon as it is on the device; answered by `Shipped`. Several of
+    one number add up; an `Abort` of the number ends it."""
+
+    id: int
+    exchange: int
+    """The number of the exchange in `ExchangeEnds.files`."""
+    places: list[tuple[bytes, int]]
+    """Names of content (`state.tiers.disk_key`), in the order of the tokens, and their places."""
+
+
+class Arrived(msgspec.Struct, tag="arrived"):
+    """The content of these names is in the places that `RoomGranted` has named."""
+
+    id: int
+    names: list[bytes]
+
+
 class ResetCache(msgspec.Struct, tag="reset"):
     """Drop all unused prefixes from the cache; answered by `Forgotten`."""
 
@@ -96,7 +140,7 @@ class ShowPages(msgspec.Struct, tag="pages"):
     id: int
 
 
-ToEngine = Configure | Submit | Later | Abort | ResetCache | ShowPages
+ToEngine = Configure | Submit | Later | Abort | ResetCache | ShowPages | Expect | Ship | Arrived
 
 LIGHT_PROMPT, LIGHT_TEXT, LIGHT_IDS = 4096, 256, 4096
 """Tokens of a prompt, characters of stop strings and bad words, and allowed ids up to which a request is prepared
@@ -156,6 +200,8 @@ class RequestDone(msgspec.Struct, array_like=True):
     """Account of the request's time, if the call has `explain`."""
     kept: list[int] = []
     """Tokens that each of `Submit.keeps` has newly pinned."""
+    handed: bool = False
+    """The samples have not ended: the request left this engine as `Submit.hands_over` asks."""
 
 
 class StepMessage(msgspec.Struct, tag="step", omit_defaults=True):
@@ -196,7 +242,27 @@ class PagesShown(msgspec.Struct, tag="shown"):
     tables: PageTables
 
 
-FromEngine = LoadingPhase | Ready | Failed | StepMessage | Begun | Refused | Forgotten | PagesShown
+class RoomGranted(msgspec.Struct, tag="room"):
+    """Places of the engine's exchange for the content that an `Expect` needs and the engine does not hold."""
+
+    id: int
+    places: list[tuple[bytes, int]]
+    waiting: int
+    """Names that get a place later, when there is room."""
+
+
+class Shipped(msgspec.Struct, tag="shipped"):
+    """Content of a `Ship` is in its place."""
+
+    id: int
+    names: list[bytes]
+    nbytes: int
+    failed: list[bytes] = []
+
+
+FromEngine = (
+    LoadingPhase | Ready | Failed | StepMessage | Begun | Refused | Forgotten | PagesShown | RoomGranted | Shipped
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _submits = msgspec.msgpack.Decoder(Submit)

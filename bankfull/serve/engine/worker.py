@@ -28,12 +28,15 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.engine.begin_report import BeginReporter
+from bankfull.serve.engine.exchange_end import ExchangeEnd, told_facts
 from bankfull.serve.engine.gauge import Gauge
 from bankfull.serve.engine.loaded_weights import LoadedWeights
 from bankfull.serve.engine.wire import (
     Abort,
     ApiGone,
+    Arrived,
     Configure,
+    Expect,
     Facts,
     Failed,
     Forgotten,
@@ -49,6 +52,7 @@ from bankfull.serve.engine.wire import (
     Refused,
     RequestDone,
     ResetCache,
+    Ship,
     ShowPages,
     StepMessage,
     Submit,
@@ -95,6 +99,9 @@ class Worker:
         self._told: tuple[int, ...] = ()
         self._prefixes: PrefixReporter | None = None
         self._begins: BeginReporter | None = None
+        self._exchange: ExchangeEnd | None = None
+        self._handing: dict[int, set[int]] = {}
+        """Requests that leave when they have tokens, and their samples that have none."""
 
     def run(self) -> None:
         threading.Thread(target=self._until_gone, name="bankfull-watcher", daemon=True).start()
@@ -142,6 +149,8 @@ class Worker:
         self._front = llm.loaded.frontend
         self._front.names_prompts = False  # the API does
         self._loop = EngineLoop(self._front, self._tell, self._inbox)
+        if wanted.exchange is not None:
+            self._exchange = ExchangeEnd(llm, wanted.exchange, self._say)
         start = llm.loaded.start
         self._say(LoadingPhase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
@@ -167,6 +176,7 @@ class Worker:
             groups=[(group.page_tokens, group.extent or 0) for group in loaded.layout.paged],
             snapshots=state.snapshots.block if state.snapshots is not None else 0,
             weights=files.fingerprint(),
+            state={} if self._exchange is None else told_facts(state.facts),
         )
 
     def _say(self, message: FromEngine) -> None:
@@ -198,6 +208,8 @@ class Worker:
                     if (left := self._coming.pop(request, None)) is not None:
                         self._desk.drop(left)
                 self._loop.post(lambda: self._abort(message.ids))
+            case Expect() | Ship() | Arrived():  # at once, on the loop's thread: a `Submit` that follows needs it
+                self._exchanged(message)
             case ResetCache():
                 self._loop.post(lambda: self._reset(message.id))
             case ShowPages():
@@ -270,6 +282,21 @@ class Worker:
             self._accounts.follow(wanted.id, pending)
         if wanted.pool is not None:
             self._pools[wanted.id] = wanted.pool
+        if wanted.hands_over:
+            self._handing[wanted.id] = set(range(len(pending.samples))) - set(wanted.finished)
+        if self._exchange is not None:
+            self._exchange.queued(wanted.id, wanted.expected)
+
+    def _exchanged(self, message: Expect | Ship | Arrived) -> None:
+        if self._exchange is None:
+            return
+        match message:
+            case Expect():
+                self._exchange.expect(message)
+            case Ship():
+                self._exchange.ship(message)
+            case Arrived():
+                self._exchange.arrived(message)
 
     def _refuse(self, refusal: Refused) -> None:
         if refusal.id in self._coming:  # else its client has left
@@ -282,10 +309,15 @@ class Worker:
                 self._front.abort(request)
                 self._front.pending.pop(request, None)
                 self._forget(request)
+            if self._exchange is not None:
+                self._exchange.drop(request)
 
     def _forget(self, request: int) -> None:
         self._gauge.gone(request)
         self._pools.pop(request, None)
+        self._handing.pop(request, None)
+        if self._exchange is not None:
+            self._exchange.gone(request)
         if request in self._explained:
             self._explained.discard(request)
             self._accounts.forget(request)
@@ -303,6 +335,8 @@ class Worker:
         # Several samples of a request may end in one step.
         ended = dict.fromkeys(delta.request_id for delta in deltas if delta.finish_reason is not None)
         done = [self._done(request) for request in ended if self._front.pending[request].result.finished]
+        if self._handing:
+            done += self._hand_over(deltas)
         load = self._gauge.load()
         told = (load.running, load.waiting, load.waiting_tokens, load.pages_used, load.steps)
         prefixes = None if self._prefixes is None else self._prefixes.report(idle=not self._front.engine.busy)
@@ -327,7 +361,19 @@ class Worker:
                 self._abort([request])
                 self._say(Refused(request, "request", "The answer is too long to be sent; ask for fewer logprobs."))
 
-    def _done(self, request: int) -> RequestDone:
+    def _hand_over(self, deltas: list[Delta]) -> list[RequestDone]:
+        """Requests whose samples all have a token leave the engine, before the next step."""
+        left = []
+        for delta in deltas:
+            lacking = self._handing.get(delta.request_id)
+            if lacking is not None and (delta.token_ids or delta.finish_reason is not None):
+                lacking.discard(delta.index)
+                if not lacking:
+                    self._front.abort(delta.request_id)
+                    left.append(self._done(delta.request_id, handed=True))
+        return left
+
+    def _done(self, request: int, handed: bool = False) -> RequestDone:
         pending: Pending = self._front.pending[request]
         pool = self._pools.get(request)
         embedding = None
@@ -355,6 +401,7 @@ class Worker:
             embedding,
             account,
             pending.request.kept,
+            handed,
         )
 
 

@@ -35,3 +35,29 @@ def _difference(name: str, facts: Facts, others: Facts, *, same_weights: bool) -
             "them in all replicas with `bankfull cluster update`."
         )
     return ""
+
+
+def state_misfit(name: str, facts: Facts, others: Facts | None) -> str:
+    """Why a replica cannot exchange state with the engines of the other pool, in one sentence; empty if it can."""
+    if others is None:
+        return ""
+    # What a person has chosen comes before what follows from it.
+    for what in dict.fromkeys(("model", "dtype", "quantize", *facts.state, *others.state)):
+        own, usual = facts.state.get(what, "none"), others.state.get(what, "none")
+        if own != usual:
+            return (
+                f"Engine {name} keeps its state with {what} {own}, those of the other pool of --separate with {usual}: "
+                "pages cannot be handed over between them; start both with the same model and options."
+            )
+    return ""
+
+
+def border_of(facts: Facts) -> int:
+    """State is handed over at multiples of this many tokens, where pages of every group end."""
+    return facts.snapshots or max((page for page, _ in facts.groups), default=facts.page_tokens)
+
+
+def handed_length(facts: Facts, prompt_len: int) -> int:
+    """Tokens of a prompt whose state can be handed over (as `state.expected.shipped_length` in the engine)."""
+    border = border_of(facts)
+    return (prompt_len - 1 if facts.snapshots else prompt_len) // border * border if border else 0

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from bankfull.config import parse_bytes
 from bankfull.errors import ConfigError
 from bankfull.fleet.routing import DEFAULT_POLICY, routing_policy
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.process import EngineFactory, EngineProcess
+from bankfull.serve.engine.wire import ExchangeEnds
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.replicas.separate_set import SeparateSet
+from bankfull.state.exchange import open_exchange
 
 MOST_LOCAL = 64
 """Engine processes that one machine may run."""
+EXCHANGE = "1GiB"
+"""Size of each decoding engine's exchange, unless another one is given."""
 
 
 class MakeLink(Protocol):
     """Makes a link, not started yet, with the server's options and limits, and its model if no other is given."""
 
     def __call__(
-        self, open_engine: EngineFactory = EngineProcess, threads: int | None = None, *, model: str = ...
+        self,
+        open_engine: EngineFactory = EngineProcess,
+        threads: int | None = None,
+        *,
+        model: str = ...,
+        exchange: ExchangeEnds | None = None,
     ) -> Link: ...
 
 
@@ -36,8 +49,74 @@ def local_replicas(count: int, routing: str = DEFAULT_POLICY) -> SetFactory:
     policy = routing_policy(routing)
 
     def make(make_link: MakeLink) -> ReplicaSet:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // count)
+        threads = threads_of(count)
         return ReplicaSet({f"local-{i}": make_link(threads=threads) for i in range(count)}, policy)
+
+    return make
+
+
+def threads_of(count: int) -> int:
+    """Threads of each of `count` engines that share this machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // count)
+
+
+@dataclass(frozen=True, slots=True)
+class Separation:
+    """Engines that compute prompts, engines that decode, and the bytes of each one's exchange."""
+
+    prefill: int
+    decode: int
+    exchange: int
+
+    @classmethod
+    def parse(cls, text: str) -> Separation:
+        """From `prefill=1,decode=2[,exchange=1GiB]`."""
+        given: dict[str, str] = {}
+        for part in text.split(","):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or name not in ("prefill", "decode", "exchange"):
+                raise ConfigError(
+                    f"--separate has no {part.strip()!r}: give prefill=1,decode=2, and exchange=1GiB if you like."
+                )
+            if name in given:
+                raise ConfigError(f"--separate names {name} twice; give it once.")
+            given[name] = value
+        prefill, decode = (cls._count(text, name, given.get(name)) for name in ("prefill", "decode"))
+        if prefill + decode > MOST_LOCAL:
+            raise ConfigError(f"--separate {text!r} asks for {prefill + decode} engines; give at most {MOST_LOCAL}.")
+        size = parse_bytes("exchange", given.get("exchange", EXCHANGE))
+        assert size is not None, "there is a default"
+        return cls(prefill, decode, size)
+
+    @staticmethod
+    def _count(text: str, name: str, value: str | None) -> int:
+        if value is None:
+            raise ConfigError(
+                f"--separate {text!r} has no engine for {name}: it needs at least one of each kind, as in "
+                "prefill=1,decode=2; one engine alone needs no --separate."
+            )
+        if not value.isdecimal() or not int(value):
+            raise ConfigError(f"--separate {name}={value} is no number of engines; give 1 or more.")
+        return int(value)
+
+
+def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY) -> SetFactory:
+    """Engine processes on this machine, which share its cores evenly. Each has its own KV cache, and each decoding one
+    an exchange, which all that compute prompts inherit."""
+    policy = routing_policy(routing)
+
+    def make(make_link: MakeLink) -> ReplicaSet:
+        files = [open_exchange() for _ in range(wanted.decode)]
+        threads = threads_of(wanted.prefill + wanted.decode)
+
+        def link(own: int | None) -> Link:
+            ends = ExchangeEnds(files, wanted.exchange, own)
+            inherited = files if own is None else files[own : own + 1]
+            return make_link(open_engine=partial(EngineProcess, files=inherited), threads=threads, exchange=ends)
+
+        prefill = {f"prefill-{i}": link(None) for i in range(wanted.prefill)}
+        decode = {f"decode-{i}": link(i) for i in range(wanted.decode)}
+        return SeparateSet(prefill, decode, policy, exchanges=files)
 
     return make

@@ -89,6 +89,10 @@ class ReplicaSet:
         self._started = self._closing = False
         self.check_model: Callable[[str], str] = lambda model: ""
         """Why the server's tokenizer or chat template does not fit to a model; empty if they do. May block."""
+        self.check_facts: Callable[[str, Facts], str] = lambda replica, facts: ""
+        """Why a replica cannot serve beside engines outside of this set; empty if it can."""
+        self.on_notify: Callable[[], None] = lambda: None
+        """Called whenever a replica has joined, left or changed its state."""
         self._changed = asyncio.Event()
         self._removed_restarts = self._removed_failures = 0
         self._past = dict.fromkeys(COUNTERS, 0.0)
@@ -145,7 +149,7 @@ class ReplicaSet:
                 return
             except (Busy, Unavailable) as error:
                 refusals.append(error)
-        raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
+        raise mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 
     def generate(
         self,
@@ -230,6 +234,7 @@ class ReplicaSet:
             others = [r for r in self._replicas.values() if r is not replica and not r.refusal]
             same = [r.link.facts for r in others if r.generation == replica.generation]
             replica.refusal = misfit(replica.name, facts, same, [r.link.facts for r in others])
+            replica.refusal = replica.refusal or self.check_facts(replica.name, facts)
             if replica.refusal:
                 log.error("%s", replica.refusal)
             else:
@@ -268,6 +273,7 @@ class ReplicaSet:
         )
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_notify()
 
     def _settle_counters(self) -> None:
         for replica in self._replicas.values():
@@ -311,7 +317,7 @@ class ReplicaSet:
                 choices = [replica for replica in choices if replica.weights == weights]
             if choices and (leg := self._submit(choices, parts, deadline, begun, suspect, refusals)) is not None:
                 return leg
-        raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
+        raise mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 
     def _submit(
         self,
@@ -321,20 +327,15 @@ class ReplicaSet:
         begun: Continuation | None,
         suspect: bool,
         refusals: list[Busy | Unavailable],
+        expected: int = 0,
     ) -> Leg | None:
-        """Submit a request to one of these replicas; None, and more `refusals`, if none admits it."""
+        """Submit a request to one of these replicas; None, and more `refusals`, if none admits it. `expected`: the
+        number of the expectation whose state it uses there."""
         tokens = len(parts.prompt) + (sum(map(len, begun.generated)) if begun is not None else 0)
         batch = parts.priority >= BATCH_PRIORITY
         cached = self._cached_tokens(parts, choices)
         while choices:
-            index = 0
-            if len(choices) > 1:
-                for replica in choices:
-                    if replica.meter.load is not replica.link.load:
-                        replica.meter.report(replica.link.load)
-                seen = self._table.view([replica.slot for replica in choices], cached)
-                index = self._policy.choose(tokens, batch, seen)
-            replica = choices.pop(index)
+            replica = choices.pop(self._best(choices, tokens, batch, cached))
             held = cached.at(replica.slot)
             try:
                 steps = replica.link.generate(
@@ -348,6 +349,8 @@ class ReplicaSet:
                     tenant=parts.tenant,
                     keeps=parts.keeps,
                     begun=begun,
+                    hands_over=parts.hands_over,
+                    expected=expected,
                 )
             except (Busy, Unavailable) as error:
                 refusals.append(error)
@@ -356,6 +359,15 @@ class ReplicaSet:
             replica.meter.sent(number, tokens, held, parts.params.n, batch, suspect)
             return Leg(replica.name, steps, replica.meter, number, replica.weights)
         return None
+
+    def _best(self, choices: list[RoutedReplica], tokens: int, batch: bool, cached: CachedTokens) -> int:
+        """The policy's choice among several replicas."""
+        if len(choices) == 1:
+            return 0
+        for replica in choices:
+            if replica.meter.load is not replica.link.load:
+                replica.meter.report(replica.link.load)
+        return self._policy.choose(tokens, batch, self._table.view([replica.slot for replica in choices], cached))
 
     def _cached_tokens(self, parts: SentParts, choices: list[RoutedReplica]) -> CachedTokens:
         """Tokens of the prompt that each replica holds."""
@@ -420,7 +432,7 @@ class ReplicaSet:
         await asyncio.gather(*(replica.link.close() for replica in self._replicas.values()))
 
 
-def _mildest(refusals: list[Busy | Unavailable]) -> Busy | Unavailable | None:
+def mildest(refusals: list[Busy | Unavailable]) -> Busy | Unavailable | None:
     """The refusal with the shortest wait."""
     waits = [refusal for refusal in refusals if isinstance(refusal, Busy)]
     if waits:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from bankfull.errors import BankfullError
 from bankfull.fleet.meter import ReplicaMeter
@@ -78,6 +79,8 @@ class SentParts:
     explain: bool
     tenant: str
     keeps: Sequence[Keep] = ()
+    hands_over: bool = False
+    """The replica only computes the prompt and the first tokens; another one continues."""
 
     @property
     def generates(self) -> bool:
@@ -106,10 +109,20 @@ class Leg:
             self._answered = True
             self._meter.answered(self._number)
 
+    def detach(self) -> tuple[ReplicaMeter, int]:
+        """Its place in the meter, for another leg that takes it over."""
+        number, self._number = self._number, None
+        assert number is not None, "an ended leg has no place"
+        return self._meter, number
+
     def end(self) -> None:
         if self._number is not None:
             self._meter.ended(self._number)
             self._number = None
+
+    def hand_over(self) -> HandOver:
+        """The replica has computed the prompt, and leaves the rest to another one."""
+        raise AssertionError("a replica hands over only what it was asked to")
 
     async def leave(self) -> None:
         """The rest is not wanted."""
@@ -121,6 +134,28 @@ class Leg:
             # Garbage is collected on any thread, and after the end of the event loop too.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._meter.ended, self._number)
+
+
+class HandOver(Protocol):
+    """A request between the replica that has computed its prompt and the one that decodes."""
+
+    async def wait(self, most: float) -> None:
+        """Wait until its state has arrived, or for at most so many seconds."""
+        ...
+
+    def go(self, begun: Continuation, deadline: float | None) -> Leg:
+        """Submit it to the replica that decodes, or to another one. Raises as `Dispatcher.dispatch`."""
+        ...
+
+    def close(self) -> None:
+        """It is not wanted any longer."""
+        ...
+
+    def account(self) -> dict[str, Any]:
+        """What was handed over, for a request with `explain`."""
+        ...
+
+    weights: str
 
 
 class Dispatcher(Protocol):
@@ -174,12 +209,15 @@ class ResumableStream:
         "_ended",
         "_finished",
         "_first",
+        "_handed",
         "_leg",
+        "_onward",
         "_parts",
         "_refused",
         "_replicas",
         "_resumes",
         "_tokens",
+        "_transfer",
     )
 
     def __init__(self, replicas: Dispatcher, parts: SentParts, deadline: float | None) -> None:
@@ -196,13 +234,17 @@ class ResumableStream:
         self._refused: float | None = None
         """Since when engines have no room to prepare it."""
         self._ended = False
+        self._onward: HandOver | None = None
+        self._handed: RequestDone | None = None
+        """The account of the replica that has computed the prompt."""
+        self._transfer: dict[str, Any] | None = None
         self._leg: Leg | None = replicas.dispatch(parts, deadline)
 
     def __aiter__(self) -> ResumableStream:
         return self
 
     async def __anext__(self) -> list[Delta | RequestDone]:
-        while (leg := self._leg) is not None:
+        while (leg := self._leg if self._onward is None else await self._handed_on(self._onward)) is not None:
             try:
                 items = await leg.steps.__anext__()
             except (EngineDied, Unavailable, Busy) as error:
@@ -224,6 +266,7 @@ class ResumableStream:
 
     async def aclose(self) -> None:
         self._ended = True
+        self._close_onward()
         leg, self._leg = self._leg, None
         if leg is not None:
             await leg.leave()
@@ -240,9 +283,13 @@ class ResumableStream:
                     leg.answered()
                 if item.finish_reason is not None:
                     self._finished.append(item.index)
-            else:  # always the last item
+            elif item.handed:
+                self._handed, self._onward, self._leg = item, leg.hand_over(), None
                 leg.end()
-                if self._resumes:
+                items.pop()  # always the last item
+            else:
+                leg.end()
+                if self._resumes or self._handed is not None:
                     self._whole(item)
 
     def _unfinished(self, items: list[Delta | RequestDone]) -> list[Delta | RequestDone]:
@@ -255,12 +302,51 @@ class ResumableStream:
         done.seconds = time.monotonic() - self._begun
         if self._first is not None:
             done.ttft = self._first - self._begun
+        if (before := self._handed) is not None:  # what the next replica found was computed there
+            done.queue, done.cached_tokens, done.kept = before.queue, before.cached_tokens, before.kept
+            if done.account is not None:
+                done.account = {**done.account, "prefill": before.account, "handed_over": self._transfer}
 
     def _end(self) -> None:
         self._ended = True
+        self._close_onward()
         leg, self._leg = self._leg, None
         if leg is not None:
             leg.end()
+
+    # -- from the replica that computes the prompt to the one that decodes
+
+    async def _handed_on(self, onward: HandOver) -> Leg | None:
+        """The leg on which a request that was handed over goes on."""
+        try:
+            await self._go_onward(onward)
+        except BaseException:
+            self._end()
+            raise
+        self._close_onward()
+        return self._leg
+
+    async def _go_onward(self, onward: HandOver) -> None:
+        left = self._seconds_left()
+        await onward.wait(math.inf if left is None else left)
+        if self._parts.explain:
+            self._transfer = onward.account()
+        left = self._seconds_left()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded(LATE)
+        try:
+            self._leg = onward.go(Continuation(self._tokens, self._finished), left)
+        except (Busy, Unavailable) as error:
+            self._resumes += 1
+            await self._submit_again(onward.weights, error)
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def _close_onward(self) -> None:
+        onward, self._onward = self._onward, None
+        if onward is not None:
+            onward.close()
 
     # -- after the end of a replica
 
@@ -271,7 +357,7 @@ class ResumableStream:
             self._check(left, error)
             if self._parts.generates and len(self._finished) == len(self._tokens):
                 return self._closing_items(error)
-            await self._submit_again(left, error)
+            await self._submit_again(left.weights, error)
         except BaseException:
             self._end()
             raise
@@ -306,10 +392,11 @@ class ResumableStream:
             ) from error
         return [RequestDone(0, None, None, 0.0, 0, 0)]
 
-    async def _submit_again(self, before: Leg, error: BankfullError) -> None:
+    async def _submit_again(self, weights: str, error: BankfullError) -> None:
+        """`weights`: the fingerprint that those have with which its tokens were generated."""
         some = self._parts.generates and (any(self._tokens) or bool(self._finished))
         begun = Continuation(self._tokens, self._finished) if some else Continuation([], [])
-        weights = before.weights if some else ""
+        weights = weights if some else ""
         suspect = self._barren > 0
         if isinstance(error, Busy):
             await self._wait_for_room(error)

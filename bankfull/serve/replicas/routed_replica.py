@@ -37,6 +37,8 @@ class ReplicaLink(Backend, Protocol):
         tenant: str = "",
         keeps: Sequence[Keep] = (),
         begun: Continuation | None = None,
+        hands_over: bool = False,
+        expected: int = 0,
     ) -> EngineStream: ...
 
     async def start(self) -> None: ...

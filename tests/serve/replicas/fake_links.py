@@ -142,6 +142,8 @@ class FakeLink:
         tenant: str = "",
         keeps: Sequence[Keep] = (),
         begun: Continuation | None = None,
+        hands_over: bool = False,
+        expected: int = 0,
     ) -> FakeStream:
         if begun is None:
             self.expect(1)

@@ -1,0 +1,112 @@
+"""An engine's end of the exchange between engines that compute prompts and engines that decode: it answers what the
+front asks. All but the reports of copies runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from bankfull.errors import ConfigError
+from bankfull.serve.engine.wire import Arrived, ExchangeEnds, Expect, FromEngine, RoomGranted, Ship, Shipped
+from bankfull.state.tiers import disk_key, key_from_disk
+
+if TYPE_CHECKING:
+    from bankfull.llm import LLM
+    from bankfull.types import StepPlan
+
+LONGEST_FACT = 80
+
+
+class ExchangeEnd:
+    def __init__(self, llm: LLM, ends: ExchangeEnds, say: Callable[[FromEngine], None]) -> None:
+        """Raises ConfigError where a model or an option rules it out."""
+        from bankfull.runtime.tiering import add_expected, add_shipping
+        from bankfull.state.exchange import address_of
+
+        engine = llm.loaded.engine
+        state = engine.scheduler.state
+        if engine.scheduler.canvas is not None:
+            raise ConfigError(
+                "--separate has no use for a diffusion model: its blocks are computed again in every step, so there is "
+                "no finished state to hand over; serve it without."
+            )
+        if not state.prefix_cache:
+            raise ConfigError("--separate needs the prefix cache, by which state is found: leave it on.")
+        self._say, self._address_of = say, address_of
+        self._expectations = self._shipping = None
+        self._requests: dict[Any, int] = {}
+        """Requests that wait for a row, and their expectations."""
+        if ends.own is None:
+            self._shipping = add_shipping(state, engine.runner, ends.files)
+            self._shipping.on_stored = self._report
+        else:
+            self._expectations = add_expected(state, engine.runner, ends.files[ends.own], ends.nbytes)
+            engine.on_launch.append(self._entered)
+
+    # -- where prompts are computed
+
+    def ship(self, wanted: Ship) -> None:
+        if self._shipping is not None:
+            places = ((key_from_disk(name), self._address_of(wanted.exchange, at)) for name, at in wanted.places)
+            self._shipping.add(wanted.id, places)
+
+    def _report(self) -> None:
+        """Tell what was copied; on the thread that has copied it."""
+        assert self._shipping is not None
+        answers: dict[int, Shipped] = {}
+        for order, key, nbytes in self._shipping.take():
+            answer = answers.setdefault(order, Shipped(order, [], 0))
+            (answer.names if nbytes else answer.failed).append(disk_key(key))
+            answer.nbytes += nbytes
+        for answer in answers.values():
+            self._say(answer)
+
+    # -- where tokens are decoded
+
+    def expect(self, wanted: Expect) -> None:
+        if self._expectations is not None:
+            self._expectations.expect(wanted.id, wanted.prompt, wanted.salt.encode())
+            self._grant(wanted.id)
+
+    def arrived(self, news: Arrived) -> None:
+        if self._expectations is not None:
+            self._expectations.arrived(news.id, map(key_from_disk, news.names))
+
+    def queued(self, request: int, expected: int) -> None:
+        """A request waits for a row that uses what was expected."""
+        if expected:
+            self._requests[request] = expected
+
+    def gone(self, request: int) -> None:
+        """A request has ended before it got a row."""
+        if (expected := self._requests.pop(request, None)) is not None:
+            self.drop(expected)
+
+    def drop(self, number: int) -> None:
+        """Nobody waits any longer for this expectation, or for this order."""
+        if self._shipping is not None:
+            self._shipping.drop(number)
+        if self._expectations is not None and self._expectations.release(number):
+            self._grant()
+
+    def _entered(self, plan: StepPlan) -> None:
+        for enter in plan.enter:
+            self.gone(enter.request)  # type: ignore[arg-type]  # requests of this process have numbers
+
+    def _grant(self, number: int | None = None) -> None:
+        assert self._expectations is not None
+        for grant in self._expectations.grants(number):
+            self._say(RoomGranted(grant.number, [(disk_key(key), at) for key, at in grant.places], grant.waiting))
+
+
+def told_facts(facts: dict[str, Any]) -> dict[str, str]:
+    """What the state depends on, as short texts that another engine's can be compared with."""
+    return {name: _short(value) for name, value in facts.items()}
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text if len(text) <= LONGEST_FACT else sha256(text.encode()).hexdigest()[:16]

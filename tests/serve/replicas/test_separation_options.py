@@ -1,0 +1,70 @@
+"""`--separate`: what can be asked for, and one sentence for everything else."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from bankfull.cli.app import run_command
+from bankfull.errors import ConfigError
+from bankfull.serve.replicas.fitting import border_of, handed_length, state_misfit
+from bankfull.serve.replicas.local import Separation
+from tests.serve.replicas.fake_links import FACTS
+
+
+def test_pools_and_their_exchange_are_read() -> None:
+    assert Separation.parse("prefill=1,decode=2") == Separation(1, 2, 1 << 30)
+    assert Separation.parse(" decode = 3, exchange=2MiB ,prefill=2") == Separation(2, 3, 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prefill=0,decode=1", "prefill=0 is no number of engines"),
+        ("prefill=1,decode=-1", "decode=-1 is no number of engines"),
+        ("prefill=one,decode=1", "prefill=one is no number of engines"),
+        ("prefill=1", "has no engine for decode"),
+        ("decode=1", "has no engine for prefill"),
+        ("", "give prefill=1,decode=2"),
+        ("1", "give prefill=1,decode=2"),
+        ("prefill=1,decode=1,mixed=1", "has no 'mixed=1'"),
+        ("prefill=1,decode=1,decode=2", "names decode twice"),
+        ("prefill=40,decode=40", "at most 64"),
+        ("prefill=1,decode=1,exchange=big", "exchange='big' is not a size"),
+        ("prefill=1,decode=1,exchange=0", "exchange='0' is not a size"),
+    ],
+)
+def test_other_pools_are_refused_by_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as found:
+        Separation.parse(text)
+    assert "\n" not in str(found.value) and str(found.value).endswith(".")
+
+
+@pytest.mark.parametrize("others", [["--replicas", "2"], ["--ray", "localhost:1"], ["--replica-cpus", "1"]])
+def test_a_cluster_is_refused_by_name(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["serve", "nowhere", "--separate", "prefill=1,decode=1", *others]) == 2
+    said = capsys.readouterr().err
+    assert "without Ray" in said and others[0] in said and said.count("\n") == 1
+
+
+def test_a_bad_pool_ends_the_command_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["serve", "nowhere", "--separate", "prefill=0,decode=1"]) == 2
+    said = capsys.readouterr().err
+    assert "prefill=0 is no number of engines" in said and said.count("\n") == 1
+
+
+def test_engines_with_state_of_another_kind_are_refused_by_one_sentence() -> None:
+    own = msgspec.structs.replace(FACTS, state={"dtype": "torch.bfloat16", "layout": "a"})
+    other = msgspec.structs.replace(FACTS, state={"dtype": "torch.float32", "layout": "a"})
+    assert state_misfit("prefill-0", own, own) == state_misfit("prefill-0", own, None) == ""
+    said = state_misfit("prefill-0", own, other)
+    assert "prefill-0 keeps its state with dtype torch.bfloat16" in said and "torch.float32" in said
+    assert "start both with the same model and options" in said and "\n" not in said
+
+
+def test_whole_pages_of_every_group_are_handed_over() -> None:
+    groups = msgspec.structs.replace(FACTS, groups=[(16, 0), (32, 64)])
+    assert border_of(FACTS) == 16 and border_of(groups) == 32
+    assert [handed_length(groups, tokens) for tokens in (31, 32, 70)] == [0, 32, 64]
+    recurrent = msgspec.structs.replace(FACTS, snapshots=16)
+    assert [handed_length(recurrent, tokens) for tokens in (16, 17, 32)] == [0, 16, 16]
