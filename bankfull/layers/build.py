@@ -14,6 +14,7 @@ from bankfull.errors import ModelError
 from bankfull.layers.shard import Shard, VocabularyShare
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear_bf16
 from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
+from bankfull.ops.ranks import RankGroup
 from bankfull.ops.registry import Function, Kit
 from bankfull.state.mask import Mask
 from bankfull.weights.formats.groups import as_blocks
@@ -49,6 +50,10 @@ class Build:
     """What layers with full attention see instead (lossy); None: all tokens."""
     shard: Shard | None = None
     """The part of the weights that this rank holds; None: all of them."""
+    context: RankGroup | None = None
+    """The ranks that divide the tokens of a step; None: this one has all of them."""
+    sequence: str = "off"
+    """`MeshSpec.sp`: how tokens are divided around the layers that mix them."""
     prefix: str = ""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Reasons for expanding weights that were told."""

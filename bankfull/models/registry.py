@@ -98,4 +98,8 @@ def build_model(config: Config, build: Build) -> Decoder:
             f"The file holds tensors that architecture {config['model_type']!r} does not use: "
             f"{', '.join(sorted(forgotten)[:3])}{more}; use the configuration that belongs to the file."
         )
-    return model
+    if build.context is None and build.sequence == "off":
+        return model
+    from bankfull.models.spreading import spread_tokens  # only ranks need it
+
+    return spread_tokens(model, build)

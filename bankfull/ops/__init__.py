@@ -18,6 +18,7 @@ from bankfull.ops.reference.attention import (
 )
 from bankfull.ops.reference.collectives import (
     all_reduce,
+    exchange_parts,
     gather_outputs,
     gather_rows,
     reduce_scatter,
@@ -68,6 +69,7 @@ from bankfull.ops.reference.linear_w8a8 import (
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 from bankfull.ops.reference.outliers import linear_outliers
 from bankfull.ops.reference.pages import move_tokens
+from bankfull.ops.reference.partial import merge_partials, partial_attention
 from bankfull.ops.reference.rope import rope_angles, rotate
 from bankfull.ops.reference.rounded_pages import write_pages_fp8, write_pages_int4, write_pages_int8
 from bankfull.ops.reference.s4 import diagonal_scan
@@ -108,6 +110,7 @@ __all__ = [
     "expert_mlp",
     "expert_mlp_bf16",
     "expert_mlp_int8",
+    "exchange_parts",
     "expanded_attention",
     "gated_linear",
     "gated_linear_w8a8",
@@ -126,6 +129,7 @@ __all__ = [
     "linear_w8a8",
     "linear_hadamard",
     "linear_outliers",
+    "merge_partials",
     "move_tokens",
     "normed_best_output",
     "normed_gated_linear",
@@ -133,6 +137,7 @@ __all__ = [
     "normed_linear",
     "normed_linear_w8a8",
     "paged_attention",
+    "partial_attention",
     "reduce_scatter",
     "rms_norm",
     "rope_angles",
