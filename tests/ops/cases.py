@@ -648,6 +648,13 @@ def case(name: str, seed: int, dtype: torch.dtype | None = None) -> Case:
     return made
 
 
-from tests.ops import cases_experts, cases_latent, cases_linear, cases_w8a8  # noqa: E402  (last: they use what stands above)
+from tests.ops import (  # noqa: E402  (last: they use what stands above)
+    cases_collectives,
+    cases_experts,
+    cases_latent,
+    cases_linear,
+    cases_w8a8,
+)
 
-GENERATORS |= cases_experts.GENERATORS | cases_latent.GENERATORS | cases_linear.GENERATORS | cases_w8a8.GENERATORS
+for made in (cases_collectives, cases_experts, cases_latent, cases_linear, cases_w8a8):
+    GENERATORS |= made.GENERATORS

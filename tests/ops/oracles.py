@@ -484,10 +484,12 @@ ORACLES: dict[str, Callable[..., Any]] = {
 
 
 from tests.ops import (  # noqa: E402  (last: they use what stands above)
+    oracles_collectives,
     oracles_experts,
     oracles_latent,
     oracles_linear,
     oracles_w8a8,
 )
 
-ORACLES |= oracles_experts.ORACLES | oracles_latent.ORACLES | oracles_linear.ORACLES | oracles_w8a8.ORACLES
+for made in (oracles_collectives, oracles_experts, oracles_latent, oracles_linear, oracles_w8a8):
+    ORACLES |= made.ORACLES
