@@ -87,6 +87,6 @@ def _access(
 def _check_heads(heads: int, kv: int, parts: int) -> None:
     if heads % parts or (kv % parts and parts % kv):
         raise ConfigError(
-            f"A layer's {heads} heads, with {kv} heads of keys and values, cannot be divided over {parts} context ranks "
-            "by sp=ulysses; choose another cp, or leave out sp."
+            f"A layer's {heads} heads, with {kv} heads of keys and values, cannot be divided over {parts} context "
+            "ranks by sp=ulysses; choose another cp, or leave out sp."
         )

@@ -653,8 +653,9 @@ from tests.ops import (  # noqa: E402  (last: they use what stands above)
     cases_experts,
     cases_latent,
     cases_linear,
+    cases_partial,
     cases_w8a8,
 )
 
-for made in (cases_collectives, cases_experts, cases_latent, cases_linear, cases_w8a8):
+for made in (cases_collectives, cases_experts, cases_latent, cases_linear, cases_partial, cases_w8a8):
     GENERATORS |= made.GENERATORS

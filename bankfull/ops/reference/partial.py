@@ -70,8 +70,8 @@ def partial_attention(
     v_scales: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` over the pages that are here, as a partial result; `ranks` share the pages of a sequence.
-    Entries of the page tables are -1 where a page is elsewhere. `v_pages` as a number: a value is that many of the first
-    columns of its key."""
+    Entries of the page tables are -1 where a page is elsewhere. `v_pages` as a number: a value is that many of the
+    first columns of its key."""
     values = _values(k_pages, v_pages)
     out = _partial_shape(q, k_pages, values)
     for i, length in enumerate(meta.kv_len.tolist()):
