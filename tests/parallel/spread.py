@@ -36,10 +36,12 @@ class Mesh:
     def __str__(self) -> str:
         return f"tp{self.tp}-cp{self.cp}-{self.sp}"
 
-    def build(self, files: ModelFiles, tp: ThreadRank, cp: ThreadRank, **more: object) -> Decoder:
+    def build(
+        self, files: ModelFiles, tp: ThreadRank, cp: ThreadRank, providers: str = "torch", **more: object
+    ) -> Decoder:
         build = Build(
             files.source,
-            kit_for("cpu", "torch"),
+            kit_for("cpu", providers),
             torch.float32,
             CPU,
             shard=Shard(tp) if self.tp > 1 else None,
@@ -69,14 +71,17 @@ def run(
     steps: Sequence[Step],
     *,
     seed: int = 0,
+    providers: str = "torch",
+    tree: Sequence[int] = (),
     **more: object,
 ) -> list[Sent]:
-    """Every rank's logits of all tokens, in the order in which they ran. `more`: fields of `Build`."""
+    """Every rank's logits of all tokens, in the order in which they ran. `tree`: the parent of each token of the last
+    step, which has one sequence. `more`: fields of `Build`."""
     opened = [files() for _ in range(mesh.tp * mesh.cp)]
 
     def work(tp: ThreadRank, cp: ThreadRank) -> Sent:
-        model = mesh.build(opened[cp.index * mesh.tp + tp.index], tp, cp, **more)
-        hidden = _hidden(model, mesh, cp, sequences, steps, seed)
+        model = mesh.build(opened[cp.index * mesh.tp + tp.index], tp, cp, providers, **more)
+        hidden = _hidden(model, mesh, cp, sequences, steps, seed, tree)
         sent = list(tp.sent), list(cp.sent)
         return Sent(model.head(hidden), *sent)
 
@@ -84,7 +89,13 @@ def run(
 
 
 def _hidden(
-    model: Decoder, mesh: Mesh, cp: ThreadRank, sequences: Sequence[Sequence[int]], steps: Sequence[Step], seed: int
+    model: Decoder,
+    mesh: Mesh,
+    cp: ThreadRank,
+    sequences: Sequence[Sequence[int]],
+    steps: Sequence[Step],
+    seed: int,
+    tree: Sequence[int],
 ) -> Tensor:
     layout = layout_of(model.states(), PAGE)
     wide = [max(-(-len(tokens) // group.page_tokens) for tokens in sequences) for group in layout.paged]
@@ -109,10 +120,22 @@ def _hidden(
             for i, one in zip(chosen, after, strict=True):
                 slot[i] = one
         batch = placed_batch(layout, counts, past, tokens, [table[chosen] for table in tables], slots)
+        if tree and step is steps[-1]:
+            paths = tree_paths(tree)
+            batch.ancestors = torch.tensor([sum(1 << one for one in path) for path in paths])
+            batch.positions = torch.tensor([past[0] + len(path) - 1 for path in paths])
         found.append(model.forward(batch, storage.layers, plan_mixers(model, layout, batch)))
         for i, count in step:
             done[i] += count
     return torch.cat(found)
+
+
+def tree_paths(parents: Sequence[int]) -> list[list[int]]:
+    """The tokens on the path to each token of a tree, itself included; the first one's parent is -1."""
+    paths: list[list[int]] = []
+    for token, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    return paths
 
 
 def error(found: Sequence[Sent], expected: Tensor) -> float:

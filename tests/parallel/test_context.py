@@ -114,6 +114,23 @@ def test_several_sequences_over_pages_in_any_order_compute_the_same(case: str, m
     assert_same(partial(random_model, "tiny", config_of(case), torch.float32), mesh)
 
 
+@pytest.mark.parametrize("mesh", [*LAYOUTS, Mesh(2, 2)], ids=str)
+@pytest.mark.parametrize("case", ["window", "mla", "experts"])
+def test_kernels_compute_the_same_on_ranks(case: str, mesh: Mesh) -> None:
+    assert_same(partial(random_model, "tiny", config_of(case), torch.float32), mesh, providers="auto")
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", ["attention", "window", "mla", "shared", "sparse"])
+def test_a_tree_of_drafts_is_verified_by_ranks(case: str, mesh: Mesh) -> None:
+    files = partial(random_model, "tiny", config_of(case), torch.float32)
+    tree, steps = (-1, 0, 0, 1, 1, 2, 3), [[(0, 9)], [(0, 2)], [(0, 7)]]
+    (expected,) = run(WHOLE, files, [TOKENS[:18]], steps, tree=tree)
+    assert error(run(mesh, files, [TOKENS[:18]], steps, tree=tree), expected.logits) < TOLERANCE
+    chain = run(WHOLE, files, [TOKENS[:18]], steps)
+    assert error(chain, expected.logits) > 100 * TOLERANCE  # the tree matters
+
+
 @pytest.mark.parametrize("case", WITHOUT_ATTENTION)
 def test_recurrences_compute_the_same_between_tokens_that_tensor_ranks_divide(case: str) -> None:
     assert_same(partial(random_model, "tiny", config_of(case), torch.float32), MEGATRON)
