@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PageShare:
-    """Works on numbers, and on arrays and tensors of numbers. Frame 0 of a rank takes what is not kept there."""
+    """Works on numbers, and on arrays and tensors of numbers. Page 0 is no sequence's, so frame 0 of every rank is free
+    for what is not kept there."""
 
     ranks: int
     index: int
@@ -18,8 +19,8 @@ class PageShare:
 
     def frame(self, page: Any) -> Any:
         """Where the rank that owns a page keeps it."""
-        return page // self.ranks + 1
+        return (page + self.ranks - 1) // self.ranks
 
     def frames(self, pages: int) -> int:
-        """Frames that each rank needs, besides frame 0, for pages numbered 0 .. `pages`."""
-        return pages // self.ranks + 1
+        """Frames that each rank needs, besides frame 0, for pages numbered 1 .. `pages`."""
+        return (pages + self.ranks - 1) // self.ranks
