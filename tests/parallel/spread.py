@@ -15,7 +15,7 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import plan_mixers
-from bankfull.state.page_share import PageShare
+from bankfull.runtime.spread_storage import SpreadStorage
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.source import ModelFiles
@@ -103,10 +103,10 @@ def _hidden(
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)) + 1
     tables = [part.view(len(sequences), -1) for part in order.split([len(sequences) * one for one in wide])]
     by_pages = mesh.cp > 1 and mesh.sp != "ulysses"
-    frames = PageShare(mesh.cp, cp.index).frames(total) if by_pages else total
-    storage = Storage(layout, frames, 2 * len(sequences), CPU)
+    sizes = layout, total, 2 * len(sequences), CPU
+    storage = SpreadStorage(*sizes, cp) if by_pages else Storage(*sizes)
     if layout.paged:
-        storage.poison(range(frames + 1))  # what is read without being written becomes NaN
+        storage.frames.fill_(0xFF)  # what is read without being written is NaN
     done, slot = [0] * len(sequences), [0] * len(sequences)
     found = []
     for step in steps:
