@@ -35,6 +35,11 @@ class TokenShare:
         self._by_heads, self._fresh_apart = by_heads, fresh_apart
         self._gather = build.bind(gather_rows)
 
+    @property
+    def pages(self) -> RankGroup | None:
+        """The ranks over which the pages of a sequence are spread; None: each rank has all of them."""
+        return None if self._by_heads else self.context
+
     def division(self, batch: Batch) -> Division | None:
         """Of the step over context ranks; None: each has all tokens."""
         if self.context is None:

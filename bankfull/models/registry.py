@@ -90,6 +90,10 @@ def build_model(config: Config, build: Build) -> Decoder:
         model = family.build(config, build)
     except KeyError as missing:
         raise ModelError(f"The model's configuration lacks {missing.args[0]!r}.") from None
+    if build.context is not None or build.sequence != "off":
+        from bankfull.models.spreading import spread_tokens  # only ranks need it
+
+        model = spread_tokens(model, build)
     patterns = [re.compile(p) for p in (*IGNORED_ANYWHERE, *family.ignored(config))]
     forgotten = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
     if forgotten:
@@ -98,8 +102,4 @@ def build_model(config: Config, build: Build) -> Decoder:
             f"The file holds tensors that architecture {config['model_type']!r} does not use: "
             f"{', '.join(sorted(forgotten)[:3])}{more}; use the configuration that belongs to the file."
         )
-    if build.context is None and build.sequence == "off":
-        return model
-    from bankfull.models.spreading import spread_tokens  # only ranks need it
-
-    return spread_tokens(model, build)
+    return model

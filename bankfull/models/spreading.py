@@ -25,9 +25,9 @@ MEGATRON, ULYSSES = "megatron", "ulysses"
 
 def spread_tokens(model: Decoder, build: Build) -> Decoder:
     """The model with every block as `build` divides its tokens. Its layers are not usable without it any more."""
+    assert build.sequence != MEGATRON or build.shard is not None, "the mesh has tensor ranks with sp=megatron"
+    assert build.sequence != ULYSSES or build.context is not None, "the mesh has context ranks with sp=ulysses"
     scatter = build.shard.group if build.sequence == MEGATRON and build.shard is not None else None
-    if build.context is None and scatter is None:
-        return model
     mixers = [one for mixer in model.mixers for one in _inside(mixer)]
     attentions = [one for one in mixers if isinstance(one, Attention | SharedAttention | LatentAttention)]
     if build.context is not None and not attentions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,3 +54,12 @@ class SpreadStorage(Storage):
         there = self._here(target, page_tokens)
         for view, part in zip(views, found.split([size for _, size in segments], -1), strict=True):
             view[there] = part
+
+
+def storage_for(model: Any, layout: Layout, pages: int, slots: int, device: torch.device) -> Storage:
+    """The state of a model's sequences on this rank. `pages`: of all ranks together, where they share them."""
+    share = getattr(model, "share", None)
+    group = None if share is None else share.pages
+    return (
+        Storage(layout, pages, slots, device) if group is None else SpreadStorage(layout, pages, slots, device, group)
+    )

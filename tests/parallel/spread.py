@@ -15,9 +15,8 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import plan_mixers
-from bankfull.runtime.spread_storage import SpreadStorage
+from bankfull.runtime.spread_storage import storage_for
 from bankfull.state.spec import layout_of
-from bankfull.state.storage import Storage
 from bankfull.weights.source import ModelFiles
 from tests.parallel.threads import ThreadRank, on_mesh
 
@@ -81,7 +80,7 @@ def run(
 
     def work(tp: ThreadRank, cp: ThreadRank) -> Sent:
         model = mesh.build(opened[cp.index * mesh.tp + tp.index], tp, cp, providers, **more)
-        hidden = _hidden(model, mesh, cp, sequences, steps, seed, tree)
+        hidden = _hidden(model, mesh, sequences, steps, seed, tree)
         sent = list(tp.sent), list(cp.sent)
         return Sent(model.head(hidden), *sent)
 
@@ -102,9 +101,9 @@ def _hidden(
     total = len(sequences) * sum(wide)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)) + 1
     tables = [part.view(len(sequences), -1) for part in order.split([len(sequences) * one for one in wide])]
+    storage = storage_for(model, layout, total, 2 * len(sequences), CPU)
     by_pages = mesh.cp > 1 and mesh.sp != "ulysses"
-    sizes = layout, total, 2 * len(sequences), CPU
-    storage = SpreadStorage(*sizes, cp) if by_pages else Storage(*sizes)
+    assert len(storage.frames) == 1 + (-(-total // mesh.cp) if by_pages else total)
     if layout.paged:
         storage.frames.fill_(0xFF)  # what is read without being written is NaN
     done, slot = [0] * len(sequences), [0] * len(sequences)
