@@ -18,12 +18,11 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.division import Division
+from bankfull.layers.division import Division, Piece
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.page_access import PageAccess, scratch
 from bankfull.layers.token_share import TokenShare
 from bankfull.ops import PagedMeta, exchange_parts, gather_rows, merge_partials
-from bankfull.ops.ranks import RankGroup
 from bankfull.state.page_share import PageShare
 from bankfull.state.storage import LayerStates, StateTensors
 
@@ -132,7 +131,7 @@ class ContextMixer:
             frames += -(-length // page_tokens)
         return FreshPart(
             division.fresh_rows,
-            _pieces_meta(batch, division, self.group, first, page_tokens),
+            _pieces_meta(batch, division.pieces[self.group.index], first, frames, page_tokens),
             torch.from_numpy(np.concatenate(tokens)).to(device),
             torch.from_numpy(np.concatenate(slots)).to(device),
             frames,
@@ -185,10 +184,9 @@ class ContextMixer:
 
 
 def _pieces_meta(
-    batch: Batch, division: Division, group: RankGroup, first: dict[int, int], page_tokens: int
+    batch: Batch, pieces: Sequence[Piece], first: dict[int, int], frames: int, page_tokens: int
 ) -> PagedMeta | None:
     """Each piece ends a sequence of its own: what comes after it is hidden. `first`: a sequence's first frame."""
-    pieces = division.pieces[group.index]
     if not pieces:
         return None
     device = batch.tokens.device
@@ -196,6 +194,7 @@ def _pieces_meta(
     kv_len = np.array([p.end for p in pieces], np.int64)
     widest = -(-int(kv_len.max()) // page_tokens)
     table = np.array([first[p.sequence] for p in pieces])[:, None] + np.arange(widest)
+    table = table.clip(max=frames - 1)  # beyond the end of a piece
     on_device = batch.starts is not None
     return PagedMeta(
         q_start,

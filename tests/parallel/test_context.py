@@ -102,6 +102,7 @@ def assert_same(files: Any, mesh: Mesh, **more: Any) -> None:
     assert expected.logits.std() > 0.01
     found = run(mesh, files, SEQUENCES, STEPS, **more)
     assert len(found) == mesh.tp * mesh.cp and error(found, expected.logits) < TOLERANCE
+    assert all(torch.equal(one.logits, found[0].logits) for one in found), "every rank must choose the same tokens"
 
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)

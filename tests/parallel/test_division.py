@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.layers.division import context_division, even_division, zig_zag
@@ -16,11 +16,12 @@ from bankfull.state.page_share import PageShare
 from bankfull.synthetic.random_weights import random_model
 from tests.models.composed import config_of
 from tests.parallel.spread import Mesh, Step, run
+from tests.quick import examples
 
 COUNTS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(sequences=COUNTS, ranks=st.integers(1, 6), in_order=st.booleans())
 def test_every_token_has_one_rank_and_is_found_again(
     sequences: list[tuple[int, bool]], ranks: int, in_order: bool
@@ -39,7 +40,7 @@ def test_every_token_has_one_rank_and_is_found_again(
     assert np.concatenate(by_kind)[division.places()].tolist() == list(range(tokens))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(sequences=COUNTS, ranks=st.integers(1, 6))
 def test_no_rank_has_many_more_rows_than_its_share(sequences: list[tuple[int, bool]], ranks: int) -> None:
     """Paged tokens are divided evenly. Of each fresh sequence a rank has at most two tokens more than its share, and

@@ -6,17 +6,18 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.ops import PagedMeta, merge_partials, paged_attention, partial_attention
 from bankfull.state.mask import Mask
 from bankfull.state.page_share import PageShare
+from tests.quick import examples
 
 PAGE, KV, GROUPS, SIZE = 4, 2, 3, 8
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     ranks=st.integers(1, 5),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.state.storage import Storage
 from bankfull.types import Tier, TierAddress, Transfer
 from tests.parallel.threads import ThreadRank, on_ranks
+from tests.quick import examples
 
 PAGE, PAGES = 4, 11
 SPECS = Paged((TensorSpec("k", (3,), "float32"), TensorSpec("v", (5,), "int8")))
@@ -41,7 +42,7 @@ def assert_equal(parts: list[SpreadStorage], expected: Tensor) -> None:
         assert torch.equal(own.frames[own.share.frame(page)], expected[page]), f"page {page}"
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(ranks=st.integers(1, 4), pairs=st.lists(st.tuples(PLACES, PLACES), max_size=6))
 def test_pages_are_copied_in_order_whoever_has_them(ranks: int, pairs: list[tuple[int, int]]) -> None:
     transfers = [
@@ -58,7 +59,7 @@ def test_pages_are_copied_in_order_whoever_has_them(ranks: int, pairs: list[tupl
     assert_equal(on_ranks(ranks, work), expected.frames)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(ranks=st.integers(1, 4), seed=st.integers(0, 1 << 20), rows=st.integers(1, 3), moves=st.integers(1, 5))
 def test_accepted_drafts_move_whoever_has_them(ranks: int, seed: int, rows: int, moves: int) -> None:
     """Each row has pages of its own; tokens move towards smaller positions, and slot 0 pads."""
