@@ -90,7 +90,6 @@ def run(
 def _hidden(
     model: Decoder,
     mesh: Mesh,
-    cp: ThreadRank,
     sequences: Sequence[Sequence[int]],
     steps: Sequence[Step],
     seed: int,
