@@ -28,8 +28,22 @@ LAYOUTS = (CONTEXT, ULYSSES, MEGATRON)
 COMBINED = (Mesh(2, 2), Mesh(2, 2, "ulysses"), Mesh(2, 2, "megatron"))
 APART = ("gemma3", "gemma3-untied", "hunyuan-shared", "hunyuan-shared-biased")
 """Cases whose configuration cannot be changed from outside."""
-KINDS = ("llama", "mistral", "gemma2", "opt-350m", "gpt-neox", "gpt-oss", "qwen2-moe", "deepseek-v2", "deepseek-v3")
-KINDS += ("qwen3-next", "jamba", "falcon-h1", "minimax", "olmo2")
+KINDS = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "opt-350m",
+    "gpt-neox",
+    "gpt-oss",
+    "qwen2-moe",
+    "deepseek-v2",
+    "deepseek-v3",
+    "qwen3-next",
+    "jamba",
+    "falcon-h1",
+    "minimax",
+    "olmo2",
+)
 """One of each kind of attention, block and hybrid."""
 RECURRENT = ("mamba", "mamba-odd", "mamba2", "mamba2-odd", "mamba2-one-group")
 """Cases without attention; below, composed ones."""
