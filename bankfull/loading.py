@@ -190,10 +190,12 @@ def load_rank(
 def refuse_layout(run: RunConfig, state: StateConfig) -> None:
     """Refuse what a model over several ranks cannot do yet."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
-    if mesh.cp > 1 or mesh.ffn or mesh.sp != "off":
+    if mesh.cp > 1 or mesh.ffn:
         raise ConfigError(
-            f"The layout {mesh} cannot be run yet, only predicted; tp, pp and ep can: parallel='tp=2,pp=2,ep=2'."
+            f"The layout {mesh} cannot be run yet, only predicted; tp, pp, ep and sp=on can: parallel='tp=2,pp=2,ep=2'."
         )
+    if mesh.sp != "off" and (mesh.pp > 1 or mesh.ep > 1):
+        raise ConfigError(f"The layout {mesh} cannot be run yet: sp=on runs with tp alone; leave out pp and ep.")
     if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
         raise ConfigError(
             f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
@@ -290,6 +292,8 @@ def assemble(
         log.warning(notice)
     sched = replace(sched, rows=sizes.rows)
     manager = StateManager(layout, sizes.frames, sizes.slots, state)
+    # How many tokens an expert gets, or a rank's part of them, is known in the step only.
+    uncaptured = run.mesh.ep > 1 or run.mesh.sp != "off"
     try:
         runner = DeviceRunner(
             model,
@@ -300,7 +304,7 @@ def assemble(
             max_len=sizes.max_len,
             frames=sizes.frames,
             slots=sizes.slots,
-            kit=build.kit if run.mesh.ep == 1 else None,  # how many tokens an expert gets is known in the step only
+            kit=None if uncaptured else build.kit,
             step_tokens=sched.step_tokens,
             guesses=guesses,
             widths=widths,

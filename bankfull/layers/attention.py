@@ -151,7 +151,11 @@ class Attention:
         return *self._turned(q, k, angles), v
 
     def run(self, x: Any, states: LayerStates, meta: PagedMeta, angles: Angles | None) -> Tensor:
-        return self.out(self.mixed(x, states, meta, angles))
+        return self.result(x, self.mixed(x, states, meta, angles))
+
+    def result(self, x: Any, mixed: Tensor) -> Tensor:
+        """The layer's output, from its input and from the values that each head attends to."""
+        return self.out(mixed)
 
     def mixed(self, x: Any, states: LayerStates, meta: PagedMeta, angles: Angles | None) -> Tensor:
         """The values that each head attends to, before the output projection."""

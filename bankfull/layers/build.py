@@ -16,6 +16,7 @@ from bankfull.layers.shard import Part, Shard, VocabularyShare
 from bankfull.layers.stage import META, BlankTensors, Stage
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear_bf16
 from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
+from bankfull.ops.ranks import RankGroup
 from bankfull.ops.registry import Function, Kit
 from bankfull.state.mask import Mask
 from bankfull.weights.formats.groups import as_blocks
@@ -55,6 +56,10 @@ class Build:
     """The layers whose weights this rank holds; None: all."""
     experts: ExpertRanks | None = None
     """The ranks over which the experts of a layer are spread; None: each rank has all of them."""
+    context: RankGroup | None = None
+    """The ranks that divide the tokens of a step; None: this one has all of them."""
+    sequence: str = "off"
+    """`MeshSpec.sp`: how tokens are divided around the layers that mix them."""
     prefix: str = ""
     elsewhere: set[str] = field(default_factory=set, repr=False, compare=False)
     """Modules whose tensors other ranks read."""

@@ -16,6 +16,7 @@ from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
 from bankfull.layers.shard import VocabularyShare
+from bankfull.layers.token_share import TokenShare
 from bankfull.ops import Unnormed, gather_outputs, soft_cap
 from bankfull.ops.reference.linear import highest
 from bankfull.progress import PROGRESS
@@ -117,11 +118,11 @@ class Head:
         `project` computes here; other ranks have the others."""
         self.build, self.project, self.stored, self.cap, self.share = build, project, stored, cap, share
         self._cap = build.bind(soft_cap)
-        self._gather = build.bind(gather_outputs)
+        self._gather = None if share is None else build.bind(gather_outputs)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.project(hidden)
-        if self.share is not None:
+        if self.share is not None and self._gather is not None:
             logits = self._gather(logits, self.share.group, self.share.vocab)
         return logits if self.cap is None else self._cap(logits, self.cap)
 
@@ -169,6 +170,8 @@ class Decoder:
     """Dtype of the residual stream, where it is wider than that of its branches."""
     stream_size: int = 0
     """Columns of the residual stream, where they are others than `hidden`; 0 = the same."""
+    share: TokenShare | None = None
+    """The tokens that this rank computes between mixers; None: all."""
     before_best: Norm = field(init=False)
     """The last norm as `best` uses it, where only the head reads it."""
 
@@ -192,22 +195,30 @@ class Decoder:
     ) -> Tensor:
         """Hidden states of every token. `taps` maps layer numbers to the hidden states that enter the layer, filled
         during the pass; they are results of the operations that run without it, too."""
-        return joined(self.norm, *self._stream(batch, states, metas, taps))[1]
+        return self._all(joined(self.norm, *self._stream(batch, states, metas, taps))[1], batch)
 
     def best(self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any]) -> Tensor:
         """The most likely next token after each token: `head.best` of the hidden states, which are not returned."""
+        if self.share is not None:
+            return self.head.best(self.forward(batch, states, metas))
         return self.head.best(self.before_best.join(*self._stream(batch, states, metas, None))[1])
+
+    def _all(self, x: Tensor, batch: Batch) -> Tensor:
+        """The rows of all tokens of the step."""
+        return x if self.share is None else self.share.leave(x, batch)
 
     def _stream(
         self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any], taps: dict[int, Tensor] | None
     ) -> Stream:
-        angles = batch.angles or {name: rope(batch.positions) for name, rope in self.ropes.items()}
-        stream: Stream = (self.embed(batch), None)
+        own = batch if self.share is None else self.share.own(batch)
+        angles = own.angles or {name: rope(own.positions) for name, rope in self.ropes.items()}
+        x = self.embed(own)
+        stream: Stream = (x if self.share is None else self.share.enter(x), None)
         for i, block in enumerate(self.blocks):
             rope = block.mixer.rope
             entering: list[Tensor] | None = None if taps is None or i not in taps else []
             stream = block.run(stream, states[i], metas[i], None if rope is None else angles[rope], entering)
             PROGRESS.tick()
             if taps is not None and entering:
-                taps[i] = entering[0]
+                taps[i] = self._all(entering[0], batch)
         return stream

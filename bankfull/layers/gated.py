@@ -9,9 +9,7 @@ from torch import Tensor
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
-from bankfull.layers.mixer import Angles
-from bankfull.ops import PagedMeta, activate_mul
-from bankfull.state.storage import LayerStates
+from bankfull.ops import activate_mul
 
 
 class GatedAttention(Attention):
@@ -27,5 +25,5 @@ class GatedAttention(Attention):
     def norms(self, rows: int) -> bool:
         return False  # the gate reads normed rows, too
 
-    def run(self, x: Any, states: LayerStates, meta: PagedMeta, angles: Angles | None) -> Tensor:
-        return self.out(self._multiply(self.gate(x), self.mixed(x, states, meta, angles), "sigmoid"))
+    def result(self, x: Any, mixed: Tensor) -> Tensor:
+        return self.out(self._multiply(self.gate(x), mixed, "sigmoid"))

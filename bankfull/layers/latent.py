@@ -167,15 +167,25 @@ class LatentAttention:
         return tuple(parts)
 
     def run(self, x: Tensor, states: LayerStates, meta: LatentMeta, angles: Angles | None) -> Tensor:
-        s = self.shape
         (state,) = states
         assert angles is not None
         pages = state["latent"]
-        low = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
-        q = self.q(low).unflatten(-1, (s.heads, s.nope + s.rope))
+        q = self._queries(x)
         self._write(self.kv(x), self.kv_norm, self.eps, *angles, pages, meta.slots)
         mixed = [self._mix(part, q, angles, pages) for part in meta.parts]
         return self.out((mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        low = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
+        return self.q(low).unflatten(-1, (self.shape.heads, self.shape.nope + self.shape.rope))
+
+    def absorbed(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Queries for latents, and the rows from which latents and RoPE keys are made."""
+        return self._absorb(self._queries(x), *angles, self.absorbing), self.kv(x)
+
+    def result(self, mixed: Tensor) -> Tensor:
+        """The layer's output from the latents that absorbed queries attended to (tokens, heads, rank)."""
+        return self.out(self._value(mixed, self.valuing).flatten(1))
 
     def _mix(self, part: LatentPart, q: Tensor, angles: Angles, pages: Tensor) -> Tensor:
         s = self.shape

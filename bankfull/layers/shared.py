@@ -73,15 +73,23 @@ class SharedAttention:
             pages = state["k"], state["v"]
             mixed = self._all(q, None, None, *pages, meta, angles, self._norms, h.scale, h.sight, h.cap, self.sinks)
             return self.out(mixed.flatten(1))
+        q = self._turned(q, angles)
+        scales = (state["k_scale"], state["v_scale"]) if self.rounded else (None, None)
+        mixed = self._attend(q, state["k"], state["v"], meta, h.scale, h.sight, h.cap, *scales, self.sinks)
+        return self.out(mixed.flatten(1))
+
+    def _turned(self, q: Tensor, angles: Angles | None) -> Tensor:
         if self.q_norm is not None and not self.rotates_first:
             q = self.q_norm(q)
         if angles is not None:
             q = self._rotate(q, *angles)
         if self.q_norm is not None and self.rotates_first:
             q = self.q_norm(q)
-        scales = (state["k_scale"], state["v_scale"]) if self.rounded else (None, None)
-        mixed = self._attend(q, state["k"], state["v"], meta, h.scale, h.sight, h.cap, *scales, self.sinks)
-        return self.out(mixed.flatten(1))
+        return q
+
+    def queries(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """Of normed rows (tokens, heads, size), as attention reads them."""
+        return self._turned(self.q(x).unflatten(-1, (-1, self.heads.size)), angles)
 
 
 def owner_of(mixers: Sequence[Mixer], layer: int, owner: int) -> Attention:

@@ -122,7 +122,7 @@ class Mamba2Mixer:
         self._scale = build.bind(scale_columns)
         self._norm = build.bind(gated_rms_norm)
         self._gate = build.bind(activate_mul)
-        self._spread = build.bind(spread_rms_norm)
+        self._spread = build.bind(spread_rms_norm) if norm is not None and norm.across_ranks else None
         self._group = None if build.shard is None else build.shard.group
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> RecurrentMeta:
@@ -146,7 +146,7 @@ class Mamba2Mixer:
         if self.norm is None:
             return self.out(self._gate(gate, y, "silu"))
         norm = self.norm
-        if norm.across_ranks:
+        if self._spread is not None:
             y = y if norm.before_gate else self._gate(gate, y, "silu")
             y = self._spread(y, self.weight, norm.eps, 0.0, self._group)
             return self.out(self._gate(gate, y, "silu") if norm.before_gate else y)

@@ -92,6 +92,10 @@ def build_model(config: Config, build: Build) -> Decoder:
         model = family.build(config, build)
     except KeyError as missing:
         raise ModelError(f"The model's configuration lacks {missing.args[0]!r}.") from None
+    if build.context is not None or build.sequence != "off":
+        from bankfull.models.spreading import spread_tokens  # only ranks need it
+
+        model = spread_tokens(model, build)
     patterns = [re.compile(p) for p in (*IGNORED_ANYWHERE, *family.ignored(config))]
     unread = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
     forgotten = [name for name in unread if not _below(name, build.elsewhere)]

@@ -18,6 +18,7 @@ from bankfull.ops.reference.attention import (
 )
 from bankfull.ops.reference.collectives import (
     all_reduce,
+    exchange_parts,
     gather_outputs,
     gather_rows,
     receive_rows,
@@ -77,6 +78,7 @@ from bankfull.ops.reference.outliers import (
     normed_linear_outliers,
 )
 from bankfull.ops.reference.pages import move_tokens
+from bankfull.ops.reference.partial import merge_partials, partial_attention
 from bankfull.ops.reference.rope import rope_angles, rotate
 from bankfull.ops.reference.rounded_pages import write_pages_fp8, write_pages_int4, write_pages_int8
 from bankfull.ops.reference.s4 import diagonal_scan
@@ -122,6 +124,7 @@ __all__ = [
     "expert_mlp",
     "expert_mlp_bf16",
     "expert_mlp_int8",
+    "exchange_parts",
     "expanded_attention",
     "gated_linear",
     "gated_linear_w8a8",
@@ -143,6 +146,7 @@ __all__ = [
     "linear_outliers",
     "normed_gated_linear_outliers",
     "normed_linear_outliers",
+    "merge_partials",
     "move_tokens",
     "normed_best_output",
     "normed_gated_linear",
@@ -151,6 +155,7 @@ __all__ = [
     "normed_linear_w8a8",
     "paged_attention",
     "receive_rows",
+    "partial_attention",
     "reduce_scatter",
     "send_rows",
     "rms_norm",

@@ -196,7 +196,7 @@ class Cpu:
         pass  # native kernels are compiled at installation
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
-        return record_on_tape(forward, kit)
+        return forward if divides_tokens(forward) else record_on_tape(forward, kit)
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         return choosing_on_tape(forward, rows)
@@ -272,7 +272,7 @@ class Cuda:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         from bankfull.runtime.captured import Captured
 
-        return Captured(forward) if kit.prefer else forward
+        return Captured(forward) if kit.prefer and not divides_tokens(forward) else forward
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         from bankfull.runtime.captured import Captured
@@ -339,6 +339,15 @@ class Cuda:
         self.launch(work).wait()
         torch.cuda.synchronize(self.torch)
         return int(torch.cuda.max_memory_allocated(self.torch)) - before
+
+
+def divides_tokens(forward: Eager) -> bool:
+    """Whether ranks divide the tokens of each step, by counts and lengths that a captured step would not see. The
+    forward then says so."""
+    if getattr(forward.model, "share", None) is None:
+        return False
+    forward.uncaptured = "Steps run without capture, because ranks divide the tokens of each step."
+    return True
 
 
 def record_on_tape(forward: Eager, kit: Kit) -> Forward:

@@ -643,9 +643,19 @@ from tests.ops import (  # noqa: E402  (last: they use what stands above)
     cases_latent,
     cases_linear,
     cases_outliers,
+    cases_partial,
     cases_ranks,
     cases_w8a8,
 )
 
-for more in (cases_collectives, cases_experts, cases_latent, cases_linear, cases_outliers, cases_ranks, cases_w8a8):
+for more in (
+    cases_collectives,
+    cases_experts,
+    cases_latent,
+    cases_linear,
+    cases_outliers,
+    cases_partial,
+    cases_ranks,
+    cases_w8a8,
+):
     GENERATORS |= more.GENERATORS

@@ -213,7 +213,7 @@ def write_pages_int4(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
     return codes, f64(steps)
 
 
-def _held(pages: Tensor, scales: Tensor | None) -> Array:
+def held(pages: Tensor, scales: Tensor | None) -> Array:
     if scales is None:
         return f64(pages)
     if pages.dtype is not torch.uint8:
@@ -236,7 +236,7 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Array:
     """A dense softmax over exactly the visible keys."""
-    queries, keys, values = f64(q), _held(k_pages, k_scales), _held(v_pages, v_scales)
+    queries, keys, values = f64(q), held(k_pages, k_scales), held(v_pages, v_scales)
     heads, per_key = q.shape[1], q.shape[1] // k_pages.shape[2]
     out = np.zeros((*q.shape[:2], values.shape[-1]))
     for i, length in enumerate(meta.kv_len.tolist()):
@@ -478,6 +478,7 @@ from tests.ops import (  # noqa: E402  (last: they use what stands above)
     oracles_latent,
     oracles_linear,
     oracles_outliers,
+    oracles_partial,
     oracles_ranks,
     oracles_w8a8,
 )
@@ -488,6 +489,7 @@ for more in (
     oracles_latent,
     oracles_linear,
     oracles_outliers,
+    oracles_partial,
     oracles_ranks,
     oracles_w8a8,
 ):

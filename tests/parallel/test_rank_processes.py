@@ -56,15 +56,17 @@ def test_stages_of_tensor_ranks_give_the_tokens_of_one_process() -> None:
     assert staged.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
 
 
-def test_experts_over_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
+def test_experts_and_tokens_over_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
     shutil.copytree(folder_of("experts"), tmp_path, dirs_exist_ok=True)
     for file in speaking_folder().glob("token*"):
         shutil.copy(file, tmp_path)
     prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10]}, {"prompt_token_ids": [40, 3, 60]}]
     how = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, ignore_eos=True)
-    alone, spread = (LLM(str(tmp_path), dtype="float32", rows=4, parallel=mesh) for mesh in ("", "tp=2,ep=2"))
-    one, other = ([list(o.outputs[0].token_ids) for o in llm.generate(prompts, how)] for llm in (alone, spread))
-    assert one == other
+    found = []
+    for mesh in ("", "tp=2,ep=2", "tp=2,sp=on"):
+        llm = LLM(str(tmp_path), dtype="float32", rows=4, parallel=mesh)
+        found.append([list(output.outputs[0].token_ids) for output in llm.generate(prompts, how)])
+    assert found[0] == found[1] == found[2]
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula(split: LLM) -> None:
@@ -111,6 +113,7 @@ def test_ranks_end_with_rank_0() -> None:
         ({"parallel": "tp=2", "kv_disk": "1GiB"}, "need one rank"),
         ({"parallel": "tp=2", "speculative": "mtp"}, "reads the model's head"),
         ({"parallel": "cp=2"}, "cannot be run yet"),
+        ({"parallel": "tp=2,pp=2,sp=on"}, "sp=on runs with tp alone"),
         ({"parallel": "pp=3"}, "3 stages, but the model has only 2 layers"),
         ({"parallel": "pp=2", "speculative": "lookahead"}, "which the first of the 2 stages does not have"),
     ],

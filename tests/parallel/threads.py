@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -87,17 +88,30 @@ class ThreadRank:
 
 def on_ranks(count: int, work: Callable[[ThreadRank], T]) -> list[T]:
     """The results of all ranks; the first error of any is raised."""
-    meeting = Meeting(count)
+    return on_mesh((count,), work)
+
+
+def on_mesh(sizes: tuple[int, ...], work: Callable[..., T]) -> list[T]:
+    """The results of all ranks of a mesh, whose first axis is innermost. `work` gets this rank of each axis."""
+    count = prod(sizes)
+    places = [tuple(index // prod(sizes[:axis]) % size for axis, size in enumerate(sizes)) for index in range(count)]
+    meetings: dict[tuple[int, ...], Meeting] = {}
+    for place in places:
+        for axis, size in enumerate(sizes):
+            meetings.setdefault(_group(place, axis), Meeting(size))
     found: list[Any] = [None] * count
     errors: list[BaseException] = []
 
     def run(index: int) -> None:
+        place = places[index]
         try:
+            ranks = [ThreadRank(meetings[_group(place, axis)], size, place[axis]) for axis, size in enumerate(sizes)]
             with torch.inference_mode():
-                found[index] = work(ThreadRank(meeting, count, index))
+                found[index] = work(*ranks)
         except BaseException as error:  # the others must not wait for this rank
             errors.append(error)
-            meeting.leave()
+            for meeting in meetings.values():
+                meeting.leave()
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
     for thread in threads:
@@ -108,6 +122,11 @@ def on_ranks(count: int, work: Callable[[ThreadRank], T]) -> list[T]:
     if real or errors:
         raise (real or errors)[0]
     return found
+
+
+def _group(place: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """The axis, and where the ranks of a group lie on the others."""
+    return (axis, *place[:axis], *place[axis + 1 :])
 
 
 class ThreadNeighbour:

@@ -113,7 +113,7 @@ def _attention_shape(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object,
     return q.new_empty(q.shape[0], q.shape[1], head_numbers(v_pages))
 
 
-def _live_keys(queries: int, length: int, window: Sight, page: int) -> Tensor:
+def live_keys(queries: int, length: int, window: Sight, page: int) -> Tensor:
     """Positions of the tokens in pages that any of the last `queries` tokens sees; only the last one may be partial."""
     if isinstance(window, Mask):
         pages = torch.from_numpy(live_pages(window, length - queries, length, page))
@@ -151,42 +151,65 @@ def paged_attention(
     Pages may have another dtype than queries; rounded pages (`rounded_pages`) need the scales written with them.
     Sequences are computed one by one, so a result never depends on the batch, and only live pages are read.
     """
-    page = meta.page_tokens
-    held = torch.float32 if is_rounded(k_pages.dtype) else k_pages.dtype
-    exact = torch.promote_types(torch.promote_types(q.dtype, held), torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], head_numbers(v_pages))
     for i, length in enumerate(meta.kv_len.tolist()):
-        first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
-        queries = last - first
-        key = _live_keys(queries, length, window, page).to(q.device)
-        table = meta.pages[i, key[::page] // page].long()
-        k, v = (
-            page_numbers(pages[table], None if scales is None else scales[table], exact).flatten(0, 1)[: len(key)]
-            for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
-        )
-        groups = q.shape[1] // k.shape[1]
-        # (K, groups, queries, size) x (K, size, keys): query heads of one KV head are batched, keys are never repeated.
-        grouped = q[first:last].to(exact).unflatten(1, (k.shape[1], groups)).permute(1, 2, 0, 3)
-        scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]) * scale
-        if cap is not None:
-            scores = cap * torch.tanh(scores / cap)
-        at = torch.arange(length - queries, length, device=q.device)[:, None]
-        key = key[None, :]
-        hidden = key > at if not meta.block else key >= (at // meta.block + 1) * meta.block
-        if meta.ancestors is not None and int(meta.ancestors[first]):
-            at, key, hidden = _in_tree(meta.ancestors[first:last], length - queries, key)
-        if isinstance(window, Mask):
-            hidden = hidden | ~window.visible(at, key)
-        elif window is not None:
-            hidden = hidden | (key <= at - window)
-        scores = scores.masked_fill(hidden, float("-inf"))
+        own = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
+        key = live_keys(own.stop - own.start, length, window, meta.page_tokens)
+        scores, v = masked_scores(q, k_pages, v_pages, meta, i, key, scale, window, cap, k_scales, v_scales)
         if sinks is not None:
-            own = sinks.to(exact).view(k.shape[1], groups, 1, 1).expand(-1, -1, queries, -1)
-            scores = torch.cat((scores, own), -1)
-        weights = scores.softmax(-1)[..., : len(k)]
+            logits = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(-1, -1, scores.shape[2], -1)
+            scores = torch.cat((scores, logits), -1)
+        weights = scores.softmax(-1)[..., : len(v)]
         mixed = torch.matmul(weights, v.permute(1, 0, 2)[:, None])
-        out[first:last] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        out[own] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out
+
+
+def exact_dtype(q: Tensor, pages: Tensor) -> torch.dtype:
+    """The dtype in which attention of the queries over the pages is computed."""
+    held = torch.float32 if is_rounded(pages.dtype) else pages.dtype
+    return torch.promote_types(torch.promote_types(q.dtype, held), torch.float32)
+
+
+def masked_scores(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    sequence: int,
+    key: Tensor,
+    scale: float,
+    window: Sight,
+    cap: float | None,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The scores (K, groups, queries, keys) of a sequence's new tokens, -inf where a key is hidden, and the values
+    (keys, K, size). `key`: the keys' positions, in whole pages; only the sequence's last page may be partial."""
+    page, exact, length = meta.page_tokens, exact_dtype(q, k_pages), int(meta.kv_len[sequence])
+    first, last = int(meta.q_start[sequence]), int(meta.q_start[sequence + 1])
+    queries, key = last - first, key.to(q.device)
+    table = meta.pages[sequence, key[::page] // page].long()
+    k, v = (
+        page_numbers(pages[table], None if scales is None else scales[table], exact).flatten(0, 1)[: len(key)]
+        for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
+    )
+    groups = q.shape[1] // k.shape[1]
+    # (K, groups, queries, size) x (K, size, keys): query heads of one KV head are batched, keys are never repeated.
+    grouped = q[first:last].to(exact).unflatten(1, (k.shape[1], groups)).permute(1, 2, 0, 3)
+    scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    at = torch.arange(length - queries, length, device=q.device)[:, None]
+    key = key[None, :]
+    hidden = key > at if not meta.block else key >= (at // meta.block + 1) * meta.block
+    if meta.ancestors is not None and int(meta.ancestors[first]):
+        at, key, hidden = _in_tree(meta.ancestors[first:last], length - queries, key)
+    if isinstance(window, Mask):
+        hidden = hidden | ~window.visible(at, key)
+    elif window is not None:
+        hidden = hidden | (key <= at - window)
+    return scores.masked_fill(hidden, float("-inf")), v
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,16 @@ def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
     return group.reduce_scatter(torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x)
 
 
+def _exchange_cost(x: Tensor, group: RankGroup) -> Cost:
+    return _moved(x, group, 1)
+
+
+@op(cost=_exchange_cost, shape=lambda x, group: torch.empty_like(x))
+def exchange_parts(x: Tensor, group: RankGroup) -> Tensor:
+    """Part i of x (ranks, ...) goes to rank i. The result has the parts that came here, in the order of the ranks."""
+    return group.all_to_all(x)
+
+
 def _embedding_cost(
     ids: Tensor, weight: QTensor, dtype: torch.dtype, scale: float, first: int, group: RankGroup
 ) -> Cost:
