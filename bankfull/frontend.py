@@ -15,7 +15,7 @@ from typing import Any
 from bankfull.engine import Engine
 from bankfull.errors import RequestError
 from bankfull.outputs import CompletionOutput, Delta, Logprob, RequestOutput
-from bankfull.runtime.device_runner import Extra, TokenLogprobs
+from bankfull.runtime.results import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
 from bankfull.sample.denoised import refuse_beside_denoising
 from bankfull.sample.generated import checked_generated, end_of

@@ -70,8 +70,6 @@ log = logging.getLogger("bankfull")
 
 OFFERED = frozenset[str]()
 """Features that a strategy may need beyond hidden states and logits: none so far."""
-HEADS_OF_MODEL = ("medusa", "eagle", "mtp", "streaming", "tree-streaming")
-"""Speculation with the model's own head, or with parts trained for it."""
 AUTO_GAIN = 1.05
 """Expected gain from which on `speculative=auto` verifies draft tokens."""
 
@@ -157,6 +155,7 @@ def assemble_leader(
     """Rank 0 of a model over several ranks, which it starts."""
     from bankfull.parallel.groups import RankLost
     from bankfull.parallel.leading import Followers
+    from bankfull.parallel.refused import refuse_layout
 
     refuse_layout(run, state)
     run = replace(run, device=device.kind)
@@ -185,31 +184,6 @@ def load_rank(
     device = open_device(kind)
     made = assemble(open_model(locate(name)), run, sched, state, max_len=max_len, device=device, ranks=ranks)
     return made.engine.runner
-
-
-def refuse_layout(run: RunConfig, state: StateConfig) -> None:
-    """Refuse what a model over several ranks cannot do yet."""
-    mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
-    if mesh.cp > 1 or mesh.ffn:
-        raise ConfigError(
-            f"The layout {mesh} cannot be run yet, only predicted; tp, pp, ep and sp=on can: parallel='tp=2,pp=2,ep=2'."
-        )
-    if mesh.sp != "off" and (mesh.pp > 1 or mesh.ep > 1):
-        raise ConfigError(f"The layout {mesh} cannot be run yet: sp=on runs with tp alone; leave out pp and ep.")
-    if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
-        raise ConfigError(
-            f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
-            "stages does not have; use suffix or ngram."
-        )
-    if state.kv_host or state.kv_disk:
-        raise ConfigError(
-            f"KV tiers below the device need one rank, and the layout {mesh} has {mesh.ranks}; leave out one."
-        )
-    if speculative.name in HEADS_OF_MODEL:
-        raise ConfigError(
-            f"speculative={speculative.name} reads the model's head, which {mesh} spreads over ranks; use suffix, "
-            "ngram, lookahead or a draft model."
-        )
 
 
 def assemble(

@@ -12,29 +12,29 @@ from bankfull.errors import BankfullError
 from bankfull.loading import load_rank
 from bankfull.mesh import MeshSpec
 from bankfull.parallel.following import follow
-from bankfull.parallel.groups import SECONDS, Place, RankLost, join
+from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, join
 from bankfull.parallel.leading import ADDRESS, RANK, SECRET
-from bankfull.parallel.messages import Connection, Hello, Ready, Task
+from bankfull.parallel.messages import HelloMessage, RankConnection, RankReady, RankTask
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, whose end ends this process
     host, _, port = os.environ.pop(ADDRESS).rpartition(":")
     rank, secret = int(os.environ.pop(RANK)), os.environ.pop(SECRET)
-    connection = Connection(socket.create_connection((host, int(port)), SECONDS))
-    connection.send(Hello(rank, bankfull.__version__, secret))
+    connection = RankConnection(socket.create_connection((host, int(port)), SECONDS))
+    connection.send(HelloMessage(rank, bankfull.__version__, secret))
     task = connection.from_leader(SECONDS)
-    if not isinstance(task, Task):
+    if not isinstance(task, RankTask):
         return 1
     try:
         mesh = MeshSpec.parse(str(task.run.parallel))
         device = "cuda" if task.run.device.startswith("cuda") else "cpu"
-        ranks = join(Place(mesh, rank), host, task.port, device)
+        ranks = join(RankPlace(mesh, rank), host, task.port, device)
         runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
-        connection.send(Ready())
+        connection.send(RankReady())
         follow(connection, runner, ranks.tells)
     except BankfullError as error:
-        connection.send(Ready(str(error), refused=True))
+        connection.send(RankReady(str(error), refused=True))
         return 2
     except RankLost:
         return 1  # rank 0 tells of it

@@ -27,7 +27,7 @@ from bankfull.plan.configurations import Configuration, PreparedModel, Stored, g
 from bankfull.plan.efficiency import assumed
 from bankfull.plan.layouts import ParallelLayout
 from bankfull.plan.outcome import PILING, Objectives
-from bankfull.plan.separate import Separation
+from bankfull.plan.separate import PlannedPools
 from bankfull.plan.simulate import Run, simulate
 from bankfull.plan.sites import sites_of
 from bankfull.plan.step_times import StepTimes
@@ -119,7 +119,7 @@ class SeparationRow:
 def separation_example(requests: int, precision: float = 0.05) -> list[SeparationRow]:
     prepared = _opt()
     base = next(grid(prepared))
-    pair = separated(base, Separation(2, 1))
+    pair = separated(base, PlannedPools(2, 1))
     received = replace(base.replica(_longest()), received=True)
 
     def decode(trace: Sequence[TraceRequest]) -> Run:

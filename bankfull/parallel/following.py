@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from bankfull.parallel.messages import Connection, Masks, Plan, Settle, masks_of, outcome_message, step_plan
+from bankfull.parallel.messages import (
+    MasksMessage,
+    PlanMessage,
+    RankConnection,
+    SettleMessage,
+    masks_of,
+    outcome_message,
+    step_plan,
+)
 from bankfull.runtime.device_runner import DeviceRunner
 
 
-def follow(connection: Connection, runner: DeviceRunner, tells: bool = False) -> None:
+def follow(connection: RankConnection, runner: DeviceRunner, tells: bool = False) -> None:
     """Run steps until rank 0 ends the connection. `tells`: whether this rank tells rank 0 the results, which then
     chooses no tokens itself."""
     flying: deque[Any] = deque()
     newest: Any = None
     while (message := connection.from_leader()) is not None:
-        if isinstance(message, Plan):
+        if isinstance(message, PlanMessage):
             newest = runner.forward(step_plan(message, runner.rows.sampling.allowed_mask))
             flying.append(newest)
-        elif isinstance(message, Masks):
+        elif isinstance(message, MasksMessage):
             runner.finish(newest, masks_of(message))
             if tells and newest.plan.work:
                 connection.send(outcome_message(newest.wait()))
-        elif isinstance(message, Settle):
+        elif isinstance(message, SettleMessage):
             step = flying.popleft()
             if not runner.chooses and step.plan.work:
                 runner.commit(step, message.tokens)

@@ -26,7 +26,7 @@ class RankLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """A rank's place in the mesh: tensor ranks are innermost, then context ranks, then stages."""
 
     mesh: MeshSpec
@@ -45,7 +45,7 @@ class Place:
         return list(range(first, first + self.mesh.tp))
 
 
-class ProcessGroup:
+class ProcessRanks:
     """A `RankGroup` of processes."""
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str) -> None:
@@ -110,7 +110,7 @@ def _first(error: Exception) -> str:
 class ProcessNeighbour:
     """The same tensor rank of the stage before or after."""
 
-    def __init__(self, group: ProcessGroup, other: int) -> None:
+    def __init__(self, group: ProcessRanks, other: int) -> None:
         self._group, self._other = group, other
         self._sending: list[tuple[Any, Tensor]] = []
         self.sent = 0
@@ -134,9 +134,9 @@ class ProcessNeighbour:
 class Ranks:
     """A rank's place and its groups."""
 
-    place: Place
-    world: ProcessGroup
-    tensor: ProcessGroup | None
+    place: RankPlace
+    world: ProcessRanks
+    tensor: ProcessRanks | None
     experts: ExpertRanks | None = None
 
     def stage(self, layers: int) -> Stage | None:
@@ -159,7 +159,7 @@ class Ranks:
         return self.place.mesh.pp > 1 and self.chooses and self.place.rank % self.place.mesh.stage_ranks == 0
 
 
-def join(place: Place, host: str, port: int, device: str) -> Ranks:
+def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
     """Meet the other ranks at the store that rank 0 keeps, and form the groups of the mesh."""
     mesh, wait = place.mesh, timedelta(seconds=SECONDS)
     try:
@@ -183,7 +183,7 @@ def join(place: Place, host: str, port: int, device: str) -> Ranks:
     return Ranks(place, world, tensor, experts)
 
 
-def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessGroup:
+def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:
     own, index = dist.PrefixStore(name, store), ranks.index(rank)
     if device == "cuda":
         patient = dist.ProcessGroupNCCL.Options()
@@ -195,4 +195,4 @@ def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=SECONDS)
         made = gloo(own, index, len(ranks), options)
-    return ProcessGroup(made, ranks, rank, device)
+    return ProcessRanks(made, ranks, rank, device)

@@ -17,14 +17,14 @@ import bankfull
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
-from bankfull.parallel.groups import SECONDS, Place, RankLost, Ranks, join
+from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, Ranks, join
 from bankfull.parallel.messages import (
-    Connection,
-    Hello,
-    Outcome,
-    Ready,
-    Settle,
-    Task,
+    HelloMessage,
+    OutcomeMessage,
+    RankConnection,
+    RankReady,
+    RankTask,
+    SettleMessage,
     encoded,
     masks_message,
     plan_message,
@@ -49,7 +49,7 @@ class Followers:
         self.mesh = mesh
         secret = secrets.token_hex(16)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.connections: list[Connection] = []
+        self.connections: list[RankConnection] = []
         with socket.create_server((HOST, 0), backlog=mesh.ranks) as server:
             server.settimeout(SECONDS)
             address = f"{HOST}:{server.getsockname()[1]}"
@@ -58,16 +58,16 @@ class Followers:
                 own = [sys.executable, "-m", "bankfull.rank"]
                 self._processes.append(subprocess.Popen(own, env=environment, stdin=subprocess.DEVNULL))
             self._end = weakref.finalize(self, _end, self._processes, self.connections)
-            found: dict[int, Connection] = {}
+            found: dict[int, RankConnection] = {}
             while len(found) < mesh.ranks - 1:
                 try:
                     accepted, _ = server.accept()
                 except TimeoutError:
                     self.close()
                     raise RankLost(f"not all ranks of {mesh} started within {SECONDS:g} s.") from None
-                connection = Connection(accepted)
+                connection = RankConnection(accepted)
                 hello = connection.from_follower(SECONDS)
-                if not isinstance(hello, Hello) or not secrets.compare_digest(hello.secret, secret):
+                if not isinstance(hello, HelloMessage) or not secrets.compare_digest(hello.secret, secret):
                     connection.close()
                     continue
                 if hello.version != bankfull.__version__:
@@ -82,19 +82,20 @@ class Followers:
     def begin(self, model: str, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None) -> Ranks:
         """Give every rank its task, and form the groups with them."""
         port = free_port()
-        self._tell(encoded(Task(model, run, sched, state, max_len, port)))
-        return join(Place(self.mesh, 0), HOST, port, run.device)
+        self._tell(encoded(RankTask(model, run, sched, state, max_len, port)))
+        return join(RankPlace(self.mesh, 0), HOST, port, run.device)
 
     def await_ready(self) -> None:
         """Return when every rank has read its weights; raise what one of them says."""
         for rank, connection in enumerate(self.connections, 1):
             ready = connection.from_follower(START_SECONDS)
-            if isinstance(ready, Ready) and not ready.problem:
+            if isinstance(ready, RankReady) and not ready.problem:
                 continue
             self.close()
-            if isinstance(ready, Ready) and ready.refused:
+            if isinstance(ready, RankReady) and ready.refused:
                 raise ConfigError(ready.problem)
-            raise RankLost(f"rank {rank} could not start: {ready.problem if isinstance(ready, Ready) else 'it ended'}.")
+            why = ready.problem if isinstance(ready, RankReady) else "it ended"
+            raise RankLost(f"rank {rank} could not start: {why}.")
 
     # -- each step, called by the runner
 
@@ -105,12 +106,12 @@ class Followers:
         self._tell(encoded(masks_message(masks)))
 
     def settle(self, tokens: list[list[int]]) -> None:
-        self._tell(encoded(Settle(tokens)))
+        self._tell(encoded(SettleMessage(tokens)))
 
     def outcome(self) -> StepResult:
         last = self.connections[self.mesh.ranks - self.mesh.stage_ranks - 1]
         found = last.from_follower(STEP_SECONDS)
-        if not isinstance(found, Outcome):
+        if not isinstance(found, OutcomeMessage):
             raise RankLost("the last stage has ended.")
         return step_result(found)
 
@@ -122,7 +123,7 @@ class Followers:
         self._end()
 
 
-def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection]) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], connections: list[RankConnection]) -> None:
     for connection in connections:
         connection.close()
     for process in processes:

@@ -14,7 +14,7 @@ import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.parallel.groups import RankLost
-from bankfull.runtime.device_runner import Extra, TokenLogprobs
+from bankfull.runtime.results import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
 from bankfull.types import Enter, Guess, PageEdit, StepPlan, StepResult, Transfer, Work
@@ -27,7 +27,7 @@ UNREAD = ("structured", "reference", "stop", "bad_words")
 USUAL = SamplingParams()
 
 
-class Hello(msgspec.Struct, tag="hello"):
+class HelloMessage(msgspec.Struct, tag="hello"):
     """A follower's first message."""
 
     rank: int
@@ -35,7 +35,7 @@ class Hello(msgspec.Struct, tag="hello"):
     secret: str
 
 
-class Task(msgspec.Struct, tag="task"):
+class RankTask(msgspec.Struct, tag="task"):
     """Rank 0's answer."""
 
     model: str
@@ -47,7 +47,7 @@ class Task(msgspec.Struct, tag="task"):
     """Where the ranks meet."""
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class RankReady(msgspec.Struct, tag="ready"):
     """A follower is ready to run steps, or says in one sentence why it cannot."""
 
     problem: str = ""
@@ -72,7 +72,7 @@ class EnterWire(msgspec.Struct):
     job: JobWire
 
 
-class Plan(msgspec.Struct, tag="plan"):
+class PlanMessage(msgspec.Struct, tag="plan"):
     step: int
     work: list[Work]
     enter: list[EnterWire]
@@ -83,32 +83,32 @@ class Plan(msgspec.Struct, tag="plan"):
     proposes: int | None
 
 
-class Masks(msgspec.Struct, tag="masks"):
+class MasksMessage(msgspec.Struct, tag="masks"):
     """The grammar masks of the newest planned step: row -> numbers and shape."""
 
     masks: dict[int, tuple[bytes, tuple[int, ...]]]
 
 
-class Settle(msgspec.Struct, tag="settle"):
+class SettleMessage(msgspec.Struct, tag="settle"):
     """Rank 0 has waited for its oldest step in flight; so do the others."""
 
     tokens: list[list[int]] = []
     """Of each work of the step, for stages before the last one."""
 
 
-class Logprobs(msgspec.Struct):
+class LogprobsWire(msgspec.Struct):
     logprob: float
     ids: tuple[int, ...]
     values: tuple[float, ...]
 
 
 class ExtraWire(msgspec.Struct):
-    logprobs: list[Logprobs]
-    prompt: dict[int, Logprobs]
+    logprobs: list[LogprobsWire]
+    prompt: dict[int, LogprobsWire]
     pooled: tuple[int, list[float]] | None
 
 
-class Outcome(msgspec.Struct, tag="outcome"):
+class OutcomeMessage(msgspec.Struct, tag="outcome"):
     """A step's result, from the last stage."""
 
     step: int
@@ -118,19 +118,19 @@ class Outcome(msgspec.Struct, tag="outcome"):
     completed: list[int]
 
 
-ToFollower = Task | Plan | Masks | Settle
-ToLeader = Hello | Ready | Outcome
+ToFollower = RankTask | PlanMessage | MasksMessage | SettleMessage
+ToLeader = HelloMessage | RankReady | OutcomeMessage
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
 _TO_LEADER = msgspec.msgpack.Decoder(ToLeader)
 
 
-def plan_message(plan: StepPlan) -> Plan:
+def plan_message(plan: StepPlan) -> PlanMessage:
     enter = [
         EnterWire(one.row, one.tokens, one.computed, one.prompt_len, one.child, one.slot, _job(one.payload))
         for one in plan.enter
     ]
-    return Plan(plan.step, plan.work, enter, plan.leave, plan.pages, plan.transfers, plan.guesses, plan.proposes)
+    return PlanMessage(plan.step, plan.work, enter, plan.leave, plan.pages, plan.transfers, plan.guesses, plan.proposes)
 
 
 def _job(job: Job) -> JobWire:
@@ -143,7 +143,7 @@ def _job(job: Job) -> JobWire:
     return JobWire(params, job.seed, sorted(job.stop_ids), job.pool)
 
 
-def step_plan(message: Plan, allowed: Any) -> StepPlan:
+def step_plan(message: PlanMessage, allowed: Any) -> StepPlan:
     """The plan as a follower's runner gets it. `allowed`: `SamplingTable.allowed_mask`."""
     enter = []
     for one in message.enter:
@@ -165,21 +165,21 @@ def step_plan(message: Plan, allowed: Any) -> StepPlan:
     )
 
 
-def outcome_message(result: StepResult) -> Outcome:
+def outcome_message(result: StepResult) -> OutcomeMessage:
     extras = [None if extra is None else _extra(extra) for extra in result.extras]
-    return Outcome(result.step, result.tokens, extras, result.errors, result.completed)
+    return OutcomeMessage(result.step, result.tokens, extras, result.errors, result.completed)
 
 
 def _extra(extra: Extra) -> ExtraWire:
-    def wire(one: TokenLogprobs) -> Logprobs:
-        return Logprobs(one.logprob, one.top_ids, one.top_logprobs)
+    def wire(one: TokenLogprobs) -> LogprobsWire:
+        return LogprobsWire(one.logprob, one.top_ids, one.top_logprobs)
 
     pooled = None if extra.pooled is None else (extra.pooled[0], extra.pooled[1].double().tolist())
     return ExtraWire([wire(o) for o in extra.logprobs], {p: wire(o) for p, o in extra.prompt.items()}, pooled)
 
 
-def step_result(message: Outcome) -> StepResult:
-    def own(one: Logprobs) -> TokenLogprobs:
+def step_result(message: OutcomeMessage) -> StepResult:
+    def own(one: LogprobsWire) -> TokenLogprobs:
         return TokenLogprobs(one.logprob, one.ids, one.values)
 
     extras: list[Extra | None] = []
@@ -193,15 +193,15 @@ def step_result(message: Outcome) -> StepResult:
     return StepResult(message.step, message.tokens, extras, message.errors, message.completed)
 
 
-def masks_message(masks: Mapping[int, Any]) -> Masks:
+def masks_message(masks: Mapping[int, Any]) -> MasksMessage:
     found = {}
     for row, mask in masks.items():
         array = np.asarray(mask, np.int32)
         found[row] = (array.tobytes(), array.shape)
-    return Masks(found)
+    return MasksMessage(found)
 
 
-def masks_of(message: Masks) -> dict[int, Any]:
+def masks_of(message: MasksMessage) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for row, (data, shape) in message.masks.items():
         array = np.frombuffer(data, np.int32).reshape(shape)
@@ -209,7 +209,7 @@ def masks_of(message: Masks) -> dict[int, Any]:
     return found
 
 
-class Connection:
+class RankConnection:
     """Whole messages over a socket."""
 
     def __init__(self, own: socket.socket) -> None:

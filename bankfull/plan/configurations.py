@@ -27,7 +27,7 @@ from bankfull.models.registry import Config
 from bankfull.ops.reference.rounded_pages import ROUNDED, pages_name
 from bankfull.plan.layouts import ParallelLayout
 from bankfull.plan.losses import NO_LOSS, StoredLoss
-from bankfull.plan.separate import SeparatedSpec, Separation, simulate_separated
+from bankfull.plan.separate import PlannedPools, SeparatedSpec, simulate_separated
 from bankfull.plan.simulate import ReplicaSpec, Run, simulate
 from bankfull.plan.sites import Site
 from bankfull.plan.step_times import StepTimes
@@ -162,7 +162,7 @@ class Configuration:
     """Over several devices; None = each replica is one device."""
     not_yet: str | None = None
     """Why this version cannot run it."""
-    separation: Separation | None = None
+    separation: PlannedPools | None = None
     """Prefill and decode on engines of their own, which are the replicas."""
     scheduling: SchedConfig = SERVED
     """Policy, gate and budgets; rows and step_tokens are the configuration's own."""
@@ -372,7 +372,7 @@ def joined(base: Configuration, mesh: MeshSpec) -> Configuration:
     return replace(base, layout=None if mesh.ranks == 1 else ParallelLayout(mesh, base.prepared.dims, links))
 
 
-def separated(base: Configuration, engines: Separation) -> Configuration:
+def separated(base: Configuration, engines: PlannedPools) -> Configuration:
     """The same with prefill and decode on engines of their own."""
     if base.site.links is None:
         raise ConfigError(

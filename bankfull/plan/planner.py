@@ -39,7 +39,7 @@ from bankfull.plan.efficiency import assumed
 from bankfull.plan.losses import TABLE_MODEL, Losses, StoredLoss
 from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, bottlenecks_of, outcome_of
 from bankfull.plan.pareto import ORDER, front, recommend
-from bankfull.plan.separate import RATIOS, Separation
+from bankfull.plan.separate import RATIOS, PlannedPools
 from bankfull.plan.sites import Site, caveats
 from bankfull.plan.traffic import TrafficSpec
 from bankfull.weights.source import ModelFiles
@@ -91,7 +91,7 @@ class PlanRequest:
         if self.parallel not in (None, AUTO):
             MeshSpec.parse(self.parallel)
         if self.separate not in (None, AUTO):
-            Separation.parse(self.separate)
+            PlannedPools.parse(self.separate)
         if not 1 <= self.per_replica <= MeshSpec.MOST:
             raise ConfigError(f"--per-replica {self.per_replica} devices is out of range; give 1 to {MeshSpec.MOST}.")
         if self.max_kl is not None and not 0 <= self.max_kl < math.inf:
@@ -320,16 +320,16 @@ class Planner:
         asked = self.request.separate
         if asked is None:
             return
-        for engines in self._ratios(base) if asked == AUTO else [Separation.parse(asked)]:
+        for engines in self._ratios(base) if asked == AUTO else [PlannedPools.parse(asked)]:
             try:
                 yield self._run(separated(base, engines))
             except ConfigError as error:
                 self._skip(base.site, base.prepared.stored, error)
 
-    def _ratios(self, base: Configuration) -> list[Separation]:
+    def _ratios(self, base: Configuration) -> list[PlannedPools]:
         """The two numbers of engines that come nearest to the times of prefill and decode."""
         fill, decode = self._per_request(base)
-        fitting = [Separation(*ratio) for ratio in RATIOS if sum(ratio) <= self.request.most]
+        fitting = [PlannedPools(*ratio) for ratio in RATIOS if sum(ratio) <= self.request.most]
         return sorted(fitting, key=lambda one: abs(math.log(one.prefill / one.decode * decode / fill)))[:2]
 
     def _problem(self, configuration: Configuration) -> str | None:

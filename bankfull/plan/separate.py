@@ -22,7 +22,7 @@ RATIOS = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3))
 
 
 @dataclass(frozen=True, slots=True)
-class Separation:
+class PlannedPools:
     """Engines of a pair of pools."""
 
     prefill: int = 1
@@ -41,7 +41,7 @@ class Separation:
         return f"prefill={self.prefill},decode={self.decode}"
 
     @staticmethod
-    def parse(text: str) -> Separation:
+    def parse(text: str) -> PlannedPools:
         """From `prefill=1,decode=2`."""
         found: dict[str, int] = {}
         for part in text.split(","):
@@ -51,14 +51,14 @@ class Separation:
             found[match[1]] = int(match[2])
         if len(found) < 2:
             raise ConfigError(f"--separate {text[:60]!r} must name engines of both kinds: prefill=1,decode=2.")
-        return Separation(**found)
+        return PlannedPools(**found)
 
 
 @dataclass(frozen=True, slots=True)
 class SeparatedSpec:
     prefill: ReplicaSpec
     decode: ReplicaSpec
-    engines: Separation
+    engines: PlannedPools
     transfer: Callable[[int], float]
     """Seconds to send the state of this many tokens."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,44 +26,21 @@ from bankfull.runtime.forward import Eager, Forward, Model, Replaying, checked_t
 from bankfull.runtime.mover import Mover
 from bankfull.runtime.observer import ObservedHead, RunObserver, drafting, observed
 from bankfull.runtime.owned import OwnedSteps, RunStep
+from bankfull.runtime.results import NOTHING_LEFT, Extra, TokenLogprobs, read_tokens
 from bankfull.runtime.rows import Rows
+from bankfull.runtime.runner import StepFollowers
 from bankfull.runtime.shown_drafts import ShownDrafts, read_drafts, shown_drafts
 from bankfull.sample.logits import NO_TOKEN, Sampled
 from bankfull.sample.logprobs import logprobs_of
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
-from bankfull.types import NULL, StepDrafts, StepPlan, StepResult, Work
+from bankfull.types import NULL, StepPlan, StepResult, Work
 
 SCORE_BLOCK = 64
 """Prompt positions whose logits are in memory at once while a prompt is scored."""
 
 IDLE_SECONDS = 1e-3
 """The longest time that a step without work waits for transfers: new requests wait as long."""
-NOTHING_LEFT = (
-    "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, logit_bias) "
-    "forbid all, or the model gave no finite score; relax the constraints."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprobs of a token and of the most likely tokens, under the model's own distribution."""
-
-    logprob: float
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
-@dataclass(slots=True)
-class Extra:
-    """A step's part of the results that a request wants beside its tokens."""
-
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By the position of the prompt token that was predicted."""
-    pooled: tuple[int, Tensor] | None = None
-    """Position and hidden state (last), or first position and the sum of hidden states from it on (mean)."""
-    drafts: StepDrafts | None = None
 
 
 @dataclass(slots=True)
@@ -108,18 +84,6 @@ class Landed:
     drafts: tuple[list[int], Tensor, Tensor | None] | None = None
     """Rows under a grammar, with tokens and parents of their next drafts."""
     shown: ShownDrafts | None = None
-
-
-class StepFollowers(Protocol):
-    """Other ranks that run each step of this runner, in the same order."""
-
-    def forward(self, plan: StepPlan) -> None: ...
-    def finish(self, masks: Mapping[int, np.ndarray]) -> None: ...
-    def settle(self, tokens: list[list[int]]) -> None:
-        """The oldest step in flight is waited for. `tokens`: its results, for ranks that do not choose them."""
-
-    def outcome(self) -> StepResult:
-        """The result of the oldest step in flight, from the rank that chooses its tokens."""
 
 
 class DeviceRunner:
@@ -496,7 +460,7 @@ class DeviceRunner:
                 result.errors = {i: NOTHING_LEFT for i, token in enumerate(chosen) if token == NO_TOKEN}
             return result
         if landed.verdict is not None:
-            _read_tokens(plan.work, landed.verdict, result)
+            read_tokens(plan.work, landed.verdict, result)
             if landed.verdict.counts is not None and not landed.verdict.denoised and not self._exact:
                 self._forget_rejected(plan, landed.verdict.counts.tolist())
             if landed.shown is not None and landed.verdict.counts is not None:
@@ -527,25 +491,3 @@ def _trusts_host(kit: Kit) -> bool:
     """Whether any operation that reads lengths, which are in its `meta`, takes the host's. All torch bodies do."""
     chosen = (name for name, kinds in kit.chosen.items() if kinds[BODY])
     return any("meta" in signature(OPERATIONS[name].body).parameters for name in chosen)
-
-
-def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
-    sampled = verdict.sampled
-    tokens = verdict.tokens.tolist()
-    counts = [1] * len(tokens) if verdict.counts is None else verdict.counts.tolist()
-    own = None if sampled.logprobs is None else sampled.logprobs.tolist()
-    top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
-    top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
-    path = None if verdict.path is None else verdict.path.tolist()
-    line = 0
-    for j, i in enumerate(i for i, w in enumerate(work) if w.sample):
-        result.tokens[i] = tokens[j][: counts[j]]
-        if NO_TOKEN in result.tokens[i]:
-            result.errors[i] = NOTHING_LEFT
-        if own is not None and own[line] == own[line]:  # not NaN: the row asked for logprobs
-            extra = result.extras[i] = Extra()
-            for k in (line + at for at in (range(counts[j]) if path is None else path[j][: counts[j]])):
-                ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []
-                values = top_values[k][: len(ids)] if top_values is not None else []
-                extra.logprobs.append(TokenLogprobs(own[k], tuple(ids), tuple(values)))
-        line += work[i].lines

@@ -29,3 +29,15 @@ class Runner(Protocol[Launched]):
         for each line of the row (its last known token and its drafts). The engine knows it only after the previous step
         has settled. Called once per step, in the order of `forward`."""
         ...
+
+
+class StepFollowers(Protocol):
+    """Other ranks that run each step of this runner, in the same order."""
+
+    def forward(self, plan: StepPlan) -> None: ...
+    def finish(self, masks: Mapping[int, np.ndarray]) -> None: ...
+    def settle(self, tokens: list[list[int]]) -> None:
+        """The oldest step in flight is waited for. `tokens`: its results, for ranks that do not choose them."""
+
+    def outcome(self) -> StepResult:
+        """The result of the oldest step in flight, from the rank that chooses its tokens."""

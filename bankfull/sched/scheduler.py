@@ -3,9 +3,8 @@
 Prefill, chunked prefill, a prefix hit, decode, verification of drafts and resuming after preemption are one rule:
 `computed` tokens catch up with `known` ones within the step's token budget, decodes first. The policy decides the order
 and who gives way to whom (`policies`). Batch work comes after everything else, and gets nothing in a step that carries
-an online prompt. Where several tenants want more than there is, each gets an equal share (`shares`). The scheduler
-plans from facts that may be one step old (loop depth 1): lengths are lower bounds, and pages are reserved for the
-worst case.
+an online prompt. Where several tenants want more than there is, each gets an equal share (`shares`). Facts may be one
+step old (loop depth 1): lengths are lower bounds, and pages are reserved for the worst case.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.outlook import SchedulerOutlook
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
-from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, siblings_of
+from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, siblings_of, unsampled
 from bankfull.sched.shares import COMPANY_STEPS, Tenants, batch_share
 from bankfull.sched.sketch import Sketch
 from bankfull.sched.way import Way
@@ -49,10 +48,11 @@ class Scheduler:
     ) -> None:
         """`ahead`: KV slots that a proposer of drafts writes after the tokens of a step, for each row that samples.
         `canvas`: set for a diffusion model."""
-        self._ahead, self.canvas = ahead, canvas
-        self.stages = 1
-        """Stages of a pipeline: as many steps are in flight, each with a part of the decoding rows. A sequence whose
-        next token is in flight waits for it, because the first stage must know it."""
+        self._ahead, self.canvas, self.stages = (
+            ahead,
+            canvas,
+            1,
+        )  # stages: steps in flight, each with a part of the rows
         self.config = config = config.suited()
         self.state, self.policy = state, policy_of(config)
         self._sealed, self.preemptions, self._prompt_limits = False, 0, config.prompt_limits
@@ -212,18 +212,14 @@ class Scheduler:
     def _fill(self, running: list[Sequence], step: Sketch, drafts: Drafts) -> bool:
         """Serve these, decodes first, then admit more of their kind; False when one of them lacks memory."""
         decoding, filling = list[Sequence](), list[Sequence]()
-        for seq in running:
-            if self.stages > 1 and seq.sampled:
-                continue
+        for seq in running if self.stages == 1 else unsampled(running):
             decodes = seq.missing <= 1 if self.canvas is None else self.canvas.decodes(seq)
             (decoding if decodes else filling).append(seq)
         rows = len(decoding)
-        if self.stages > 1:
-            rows = min(rows, -(-len(running) // self.stages))
+        most = min(self.config.decode_rows or rows, -(-len(running) // self.stages))
+        if 0 < most < rows:
             decoding.sort(key=lambda seq: seq.turn)  # in turns
-        if 0 < self.config.decode_rows < rows:
-            decoding.sort(key=lambda seq: seq.turn)  # in turns
-            rows = self.config.decode_rows
+            rows = most
         if step.batch:
             left = self.config.decode_rows - step.decodes if self.config.decode_rows else rows
             rows, tokens = batch_share(self.config.step_tokens, rows, step.plan.step - self._company < COMPANY_STEPS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -202,3 +202,8 @@ def settle_sequence(seq: Sequence, step: int, tokens: list[int], output: Output,
         seq.kept = state.pins.settle(request, seq.state.chain, seq.computed, seq.cached, seq.kept)
     if not request.generates and seq.computed >= seq.prompt_len:
         output.finish = Finish.STOP
+
+
+def unsampled(running: Iterable[Sequence]) -> list[Sequence]:
+    """Those whose next token is not in flight: the first stage of a pipeline must know it."""
+    return [seq for seq in running if not seq.sampled]

@@ -18,7 +18,15 @@ from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
 from bankfull.ops import kit_for
 from bankfull.parallel.following import follow
-from bankfull.parallel.messages import _TO_FOLLOWER, HEADER, Settle, encoded, masks_message, plan_message, step_result
+from bankfull.parallel.messages import (
+    _TO_FOLLOWER,
+    HEADER,
+    SettleMessage,
+    encoded,
+    masks_message,
+    plan_message,
+    step_result,
+)
 from bankfull.runtime.device import open_device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.types import StepPlan, StepResult
@@ -60,7 +68,7 @@ class ThreadFollowers:
         self._tell(encoded(masks_message(masks)))
 
     def settle(self, tokens: list[list[int]]) -> None:
-        self._tell(encoded(Settle(tokens)))
+        self._tell(encoded(SettleMessage(tokens)))
 
     def outcome(self) -> StepResult:
         return step_result(self.connections[self._last].told.get(timeout=60))

@@ -25,7 +25,7 @@ from bankfull.plan.configurations import Configuration, meshes
 from bankfull.plan.efficiency import assumed
 from bankfull.plan.layouts import REACHED, ParallelLayout
 from bankfull.plan.planner import DeploymentPlan
-from bankfull.plan.separate import SeparatedSpec, Separation, simulate_separated
+from bankfull.plan.separate import PlannedPools, SeparatedSpec, simulate_separated
 from bankfull.plan.simulate import simulate
 from bankfull.plan.step_times import TERMS, StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest
@@ -197,7 +197,7 @@ class Weighed(StepTimes):
 
 def pair(transfer: float = 0.0, prefill: int = 1, decode: int = 1, token: float = 0.1) -> SeparatedSpec:
     own = replace(spec(rows=8, queue=10**6), times=Weighed(1.0, token))
-    return SeparatedSpec(own, own, Separation(prefill, decode), lambda tokens: transfer * tokens)
+    return SeparatedSpec(own, own, PlannedPools(prefill, decode), lambda tokens: transfer * tokens)
 
 
 def test_a_request_is_prefilled_sent_and_decoded() -> None:

@@ -15,7 +15,7 @@ from bankfull.outputs import Logprob
 from bankfull.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from bankfull.runtime.device_runner import TokenLogprobs
+    from bankfull.runtime.results import TokenLogprobs
 
 TokenLine = dict[int, Logprob]
 """The logprobs of one position by token id; the token that stands there is the first."""
