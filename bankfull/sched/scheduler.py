@@ -48,11 +48,7 @@ class Scheduler:
     ) -> None:
         """`ahead`: KV slots that a proposer of drafts writes after the tokens of a step, for each row that samples.
         `canvas`: set for a diffusion model."""
-        self._ahead, self.canvas, self.stages = (
-            ahead,
-            canvas,
-            1,
-        )  # stages: steps in flight, each with a part of the rows
+        self._ahead, self.canvas, self.stages = ahead, canvas, 1
         self.config = config = config.suited()
         self.state, self.policy = state, policy_of(config)
         self._sealed, self.preemptions, self._prompt_limits = False, 0, config.prompt_limits
@@ -216,6 +212,7 @@ class Scheduler:
             decodes = seq.missing <= 1 if self.canvas is None else self.canvas.decodes(seq)
             (decoding if decodes else filling).append(seq)
         rows = len(decoding)
+        # As many steps are in flight as a pipeline has stages, each with a part of the rows.
         most = min(self.config.decode_rows or rows, -(-len(running) // self.stages))
         if 0 < most < rows:
             decoding.sort(key=lambda seq: seq.turn)  # in turns
