@@ -212,8 +212,7 @@ class Scheduler:
             decodes = seq.missing <= 1 if self.canvas is None else self.canvas.decodes(seq)
             (decoding if decodes else filling).append(seq)
         rows = len(decoding)
-        # As many steps are in flight as a pipeline has stages, each with a part of the rows.
-        most = min(self.config.decode_rows or rows, -(-len(running) // self.stages))
+        most = min(self.config.decode_rows or rows, -(-len(running) // self.stages))  # a step of each stage has a part
         if 0 < most < rows:
             decoding.sort(key=lambda seq: seq.turn)  # in turns
             rows = most
