@@ -124,6 +124,7 @@ def paired(shape: str, depth: int = 0, size: int = 1 << 20) -> Iterator[Pair]:
 SHAPES = ("llama", "gemma", "latent", "mamba", "mamba2", "hybrid", "delta", "shared", "sparse")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_equal_those_of_one_engine(shape: str, depth: int) -> None:

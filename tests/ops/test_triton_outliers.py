@@ -53,6 +53,7 @@ def product(x: Tensor | Unnormed, weight: QTensor, bias: Tensor | None = None, k
     return (linear if whole.is_dense else linear_outliers).body(rows, whole, bias)  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [0, 1, 5, 40, 70])
 @pytest.mark.parametrize("rows", [1, 2, 33, 70])
 def test_products_are_those_of_the_body(rows: int, count: int) -> None:
@@ -65,6 +66,7 @@ def test_products_are_those_of_the_body(rows: int, count: int) -> None:
     assert_close(found, product(x, weight, None, "silu"), 3 * CLOSE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("rows", [1, 3, 66])
 def test_norm_and_gate_are_fused(rows: int, offset: float) -> None:
@@ -103,6 +105,7 @@ def test_the_other_columns_are_rounded_as_if_outliers_were_zero(
     assert torch.equal(outliers.run_linear_outliers(x, ready(held)), w8a8.run_linear(rest, repack(weight)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 2, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_outliers_are_multiplied_without_rounding(rows: int, dtype: torch.dtype) -> None:
@@ -129,6 +132,7 @@ def test_codes_of_a_file_in_outlier_columns_are_not_used(rows: int) -> None:
     assert torch.equal(found, outliers.run_linear_outliers(x, ready(changed)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("column", [3, 4])
 def test_a_row_that_is_not_finite_spoils_no_other(number: float, column: int) -> None:

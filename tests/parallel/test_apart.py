@@ -65,6 +65,7 @@ def test_one_rank_runs_mixers_and_one_feeds_in_every_family(name: str) -> None:
     assert worst(name, MeshSpec(ffn=1)) < TOLERANCE
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["tp=2,ffn=2", "tp=2,ffn=2,ep=2", "tp=2,ffn=1", "ffn=3,ep=3"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "deepseek-v3", "granitemoehybrid"])
 def test_both_sides_have_as_many_ranks_as_they_need(name: str, layout: str) -> None:

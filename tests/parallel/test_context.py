@@ -69,12 +69,14 @@ def differs(name: str, mesh: Mesh, cut: str) -> float:
     return max(float((found - expected).abs().max()) for found in on_mesh((mesh.tp, mesh.cp), work))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_that_divide_tokens_compute_the_logits_of_the_reference(name: str, mesh: Mesh) -> None:
     assert differs(name, mesh, "chunks") < TOLERANCE
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "single"])
 @pytest.mark.parametrize("name", ["gemma2", "deepseek-v3", "falcon-h1"])
@@ -92,6 +94,7 @@ def test_ranks_compute_the_logits_of_every_case(name: str, mesh: Mesh) -> None:
         assert differs(name, mesh, cut) < TOLERANCE, cut
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", COMBINED, ids=str)
 @pytest.mark.parametrize("name", ["llama-tied-biased", "gpt-oss", "deepseek-v3", "falcon-h1"])
 def test_tensor_and_context_ranks_together_compute_the_logits_of_the_reference(name: str, mesh: Mesh) -> None:
@@ -119,6 +122,7 @@ def assert_same(files: Any, mesh: Mesh, **more: Any) -> None:
     assert all(torch.equal(one.logits, found[0].logits) for one in found), "every rank must choose the same tokens"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "case", [name for name in LAYERS if name not in ("mamba", "mamba2", "s4", "lightning", "delta")]
@@ -129,12 +133,14 @@ def test_several_sequences_over_pages_in_any_order_compute_the_same(case: str, m
     assert_same(partial(random_model, "tiny", config_of(case), torch.float32), mesh)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [*LAYOUTS, Mesh(2, 2)], ids=str)
 @pytest.mark.parametrize("case", ["window", "mla", "experts"])
 def test_kernels_compute_the_same_on_ranks(case: str, mesh: Mesh) -> None:
     assert_same(partial(random_model, "tiny", config_of(case), torch.float32), mesh, providers="auto")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("case", ["attention", "window", "mla", "shared", "sparse"])
 def test_a_tree_of_drafts_is_verified_by_ranks(case: str, mesh: Mesh) -> None:
@@ -151,6 +157,7 @@ def test_recurrences_compute_the_same_between_tokens_that_tensor_ranks_divide(ca
     assert_same(partial(random_model, "tiny", config_of(case), torch.float32), MEGATRON)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [CONTEXT, ULYSSES], ids=str)
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.uint8])
 def test_rounded_keys_and_values_are_the_same_on_every_rank(kind: torch.dtype, mesh: Mesh) -> None:
@@ -164,6 +171,7 @@ def test_evicted_tokens_are_evicted_on_every_rank(mesh: Mesh) -> None:
     assert_same(files, mesh, kv_evict=Mask(6, global_tokens=2))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [CONTEXT, ULYSSES], ids=str)
 @pytest.mark.parametrize("name", ["hunyuan-shared", "hunyuan-shared-biased"])
 def test_layers_that_share_keys_compute_the_logits_of_the_reference(name: str, mesh: Mesh) -> None:
@@ -172,6 +180,7 @@ def test_layers_that_share_keys_compute_the_logits_of_the_reference(name: str, m
     assert error(found, saved(name).logits) < TOLERANCE
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [CONTEXT, ULYSSES], ids=str)
 @pytest.mark.parametrize("kind", ["llada", "sdar"])
 def test_tokens_that_see_later_ones_compute_the_logits_of_the_reference(kind: str, mesh: Mesh, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_no_rank_has_many_more_rows_than_its_share(sequences: list[tuple[int, bo
     assert fresh / ranks <= division.fresh_rows < fresh / ranks + 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("count", [4096, 4099, 100_003])
 def test_a_zig_zag_gives_all_ranks_equally_many_pairs_of_query_and_key(count: int, ranks: int) -> None:

@@ -58,6 +58,7 @@ def worst(name: str, ranks: int, mesh: MeshSpec | None, cut: str = "chunks", **c
     return max(float((one - expected).abs().max()) for one in found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_expert_ranks_compute_the_logits_of_the_reference(name: str, layout: str) -> None:
@@ -129,6 +130,7 @@ def test_a_tensor_of_the_file_that_no_rank_reads_is_still_an_error() -> None:
         on_ranks(2, fewer_layers)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("shape", "kind"), [("mixtral-8x7b", "q8_0"), ("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "q4_0")]
 )

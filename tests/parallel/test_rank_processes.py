@@ -86,7 +86,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(split: LLM) -> None:
     assert group.sent - before == expected  # type: ignore[attr-defined]
 
 
-def test_a_lost_rank_ends_the_replica() -> None:
+def test_a_lost_rank_ends_the_replica_and_the_others_end_with_rank_0() -> None:
     llm = LLM(str(speaking_folder()), dtype="float32", parallel="tp=2", rows=4)
     process = followers_of(llm)._processes[0]
     os.kill(process.pid, signal.SIGKILL)
@@ -94,13 +94,8 @@ def test_a_lost_rank_ends_the_replica() -> None:
     with pytest.raises(RankLost) as problem:
         tokens(llm)
     assert "Timed out" not in str(problem.value)
-
-
-def test_ranks_end_with_rank_0() -> None:
-    llm = LLM(str(speaking_folder()), dtype="float32", parallel="tp=2", rows=4)
-    processes = followers_of(llm)._processes
     followers_of(llm).close()
-    assert all(process.poll() is not None for process in processes)
+    assert all(one.poll() is not None for one in followers_of(llm)._processes)
 
 
 @pytest.mark.parametrize(
