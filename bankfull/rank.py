@@ -7,17 +7,18 @@ import signal
 import socket
 import sys
 
-import bankfull
-from bankfull.errors import BankfullError
-from bankfull.loading import load_rank
-from bankfull.mesh import MeshSpec
-from bankfull.parallel.following import follow
-from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, join
-from bankfull.parallel.leading import ADDRESS, RANK, SECRET
-from bankfull.parallel.messages import HelloMessage, RankConnection, RankReady, RankTask
-
 
 def main() -> int:
+    # What only several ranks need: the core works without it.
+    import bankfull
+    from bankfull.errors import BankfullError
+    from bankfull.loading import load_rank
+    from bankfull.mesh import MeshSpec
+    from bankfull.parallel.following import follow
+    from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, join
+    from bankfull.parallel.leading import ADDRESS, RANK, SECRET
+    from bankfull.parallel.messages import HelloMessage, RankConnection, RankReady, RankTask
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, whose end ends this process
     host, _, port = os.environ.pop(ADDRESS).rpartition(":")
     rank, secret = int(os.environ.pop(RANK)), os.environ.pop(SECRET)

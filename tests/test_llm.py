@@ -290,7 +290,7 @@ def test_familiar_names_are_accepted() -> None:
 
 def test_familiar_options_that_change_nothing_are_accepted_and_others_are_not() -> None:
     fresh(tensor_parallel_size=1, trust_remote_code=False, enable_chunked_prefill=True, quantization=None)
-    for option in ({"tensor_parallel_size": 2}, {"trust_remote_code": True}, {"quantization": "awq"}):
+    for option in ({"data_parallel_size": 2}, {"trust_remote_code": True}, {"quantization": "awq"}):
         with pytest.raises(ConfigError, match=next(iter(option))):
             fresh(**option)
 

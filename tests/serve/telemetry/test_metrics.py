@@ -22,10 +22,12 @@ from bankfull.serve.answers.store import MemoryAnswers
 from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.keys import Keyring, new_key
+from bankfull.serve.replicas.transit import TransitCounts
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.pin_metrics import pin_families
 from bankfull.serve.telemetry.replica_metrics import replica_families
+from bankfull.serve.telemetry.separation_metrics import separation_families
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted
@@ -307,7 +309,7 @@ def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
     always = [*ServiceMetrics().families, *pin_families(FakeBackend().load)]
     assert named == {
         family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "")
-        for family in [*always, *cache.families(), *replica_families([])]
+        for family in [*always, *cache.families(), *replica_families([]), *separation_families(TransitCounts())]
     }
 
 
