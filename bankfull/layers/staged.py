@@ -73,8 +73,3 @@ def staged(model: Decoder, build: Build, stage: Stage) -> StageDecoder:
         first=stage.first,
         all_states=states,
     )
-
-
-def stage_layers(layers: int, stages: int, number: int) -> tuple[int, int]:
-    """First and last layer + 1 of a stage; stages differ by one layer at most."""
-    return number * layers // stages, (number + 1) * layers // stages

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.stage import Stage
-from bankfull.layers.staged import stage_layers
 from bankfull.mesh import MeshSpec
 
 SECONDS = 60.0
@@ -146,7 +145,7 @@ class Ranks:
             return None
         before = ProcessNeighbour(self.world, self.place.rank - mesh.stage_ranks) if number else None
         after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
-        return Stage(*stage_layers(layers, mesh.pp, number), before, after)
+        return Stage(*mesh.stages(layers)[number], before, after)
 
     @property
     def chooses(self) -> bool:

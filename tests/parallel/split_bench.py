@@ -13,7 +13,7 @@ import torch
 from bankfull.layers.build import Build
 from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
-from bankfull.layers.staged import stage_layers
+from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
 from bankfull.ops import kit_for
@@ -98,7 +98,7 @@ class SplitBench:
         for number in range(tp * pp):
             at, index = divmod(number, tp)
             before, after = borders[at - 1][index] if at else None, borders[at][index] if at < pp - 1 else None
-            stage = Stage(*stage_layers(layers, pp, at), before, after) if pp > 1 else None
+            stage = Stage(*MeshSpec(pp=pp).stages(layers)[at], before, after) if pp > 1 else None
             shard = ThreadRank(meetings[at], tp, index) if tp > 1 else None
             models.append(rank_model(shape, shard, stage))
         self.bench = Bench(models[0], open_device("cpu"), 0 if pp == 1 else pp, **settings)

@@ -11,7 +11,8 @@ from torch import Tensor
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
 from bankfull.layers.stage import Stage
-from bankfull.layers.staged import StageDecoder, stage_layers
+from bankfull.layers.staged import StageDecoder
+from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
 from bankfull.ops import kit_for
@@ -31,7 +32,7 @@ def stage_of(files: ModelFiles, number: int, stages: int, borders: list[ThreadNe
     layers = layer_count(files.config)
     before = borders[number - 1] if number else None
     after = borders[number] if number < stages - 1 else None
-    stage = Stage(*stage_layers(layers, stages, number), before, after)
+    stage = Stage(*MeshSpec(pp=stages).stages(layers)[number], before, after)
     model = build_model(files.config, Build(files.source, kit_for("cpu", "torch"), torch.float32, CPU, stage=stage))
     assert isinstance(model, StageDecoder)
     return model
