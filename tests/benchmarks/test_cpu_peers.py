@@ -256,7 +256,7 @@ def test_works_are_chosen_by_name() -> None:
 def test_one_command_compares_us_with_every_peer_and_drops_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(WORKS, "tiny", Work("tiny", "decode", 8, 100))  # longer than the noise of a busy machine
+    monkeypatch.setitem(WORKS, "tiny", Work("tiny", "decode", 8, 200))  # longer than the noise of a busy machine
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.STARTS", 1)
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.bandwidth_now", lambda working_set: Bandwidth(5e9, 6e9))
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.measure", _ceilings)

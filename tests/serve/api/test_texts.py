@@ -219,19 +219,21 @@ def test_a_text_that_cannot_be_cut_is_refused_where_it_could_not_fit_either() ->
 def test_work_of_a_client_that_left_is_dropped_wherever_it_is() -> None:
     texts = scripted_texts()
     begun: list[str] = []
-    hold = threading.Event()
+    held, hold = threading.Event(), threading.Event()
 
     def slow(name: str) -> Slices[None]:
         begun.append(name)
         for _ in range(1000):
             yield 1
+            held.set()
             hold.wait(10)
             begun.append(name)
 
     async def run() -> None:
         first = asyncio.ensure_future(texts.run(1 << 20, lambda: slow("first")))
         second = asyncio.ensure_future(texts.run(1 << 20, lambda: slow("second")))
-        while not begun:
+        # Until then, the desk could drop the first and begin the second before that is cancelled, too.
+        while not held.is_set():
             await asyncio.sleep(0.001)
         for task in (first, second):
             task.cancel()
