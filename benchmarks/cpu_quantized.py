@@ -4,8 +4,9 @@ Every scheme multiplies the same shape at 1, 8, 32 and 512 rows, all schemes in 
 median of its rounds and, as a percentage of it, half of the distance between the quartiles. Few rows read so many
 matrices that they come from memory; from MANY_ROWS on, fewer suffice. Activations are int8 in groups of 32 unless
 the line says otherwise: `bf16` has bfloat16 weights and activations, `w8a8` one activation scale per row, `hadamard`
-transforms many rows. GB/s counts packed weights, GOP/s multiplications and additions; the last line has the measured
-ceilings. Other work on the machine shows in the spread: run it alone.
+transforms many rows, `outliers` (LLM.int8()) keeps one column in a thousand in bfloat16. GB/s counts packed weights,
+GOP/s multiplications and additions; the last line has the measured ceilings. Other work on the machine shows in the
+spread: run it alone.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bankfull.ops import Kit, Operation, linear_bf16, linear_hadamard, linear_int8, linear_w8a8, native
+from bankfull.ops import Kit, Operation, linear_bf16, linear_hadamard, linear_int8, linear_outliers, linear_w8a8, native
 from bankfull.weights.formats import mxfp4
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
@@ -32,6 +33,7 @@ SCHEMES = (
     "q8_0",
     "q8_0:hadamard",
     "int8_row:w8a8",
+    "int8_row:outliers",
     "q4_0",
     "int4_g64",
     "int4_g128",
@@ -42,7 +44,12 @@ SCHEMES = (
     "int2_g64",
 )
 MANY_ROWS = 32
-OPERATIONS: dict[str, Operation] = {"": linear_int8, "w8a8": linear_w8a8, "hadamard": linear_hadamard}
+OPERATIONS: dict[str, Operation] = {
+    "": linear_int8,
+    "w8a8": linear_w8a8,
+    "hadamard": linear_hadamard,
+    "outliers": linear_outliers,
+}
 
 
 @dataclass(slots=True)
@@ -82,6 +89,9 @@ def line_of(name: str, outputs: int, columns: int, megabytes: int) -> Line | Non
     operation = linear_bf16 if scheme == BF16 else OPERATIONS[kind]
     kit = Kit("cpu", ("native",))
     weight = weight_of(scheme, outputs, columns)
+    if operation is linear_outliers:
+        kept = torch.arange(0, columns, 1000)
+        weight = replace(weight, outliers=(kept, torch.randn(outputs, len(kept)).to(torch.bfloat16)))
     facts = {"dtype": torch.float32, "weight": weight}
     if not kit.offers(operation, **facts):
         return None

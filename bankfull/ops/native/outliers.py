@@ -19,6 +19,10 @@ class PackedOutliers:
     columns: Tensor
     kept: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.columns.nbytes + self.kept.nbytes
+
 
 def _prepare(weight: QTensor) -> PackedOutliers:
     stored = weight.as_stored
