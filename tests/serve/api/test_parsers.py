@@ -343,7 +343,7 @@ def check_proportion(read: Callable[[int], object], size: int, name: str) -> Non
 
 @each_template
 def test_hostile_text_costs_work_in_proportion(template: str) -> None:
-    check_hostile(template, 60_000, ("",))
+    check_hostile(template, 20_000, ("",))
 
 
 @pytest.mark.full
@@ -357,7 +357,7 @@ def test_a_megabyte_of_hostile_text_costs_work_in_proportion(template: str) -> N
 def test_hostile_text_by_characters_costs_work_in_proportion(name: str) -> None:
     unit = HOSTILE[name]
     for template in ("hermes", "smollm3", "llama", "harmony"):
-        check_proportion(lambda n, t=template: events_of(make_parser(t), unit * (n // len(unit))), 10_000, template)
+        check_proportion(lambda n, t=template: events_of(make_parser(t), unit * (n // len(unit))), 4_000, template)
 
 
 def test_parsing_loads_neither_torch_nor_a_grammar_library() -> None:
