@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.ops import PagedMeta, paged_attention
 from bankfull.ops.reference.attention import attend
 from bankfull.ops.reference.sight import end_of_sight, visible_pairs
+from tests.quick import examples
 
 HEADS, KV, SIZE = 4, 2, 32
 WHOLE = 1 << 30
@@ -81,7 +82,7 @@ SEQUENCES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_siz
 @given(
     SEQUENCES, st.sampled_from([1, 2, 3, 4, 7, 16, 32, 33, 130, WHOLE]), st.sampled_from([1, 4, 16]), st.integers(0, 99)
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_blocks_see_each_other(run: Run, sequences: list[tuple[int, int]], block: int, page: int, seed: int) -> None:
     torch.manual_seed(seed)
     counts, lengths = [new for new, _ in sequences], [new + past for new, past in sequences]
@@ -115,7 +116,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(isa: str, block: int) 
 
 
 @given(st.integers(1, 30), st.integers(0, 70), st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_visible_pairs_are_those_of_a_dense_mask(new: int, past: int, block: int) -> None:
     length = past + new
     mask = np.arange(length)[None, :] // block <= np.arange(past, length)[:, None] // block

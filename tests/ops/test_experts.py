@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from bankfull.errors import ModelError
 from bankfull.ops import OPERATIONS, RoutingRule, expert_mlp, route
@@ -13,6 +13,7 @@ from bankfull.ops.cost import nbytes
 from bankfull.ops.reference.experts import SIGMOID, SOFTMAX, distinct_experts
 from bankfull.weights.formats import SCHEMES
 from tests.ops import cases
+from tests.quick import examples
 
 
 @st.composite
@@ -37,7 +38,7 @@ def routed(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, RoutingR
     return torch.tensor(rows).view(tokens, -1), None if bias is None else torch.tensor(bias), rule
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(routed())
 def test_every_token_gets_its_number_of_different_experts(
     made: tuple[torch.Tensor, torch.Tensor | None, RoutingRule],
@@ -50,7 +51,7 @@ def test_every_token_gets_its_number_of_different_experts(
         assert len({expert // (rule.experts // rule.groups) for expert in row}) <= rule.groups_kept
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from((SOFTMAX, SIGMOID)))
 def test_the_lowest_id_wins_a_tie(experts: int, per_token: int, scores: str) -> None:
     rule = RoutingRule(experts, min(per_token, experts), scores, renormalize=True)

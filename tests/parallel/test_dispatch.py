@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from bankfull.ops.reference.dispatch import hottest, owner_of
 from bankfull.weights.qtensor import QTensor, Scheme
 from tests.models.oracle import CPU
 from tests.parallel.threads import ThreadRank, on_ranks
+from tests.quick import examples
 
 HIDDEN, INNER = 12, 6
 ROW, INDEX = 4 * HIDDEN, 8
@@ -89,7 +90,7 @@ def routings(draw: st.DrawFn) -> tuple[RoutingRule, list[list[list[int]]], tuple
     return RoutingRule(experts, per_token, renormalize=True), tokens, tuple(sorted(hot))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(routings())
 def test_every_token_gets_the_sum_of_its_experts_whatever_the_routing(
     drawn: tuple[RoutingRule, list[list[list[int]]], tuple[int, ...]],
@@ -127,7 +128,7 @@ def test_contexts_with_other_tokens_share_experts() -> None:
     on_ranks(mesh.ranks, work)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(routings())
 def test_the_bytes_are_those_of_the_routing_that_happened(
     drawn: tuple[RoutingRule, list[list[list[int]]], tuple[int, ...]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from bankfull.weights.quantize import quantize
 from bankfull.weights.source import open_model
 from tests.models.oracle import TOKENS, saved
 from tests.quantize.test_walk import SEQUENCES, files_of
+from tests.quick import examples
 
 GRIDS = st.builds(Grid, st.sampled_from((4, 3, 2)), st.sampled_from((32, 64, 128)), st.booleans()) | st.builds(
     Grid, st.just(8), st.sampled_from((32, 64, 128))
@@ -40,7 +41,7 @@ def correlated(tokens: int, columns: int, seed: int) -> Tensor:
 
 
 @given(GRIDS, st.integers(1, 5), st.integers(1, 3), st.integers(0, 9), st.floats(1e-3, 1e3))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_rounded_matrix_is_within_half_a_step_of_every_number(
     grid: Grid, rows: int, groups: int, seed: int, size: float
 ) -> None:
@@ -54,7 +55,7 @@ def test_a_rounded_matrix_is_within_half_a_step_of_every_number(
 
 
 @given(GRIDS, st.integers(1, 6), st.integers(1, 3), st.integers(0, 9), st.integers(1, 60))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_gptq_loses_less_than_rounding_to_nearest(grid: Grid, rows: int, groups: int, seed: int, tokens: int) -> None:
     columns = groups * grid.group
     matrix, inputs = drawn(rows, columns, seed), correlated(tokens, columns, seed)
@@ -105,7 +106,7 @@ def by_elimination(grid: Grid, matrix: Tensor, scales: Tensor, zeros: Tensor, he
 
 
 @given(GRIDS, st.integers(1, 6), st.integers(1, 5), st.integers(0, 9))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_gptq_rounds_as_elimination_from_the_inverse_does(grid: Grid, rows: int, groups: int, seed: int) -> None:
     columns = groups * grid.group
     matrix, inputs = drawn(rows, columns, seed), correlated(3 * columns, columns, seed)

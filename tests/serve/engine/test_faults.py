@@ -211,6 +211,7 @@ def test_a_model_that_was_away_is_loaded_as_soon_as_it_is_back(
 ) -> None:
     monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(keeper_module, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(keeper_module, "MOST_FAILED_LOADS", 1)
 
     async def lose_and_find(folder: Path) -> None:
         link = Link(str(folder), OPTIONS, threads=1)
