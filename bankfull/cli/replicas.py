@@ -30,7 +30,7 @@ class ReplicaOptions:
         typer.Option(
             metavar="prefill=N,decode=M",
             help="Engine processes of this machine that compute prompts, and others that decode; exchange=1GiB bounds "
-            "the shared memory between them.",
+            "the memory between them, link=socket sends state over TCP instead of shared memory.",
             show_default="every engine does both",
         ),
     ] = None

@@ -98,7 +98,8 @@ class SeparateSet(ReplicaSet):
         transit = None
         with suppress(Unavailable):  # the target's engine has just ended: another one will compute the prompt again
             links = self._links[leg.replica], self._links[target.name]
-            transit = Transit(*links, self._numbers_of[target.name], parts, self.counts)
+            at = None if (own := target.link.facts) is None else own.exchange_at
+            transit = Transit(*links, self._numbers_of[target.name], parts, self.counts, at)
         return PromptLeg(self, leg, parts, target, transit)
 
     def _target(self, parts: SentParts, cached: CachedTokens, admitted: bool) -> RoutedReplica | None:

@@ -15,6 +15,8 @@ from tests.serve.replicas.fake_links import FACTS
 def test_pools_and_their_exchange_are_read() -> None:
     assert Separation.parse("prefill=1,decode=2") == Separation(1, 2, 1 << 30)
     assert Separation.parse(" decode = 3, exchange=2MiB ,prefill=2") == Separation(2, 3, 2 << 20)
+    assert Separation.parse("prefill=1,decode=1,link=socket") == Separation(1, 1, 1 << 30, "socket")
+    assert Separation.parse("prefill=1,decode=1,link=memory") == Separation(1, 1, 1 << 30, "memory")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,8 @@ def test_pools_and_their_exchange_are_read() -> None:
         ("prefill=40,decode=40", "at most 64"),
         ("prefill=1,decode=1,exchange=big", "exchange='big' is not a size"),
         ("prefill=1,decode=1,exchange=0", "exchange='0' is not a size"),
+        ("prefill=1,decode=1,link=nixl", "link=nixl is unknown; give memory or socket"),
+        ("prefill=1,decode=1,link=", "link= is unknown; give memory or socket"),
     ],
 )
 def test_other_pools_are_refused_by_one_sentence(text: str, said: str) -> None:
