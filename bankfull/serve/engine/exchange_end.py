@@ -145,10 +145,12 @@ class ExchangeEnd:
 def told_facts(facts: dict[str, Any], layout: Layout) -> dict[str, str]:
     """What the state depends on, as short texts that another engine's can be compared with. What a person has chosen
     stands before the layout, which follows from it."""
-    pages = ", ".join(str(group.page_tokens) for group in layout.paged)
-    kept = [tensor for group in layout.paged for tensor in group.tensors]
-    dtypes = ", ".join(dict.fromkeys(f"{tensor.name} {tensor.dtype}" for tensor in kept))
-    told = {**facts, "tokens per page": pages, "pages of": dtypes}
+    pages = dict.fromkeys(str(group.page_tokens) for group in layout.paged)
+    tensors = [tensor for group in layout.paged for tensor in group.tensors]
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    shapes = dict.fromkeys(f"{tensor.name} {'x'.join(map(str, tensor.shape))}" for tensor in tensors)
+    chosen = {"pages in tokens of": pages, "KV dtype": dtypes, "tokens of": shapes}
+    told = {**facts, **{name: " and ".join(values) for name, values in chosen.items()}}
     return {name: _short(value) for name, value in sorted(told.items(), key=lambda one: one[0] == "layout")}
 
 

@@ -11,7 +11,7 @@ OTHER_WEIGHTS = (
 )
 
 
-ROUNDED = "pages are handed over with their bits, and never rounded again"
+ROUNDED = "pages keep their bits when they are handed over, and are not rounded again"
 
 
 def misfit(name: str, facts: Facts, same: Sequence[Facts | None], others: Sequence[Facts | None]) -> str:
@@ -48,7 +48,7 @@ def state_misfit(name: str, facts: Facts, others: Facts | None) -> str:
     for what in dict.fromkeys(("model", "dtype", "quantize", *facts.state, *others.state)):
         own, usual = facts.state.get(what, "none"), others.state.get(what, "none")
         if own != usual:
-            why = ROUNDED if what == "pages of" else "pages cannot be handed over between them"
+            why = ROUNDED if what == "KV dtype" else "pages cannot be handed over between them"
             return (
                 f"Engine {name} keeps its state with {what} {own}, those of the other pool of --separate with {usual}: "
                 f"{why}; start both with the same model and options."

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from bankfull.cli.app import run_command
 from bankfull.errors import ConfigError
+from bankfull.fleet.reports import Facts
+from bankfull.runtime.tiering import layout_facts
+from bankfull.serve.engine.exchange_end import told_facts
 from bankfull.serve.replicas.fitting import border_of, handed_length, state_misfit
 from bankfull.serve.replicas.local import Separation
+from bankfull.state.spec import Paged, TensorSpec, layout_of
 from tests.serve.replicas.fake_links import FACTS
 
 
@@ -64,6 +70,34 @@ def test_engines_with_state_of_another_kind_are_refused_by_one_sentence() -> Non
     said = state_misfit("prefill-0", own, other)
     assert "prefill-0 keeps its state with dtype torch.bfloat16" in said and "torch.float32" in said
     assert "start both with the same model and options" in said and "\n" not in said
+
+
+def engine_with(dtype: str, page: int, heads: int = 4) -> Facts:
+    """The facts of an engine with pages of this form."""
+    layout = layout_of([(Paged((TensorSpec("k", (heads, 8), dtype), TensorSpec("v", (heads, 8), dtype))),)], page)
+    told = told_facts({"model": "tiny", "version": "1", "layout": layout_facts(layout)}, layout)
+    return msgspec.structs.replace(FACTS, state=told)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "said"),
+    [
+        (
+            ("bfloat16", 16),
+            ("int8", 16),
+            "KV dtype bfloat16, those of the other pool of --separate with int8: .*rounded",
+        ),
+        (("float32", 16), ("float8_e4m3fn", 16), "KV dtype float32, .* with float8_e4m3fn: .*rounded"),
+        (("bfloat16", 16), ("bfloat16", 32), "pages in tokens of 16, .* with 32: pages cannot"),
+        (("bfloat16", 16, 4), ("bfloat16", 16, 2), "tokens of k 4x8 and v 4x8, .* with k 2x8 and v 2x8: pages cannot"),
+    ],
+)
+def test_pages_of_another_form_are_refused_by_a_sentence_with_both(
+    own: tuple[str, int], other: tuple[str, int], said: str
+) -> None:
+    found = state_misfit("prefill-0", engine_with(*own), engine_with(*other))
+    assert re.search(f"^Engine prefill-0 keeps its state with {said}", found) and found.endswith("options.")
+    assert state_misfit("prefill-0", engine_with(*own), engine_with(*own)) == ""
 
 
 def test_whole_pages_of_every_group_are_handed_over() -> None:
