@@ -59,6 +59,24 @@ class SeparateSet(ReplicaSet):
         for name, link in prefill.items():
             self.prefill._enlist(name, link)
 
+    # -- engines that come and go
+
+    async def join(self, name: str, link: SeparateLink, number: int | None) -> None:
+        """One more engine. `number`: that of its exchange, if it decodes."""
+        self._links[name] = link
+        if number is None:
+            await self.prefill.add(name, link)
+        else:
+            self._numbers_of[name] = number
+            await self.add(name, link)
+
+    async def leave(self, name: str) -> None:
+        """End an engine; its requests continue on others."""
+        pool = self if name in self._replicas else self.prefill
+        await pool.remove(name, 0.0)
+        del self._links[name]
+        self._numbers_of.pop(name, None)
+
     # -- requests
 
     def dispatch(

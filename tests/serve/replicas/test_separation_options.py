@@ -50,11 +50,22 @@ def test_other_pools_are_refused_by_one_sentence(text: str, said: str) -> None:
     assert "\n" not in str(found.value) and str(found.value).endswith(".")
 
 
-@pytest.mark.parametrize("others", [["--replicas", "2"], ["--ray", "localhost:1"], ["--replica-cpus", "1"]])
-def test_a_cluster_is_refused_by_name(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["serve", "nowhere", "--separate", "prefill=1,decode=1", *others]) == 2
-    said = capsys.readouterr().err
-    assert "without Ray" in said and others[0] in said and said.count("\n") == 1
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--replicas", "2"], "leave --replicas out, or --separate"),
+        (["--replica-cpus", "1"], "leave --replica-cpus out, or give --ray"),
+        (["--replica-gpus", "1"], "leave --replica-gpus out, or give --ray"),
+        (["--ray", "localhost:1", "--replica-cpus", "0"], "leaves a replica no processor"),
+        (["--ray", "localhost:1", "--separate", "prefill=1,decode=1,link=memory"], "link=memory needs engines on one"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_by_name(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["serve", "nowhere", "--separate", "prefill=1,decode=1", *options]) == 2
+    found = capsys.readouterr().err
+    assert said in found and found.count("\n") == 1
 
 
 def test_a_bad_pool_ends_the_command_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
