@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.runtime.mover import PlaceStore
 from bankfull.runtime.tiering import add_expected, add_shipping
+from bankfull.state import shipping as shipping_module
+from bankfull.state.disk import DamagedPlace
 from bankfull.state.exchange import (
     Carrier,
     ExchangeReader,
@@ -293,6 +296,55 @@ def test_a_cancelled_request_leaves_nothing_at_either_end(steps: int, link: str)
         pair.free()
         assert pair.answer(2) == alone("hybrid")
         pair.free()
+
+
+class HalfDeaf:
+    """Carries to exchange 1; exchange 0 belongs to an engine that takes nothing until `gate` opens, and then ends."""
+
+    def __init__(self, carrier: Carrier, gate: threading.Event) -> None:
+        self._carrier, self._gate = carrier, gate
+
+    def carry(self, exchange: int, kind: str, place: int, key: bytes, content: memoryview) -> None:
+        if exchange == 0:
+            assert self._gate.wait(60)
+            raise DamagedPlace("It has ended.")
+        self._carrier.carry(0, kind, place, key, content)
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
+def test_an_engine_that_takes_nothing_delays_neither_steps_nor_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = bench("llama"), bench("llama")
+    frame = decode.manager.layout.frame_bytes
+    monkeypatch.setattr(shipping_module, "IN_FLIGHT_BYTES", 2 * frame)
+    mine, gate = open_exchange(), threading.Event()
+    theirs = os.dup(mine)
+    expected = add_expected(decode.manager, decode.runner, partial(ExchangeReader, mine), 1 << 20)
+    shipping = add_shipping(
+        prefill.manager, prefill.runner, lambda identity: HalfDeaf(MemoryCarrier([theirs], identity), gate), 2
+    )
+    expected.expect(1, PROMPT, b"")
+    [grant] = expected.grants(1)
+    for order, exchange in ((7, 0), (1, 1)):
+        shipping.add(order, [(key, address_of(exchange, place)) for key, place in grant.places])
+    prefill.add(1, PROMPT, NEW)
+    ended: list[ShippedKey] = []
+    ends = time.monotonic() + 60
+    while len(prefill.tokens[1, 0]) < NEW or len(ended) < 9:
+        assert time.monotonic() < ends, "a step or a copy waits"
+        prefill.step()
+        ended += shipping.take()
+    assert prefill.tokens[1, 0] == alone("llama")
+    assert [one.order for one in ended] == [1] * 9 and all(one.nbytes for one in ended)
+    gate.set()
+    while prefill.engine.busy:
+        prefill.step()
+        ended += shipping.take()
+    assert [(one.order, one.nbytes) for one in ended[9:]] == [(7, 0)] * 9, "each is told to have failed"
+    prefill.settled()
+    prefill.close()
+    decode.close()
 
 
 @pytest.mark.parametrize("link", LINKS)
