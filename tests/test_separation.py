@@ -61,7 +61,7 @@ class Pair:
         opened = {"memory": self._in_memory, "socket": self._over_sockets}[link]
         open_store, open_carrier = opened()
         self.expected = add_expected(self.decode.manager, self.decode.runner, open_store, size)
-        self.shipping = add_shipping(self.prefill.manager, self.prefill.runner, open_carrier, 1)
+        self.shipping = add_shipping(self.prefill.manager, self.prefill.runner, open_carrier)
         self.shipped: list[ShippedKey] = []
 
     def _in_memory(self) -> Ends:

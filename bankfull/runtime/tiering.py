@@ -35,7 +35,7 @@ HOST_SHARE = 0.9
 EXCHANGE_THREADS = max(1, min(4, usable_cores() // 8))
 """Threads that copy from or to an exchange; on a small machine they share the cores with the model."""
 MANY_EXCHANGES = 4
-"""An engine that hands state to more than so many others has one thread for each."""
+"""An engine that sends state to more than so many others has one thread for each."""
 
 
 def disk_root(directory: str) -> Path:
@@ -102,15 +102,15 @@ def add_expected(
 
 
 def add_shipping(
-    manager: StateManager, runner: DeviceRunner, open_carrier: Callable[[bytes], Carrier], exchanges: int
+    manager: StateManager, runner: DeviceRunner, open_carrier: Callable[[bytes], Carrier], lanes: int = 1
 ) -> Shipping:
-    """Let this engine hand state to others, through their exchanges. `open_carrier` gets the form of the state."""
+    """Let this engine hand state to others, through their exchanges. `open_carrier` gets the form of the state.
+    `lanes`: their number, where one that takes nothing must not keep state from the others."""
     shipping = Shipping(manager.moves)
     writer = ExchangeWriter(open_carrier(identity_of(manager.facts)))
-    threads = EXCHANGE_THREADS if exchanges <= MANY_EXCHANGES else 1
-    # An engine that takes nothing must not keep state from the others.
-    lanes = Lanes(threads, exchanges, lambda transfer: exchange_of(transfer.dst.place))
-    shipping.tiers = tiers = _add_store(manager, runner, writer, [], lanes, shipping.stored)
+    threads = EXCHANGE_THREADS if lanes <= MANY_EXCHANGES else 1
+    copying = Lanes(threads, lanes, lambda transfer: exchange_of(transfer.dst.place) % lanes)
+    shipping.tiers = tiers = _add_store(manager, runner, writer, [], copying, shipping.stored)
     tiers.shipping = shipping
     return shipping
 

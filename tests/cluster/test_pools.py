@@ -130,7 +130,7 @@ def test_replicas_become_engines_of_the_pools_in_their_order(monkeypatch: pytest
         }
         secrets = {link.ends.secret for link in pools.links if link.ends is not None}
         assert len(secrets) == 1 and len(secrets.pop()) == 32
-        assert all(link.threads == 3 and link.ends and link.ends.count == 2 for link in pools.links)
+        assert all(link.threads == 3 and link.ends and link.ends.lanes == 2 for link in pools.links)
         assert all(not link.ends.files for link in pools.links if link.ends is not None)
 
     run(go, monkeypatch)

@@ -54,7 +54,7 @@ class ExchangeEnd:
         self.address: tuple[str, int] | None = None
         """Where this engine takes pages, without shared memory."""
         if ends.own is None:
-            self._shipping = add_shipping(state, engine.runner, self._open_carrier, ends.count)
+            self._shipping = add_shipping(state, engine.runner, self._open_carrier, ends.lanes)
             self._shipping.on_stored = self._report
         else:
             self._expectations = add_expected(state, engine.runner, self._open_exchange, ends.nbytes)

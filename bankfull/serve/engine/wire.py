@@ -50,8 +50,10 @@ class ExchangeEnds(msgspec.Struct):
     """What the two ends of a socket prove to each other."""
 
     @property
-    def count(self) -> int:
-        return len(self.files) or self.engines
+    def lanes(self) -> int:
+        """Copies that must not wait for each other: memory always takes them, an engine at the end of a socket may
+        not."""
+        return 1 if self.files else self.engines
 
 
 class Configure(msgspec.Struct, tag="configure"):
