@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from bankfull.config import SchedConfig, StateConfig
+from bankfull.runtime.mover import PlaceStore
 from bankfull.runtime.tiering import add_expected, add_shipping
-from bankfull.state.exchange import address_of, open_exchange
+from bankfull.state import shipping as shipping_module
+from bankfull.state.disk import DamagedPlace
+from bankfull.state.exchange import (
+    Carrier,
+    ExchangeReader,
+    ExchangeShape,
+    MemoryCarrier,
+    address_of,
+    open_exchange,
+)
 from bankfull.state.expected import shipped_length
+from bankfull.state.page_listener import PageListener
 from bankfull.state.shipping import ShippedKey
+from bankfull.state.socket_carrier import SocketCarrier
 from bankfull.state.tiers import Tiers
 from tests.kit import Bench, device_of
 from tests.tiny import VOCAB, model_of
@@ -22,6 +36,8 @@ from tests.tiny import VOCAB, model_of
 PROMPT = [(7 * i + i * i // 3) % VOCAB for i in range(37)]
 PAGE = 4
 NEW = 8
+SECRET = bytes(range(32))
+Ends = tuple[Callable[[ExchangeShape], PlaceStore], Callable[[bytes], Carrier]]
 
 
 def bench(shape: str, depth: int = 0, **sched: int) -> Bench:
@@ -40,13 +56,32 @@ def alone(shape: str, prompt: list[int] = PROMPT) -> list[int]:
 class Pair:
     """An engine that computes prompts, one that decodes, and a front that passes their messages on at once."""
 
-    def __init__(self, shape: str, depth: int = 0, size: int = 1 << 20) -> None:
+    def __init__(self, shape: str, depth: int = 0, size: int = 1 << 20, link: str = "memory") -> None:
         self.prefill, self.decode = bench(shape, depth), bench(shape, depth)
+        opened = {"memory": self._in_memory, "socket": self._over_sockets}[link]
+        open_store, open_carrier = opened()
+        self.expected = add_expected(self.decode.manager, self.decode.runner, open_store, size)
+        self.shipping = add_shipping(self.prefill.manager, self.prefill.runner, open_carrier)
+        self.shipped: list[ShippedKey] = []
+
+    def _in_memory(self) -> Ends:
         mine = open_exchange()
         theirs = os.dup(mine)
-        self.expected = add_expected(self.decode.manager, self.decode.runner, mine, size)
-        self.shipping = add_shipping(self.prefill.manager, self.prefill.runner, [theirs])
-        self.shipped: list[ShippedKey] = []
+        return partial(ExchangeReader, mine), partial(MemoryCarrier, [theirs])
+
+    def _over_sockets(self) -> Ends:
+        listeners: list[PageListener] = []
+
+        def listen(shape: ExchangeShape) -> PageListener:
+            listeners.append(PageListener(shape, "127.0.0.1", SECRET))
+            return listeners[0]
+
+        def connect(identity: bytes) -> SocketCarrier:
+            made = SocketCarrier(SECRET, identity)
+            made.locate(0, listeners[0].address)
+            return made
+
+        return listen, connect
 
     @property
     def tiers(self) -> Tiers:
@@ -113,22 +148,24 @@ class Pair:
 
 
 @contextmanager
-def paired(shape: str, depth: int = 0, size: int = 1 << 20) -> Iterator[Pair]:
-    made = Pair(shape, depth, size)
+def paired(shape: str, depth: int = 0, size: int = 1 << 20, link: str = "memory") -> Iterator[Pair]:
+    made = Pair(shape, depth, size, link)
     try:
         yield made
     finally:
         made.close()
 
 
+LINKS = ("memory", "socket")
 SHAPES = ("llama", "gemma", "latent", "mamba", "mamba2", "hybrid", "delta", "shared", "sparse")
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tokens_equal_those_of_one_engine(shape: str, depth: int) -> None:
-    with paired(shape, depth) as pair:
+def test_tokens_equal_those_of_one_engine(shape: str, depth: int, link: str) -> None:
+    with paired(shape, depth, link=link) as pair:
         assert pair.answer(1) == alone(shape)
         length = shipped_length(pair.decode.manager, len(PROMPT))
         assert length == len(PROMPT) // pair.decode.manager.border_tokens * pair.decode.manager.border_tokens >= 32
@@ -240,9 +277,11 @@ def test_who_finds_no_room_waits_for_those_before() -> None:
         pair.free()
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_a_cancelled_request_leaves_nothing_at_either_end(steps: int) -> None:
-    with paired("hybrid", depth=1) as pair:
+def test_a_cancelled_request_leaves_nothing_at_either_end(steps: int, link: str) -> None:
+    with paired("hybrid", depth=1, link=link) as pair:
         pair.expect(1, PROMPT)
         pair.prefill.add(1, PROMPT, 1)
         for _ in range(steps):
@@ -259,11 +298,64 @@ def test_a_cancelled_request_leaves_nothing_at_either_end(steps: int) -> None:
         pair.free()
 
 
-def test_an_engine_with_state_of_another_form_writes_nothing() -> None:
-    with paired("llama") as pair:
+class HalfDeaf:
+    """Carries to exchange 1; exchange 0 belongs to an engine that takes nothing until `gate` opens, and then ends."""
+
+    def __init__(self, carrier: Carrier, gate: threading.Event) -> None:
+        self._carrier, self._gate = carrier, gate
+
+    def carry(self, exchange: int, kind: str, place: int, key: bytes, content: memoryview) -> None:
+        if exchange == 0:
+            assert self._gate.wait(60)
+            raise DamagedPlace("It has ended.")
+        self._carrier.carry(0, kind, place, key, content)
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
+def test_an_engine_that_takes_nothing_delays_neither_steps_nor_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = bench("llama"), bench("llama")
+    frame = decode.manager.layout.frame_bytes
+    monkeypatch.setattr(shipping_module, "IN_FLIGHT_BYTES", 2 * frame)
+    mine, gate = open_exchange(), threading.Event()
+    theirs = os.dup(mine)
+    expected = add_expected(decode.manager, decode.runner, partial(ExchangeReader, mine), 1 << 20)
+    shipping = add_shipping(
+        prefill.manager, prefill.runner, lambda identity: HalfDeaf(MemoryCarrier([theirs], identity), gate), 2
+    )
+    expected.expect(1, PROMPT, b"")
+    [grant] = expected.grants(1)
+    for order, exchange in ((7, 0), (1, 1)):
+        shipping.add(order, [(key, address_of(exchange, place)) for key, place in grant.places])
+    prefill.add(1, PROMPT, NEW)
+    ended: list[ShippedKey] = []
+    ends = time.monotonic() + 60
+    while len(prefill.tokens[1, 0]) < NEW or len(ended) < 9:
+        assert time.monotonic() < ends, "a step or a copy waits"
+        prefill.step()
+        ended += shipping.take()
+    assert prefill.tokens[1, 0] == alone("llama")
+    assert [one.order for one in ended] == [1] * 9 and all(one.nbytes for one in ended)
+    gate.set()
+    while prefill.engine.busy:
+        prefill.step()
+        ended += shipping.take()
+    assert [(one.order, one.nbytes) for one in ended[9:]] == [(7, 0)] * 9, "each is told to have failed"
+    prefill.settled()
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_an_engine_with_state_of_another_form_writes_nothing(link: str) -> None:
+    with paired("llama", link=link) as pair:
         writer = pair.prefill.runner.mover.stores  # type: ignore[union-attr]
         [store] = writer.values()
-        store._identity = bytes(32)  # type: ignore[attr-defined]
+        carrier = store._carrier  # type: ignore[attr-defined]
+        carrier._identity = bytes(32)
+        for receiver in getattr(carrier, "_receivers", {}).values():
+            receiver._identity = bytes(32)
         assert pair.answer(1) == alone("llama")
         assert pair.shipped and not pair.nbytes, "every copy was refused"
         pair.free()

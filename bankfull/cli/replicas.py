@@ -29,8 +29,9 @@ class ReplicaOptions:
         str | None,
         typer.Option(
             metavar="prefill=N,decode=M",
-            help="Engine processes of this machine that compute prompts, and others that decode; exchange=1GiB bounds "
-            "the shared memory between them.",
+            help="Engines that compute prompts, and others that decode: processes of this machine, or with --ray on "
+            "others. exchange=1GiB bounds the memory between them, link=socket sends state over TCP instead of shared "
+            "memory.",
             show_default="every engine does both",
         ),
     ] = None
@@ -45,8 +46,8 @@ class ReplicaOptions:
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="With --replicas, the Ray cluster to join.",
-            show_default="RAY_ADDRESS; without it, Ray is started on this machine",
+            help="With --replicas or --separate, the Ray cluster to join.",
+            show_default="with --replicas RAY_ADDRESS; without it, Ray is started on this machine",
         ),
     ] = None
     replica_cpus: Annotated[
@@ -63,18 +64,14 @@ class ReplicaOptions:
         """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `take_over`: on a shared Ray
         cluster the old server has most of the resources until it ends."""
         if self.separate is not None:
-            return self._separate(self.separate)
+            return self._separate(self.separate, model, device)
         if self.replicas is None:
             others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
             for name, value in others.items():
                 if value is not None:
                     raise ConfigError(f"{name} needs --replicas, the number of engines behind the API.")
             return None
-        for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
-            if value is not None and not 0 <= value < 100_000:
-                raise ConfigError(f"{name} {value:g} is no number of processors; give 0 or more.")
-        if self.replica_cpus == 0:
-            raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
+        self._check_shares()
         from bankfull.cluster.cluster_replicas import ClusterOptions, cluster_replicas
         from bankfull.cluster.ray_version import installed_version
         from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
@@ -95,17 +92,32 @@ class ReplicaOptions:
         installed_version()
         return cluster_replicas(options)
 
-    def _separate(self, wanted: str) -> SetFactory:
+    def _check_shares(self) -> None:
+        for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
+            if value is not None and not 0 <= value < 100_000:
+                raise ConfigError(f"{name} {value:g} is no number of processors; give 0 or more.")
+        if self.replica_cpus == 0:
+            raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
+
+    def _separate(self, wanted: str, model: str, device: str) -> SetFactory:
         from bankfull.serve.replicas.local import Separation, local_separate
 
-        for name, value in (
-            ("--replicas", self.replicas),
-            ("--ray", self.ray),
-            ("--replica-cpus", self.replica_cpus),
-            ("--replica-gpus", self.replica_gpus),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f"--separate runs engine processes on this machine, without Ray: leave {name} out, or --separate."
-                )
-        return local_separate(Separation.parse(wanted), self.routing)
+        pools = Separation.parse(wanted)
+        if self.replicas is not None:
+            raise ConfigError("--separate says how many engines there are: leave --replicas out, or --separate.")
+        if self.ray is None:
+            for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
+                if value is not None:
+                    raise ConfigError(
+                        f"--separate without --ray runs engines on this machine, which share its cores: leave {name} "
+                        "out, or give --ray."
+                    )
+            return local_separate(pools, self.routing)
+        self._check_shares()
+        from bankfull.cluster.cluster_pools import PoolOptions, cluster_pools
+        from bankfull.cluster.ray_version import installed_version
+
+        options = PoolOptions(pools, model, self.ray, self.routing, self.replica_cpus, self.replica_gpus, device)
+        made = cluster_pools(options)
+        installed_version()
+        return made

@@ -90,7 +90,7 @@ class ClusterManager:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"Ray has not placed {start.replicas} replicas within {PLACE_SECONDS:g} seconds: other work uses "
-                    "its CPUs or GPUs; give fewer --replicas, or wait until they are free (`ray status`)."
+                    "its CPUs or GPUs; give fewer (--replicas, --separate), or wait until they are free (`ray status`)."
                 )
             self.look(LOOK_SECONDS)
             if self._closed():

@@ -59,7 +59,7 @@ def check_room(nodes: list[NodeResources], share: Share, replicas: int) -> None:
     raise ConfigError(
         f"{replicas} replicas with {share.cpus:g} CPUs and {share.gpus:g} GPUs each do not fit: the cluster has "
         f"{cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} machines, room for {room}; "
-        f"give fewer --replicas, or a smaller {option}."
+        f"give fewer --replicas or engines of --separate, or a smaller {option}."
     )
 
 

@@ -39,6 +39,8 @@ class Facts(msgspec.Struct):
     state: dict[str, str] = {}
     """What the numbers in its K/V pages depend on: engines that differ in it cannot hand pages to each other. Empty
     without separation."""
+    exchange_at: tuple[str, int] | None = None
+    """Where it takes pages from other engines; None: it takes none, or through shared memory."""
 
 
 class TierLoad(msgspec.Struct, array_like=True):

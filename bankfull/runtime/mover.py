@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -63,6 +64,15 @@ Told = Callable[[int, bool, bool], None]
 """Gets a transfer's id, whether it succeeded, and whether no other one waits."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The threads of a store: so many in each lane. Transfers of one lane never wait for those of another."""
+
+    threads: int
+    count: int = 1
+    lane_of: Callable[[Transfer], int] = lambda transfer: 0
+
+
 class HostPlaces:
     """The places of the host tier as tensors; place 0 does not exist."""
 
@@ -100,27 +110,29 @@ class Mover:
         self.stores: dict[Tier, PlaceStore] = {}
         self._copier = device.copier()
         self._copying: deque[tuple[list[Transfer], Copying]] = deque()
-        self._tasks: dict[Tier, SimpleQueue[Transfer | None]] = {}
+        self._tasks: dict[Tier, list[SimpleQueue[Transfer | None]]] = {}
+        """By lane."""
+        self._lanes: dict[Tier, Lanes] = {}
         self._queued: dict[Tier, int] = {}
         """Transfers that the threads have not ended."""
         self._ended: deque[tuple[Tier, int, bool]] = deque()
         self._ring = threading.Event()
         self._complained = -COMPLAINTS_SECONDS
-        self._threads: list[tuple[Tier, threading.Thread]] = []
+        self._threads: list[tuple[SimpleQueue[Transfer | None], threading.Thread]] = []
         if disk is not None:
-            self.add_store(Tier.DISK, disk, DISK_THREADS)
+            self.add_store(Tier.DISK, disk, Lanes(DISK_THREADS))
         if host is not None:
             self._try_copies(host)
 
-    def add_store(self, tier: Tier, store: PlaceStore, threads: int, told: Told | None = None) -> None:
+    def add_store(self, tier: Tier, store: PlaceStore, lanes: Lanes, told: Told | None = None) -> None:
         """Move transfers from and to this tier, too. `told` is called on the thread that has ended one."""
-        self.stores[tier], self._tasks[tier], self._queued[tier] = store, SimpleQueue(), 0
+        self.stores[tier], self._lanes[tier], self._queued[tier] = store, lanes, 0
+        self._tasks[tier] = [SimpleQueue() for _ in range(lanes.count)]
         name = f"kv-{tier.name.lower()}"
-        for i in range(threads):
-            made = threading.Thread(
-                target=self._serve_store, args=(tier, threads, told), name=f"{name}-{i}", daemon=True
-            )
-            self._threads.append((tier, made))
+        for i in range(lanes.count * lanes.threads):
+            tasks = self._tasks[tier][i % lanes.count]
+            made = threading.Thread(target=self._serve_store, args=(tier, tasks, told), name=f"{name}-{i}", daemon=True)
+            self._threads.append((tasks, made))
             made.start()
 
     def start(self, transfers: Iterable[Transfer]) -> None:
@@ -128,7 +140,7 @@ class Mover:
         for transfer in transfers:
             if (tier := max(transfer.src.tier, transfer.dst.tier)) in self._tasks:
                 self._queued[tier] += 1
-                self._tasks[tier].put(transfer)
+                self._tasks[tier][self._lanes[tier].lane_of(transfer)].put(transfer)
             else:
                 between[transfer.src.tier == Tier.DEVICE].append(transfer)
         for down, line in between.items():
@@ -170,8 +182,8 @@ class Mover:
         """Wait for the transfers that are under way, and end the threads."""
         for _, copying in self._copying:
             copying.wait(None)
-        for tier, _ in self._threads:
-            self._tasks[tier].put(None)
+        for tasks, _ in self._threads:
+            tasks.put(None)
         for _, thread in self._threads:
             thread.join()
         self._threads = []
@@ -206,8 +218,8 @@ class Mover:
 
     # -- on the threads of a store
 
-    def _serve_store(self, tier: Tier, threads: int, told: Told | None) -> None:
-        copy, tasks, store = self._device.blocking_copy(), self._tasks[tier], self.stores[tier]
+    def _serve_store(self, tier: Tier, tasks: SimpleQueue[Transfer | None], told: Told | None) -> None:
+        copy, store, lanes = self._device.blocking_copy(), self.stores[tier], self._lanes[tier]
         buffers = {
             slot: self._device.host_memory((size,), torch.uint8)
             for slot, size in ((False, self._storage.layout.frame_bytes), (True, self._slot_bytes()))
@@ -223,7 +235,7 @@ class Mover:
                 succeeded = False
                 log.exception("a transfer to or from the %s failed", tier.name.lower())
             else:
-                together = min(threads, self._queued[tier]) or 1
+                together = min(lanes.threads * lanes.count, self._queued[tier]) or 1
                 seconds = (time.monotonic() - begun) / together
                 self._rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)
             self._ended.append((tier, transfer.id, succeeded))

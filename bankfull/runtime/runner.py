@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from bankfull.mesh import MeshSpec
 from bankfull.runtime.device import Future
 from bankfull.types import StepPlan, StepResult
 
@@ -33,6 +34,8 @@ class Runner(Protocol[Launched]):
 
 class StepFollowers(Protocol):
     """Other ranks that run each step of this runner, in the same order."""
+
+    mesh: MeshSpec
 
     def forward(self, plan: StepPlan) -> None: ...
     def finish(self, masks: Mapping[int, np.ndarray]) -> None: ...

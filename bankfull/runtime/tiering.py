@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from bankfull.paths import cache_dir
 from bankfull.runtime.device import available_memory, usable_cores
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.memory import shown
-from bankfull.runtime.mover import HostPlaces, Mover, Told
+from bankfull.runtime.mover import HostPlaces, Lanes, Mover, PlaceStore, Told
 from bankfull.state.disk import DiskStore, identity_of, make_room
-from bankfull.state.exchange import ExchangeReader, ExchangeShape, ExchangeWriter
+from bankfull.state.exchange import Carrier, ExchangeShape, ExchangeWriter, exchange_of
 from bankfull.state.expected import ExpectedState
 from bankfull.state.manager import StateManager
 from bankfull.state.shipping import Shipping
@@ -33,7 +33,9 @@ log = logging.getLogger("bankfull")
 HOST_SHARE = 0.9
 """Largest fraction of the free memory that the host tier may take."""
 EXCHANGE_THREADS = max(1, min(4, usable_cores() // 8))
-"""Threads that copy from or to exchanges; on a small machine they share the cores with the model."""
+"""Threads that copy from or to an exchange; on a small machine they share the cores with the model."""
+MANY_EXCHANGES = 4
+"""An engine that sends state to more than so many others has one thread for each."""
 
 
 def disk_root(directory: str) -> Path:
@@ -85,7 +87,9 @@ def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, 
     manager.tiers.erase = None if store is None else store.erase
 
 
-def add_expected(manager: StateManager, runner: DeviceRunner, file: int, size: int) -> ExpectedState:
+def add_expected(
+    manager: StateManager, runner: DeviceRunner, open_exchange: Callable[[ExchangeShape], PlaceStore], size: int
+) -> ExpectedState:
     """Let other engines hand state to this one, through an exchange of `size` bytes."""
     layout = manager.layout
     if size > HOST_SHARE * (free := available_memory()):
@@ -93,15 +97,20 @@ def add_expected(manager: StateManager, runner: DeviceRunner, file: int, size: i
     pages, slots = places_of(layout, manager, size, "exchange")
     shape = ExchangeShape(identity_of(manager.facts), pages, slots, layout.frame_bytes, _slot_bytes(layout))
     tier = LowerTier(Tier.EXCHANGE, pages, slots)
-    _add_store(manager, runner, ExchangeReader(file, shape), [tier])
+    _add_store(manager, runner, open_exchange(shape), [tier], Lanes(EXCHANGE_THREADS))
     return ExpectedState(manager, tier)
 
 
-def add_shipping(manager: StateManager, runner: DeviceRunner, files: Sequence[int]) -> Shipping:
-    """Let this engine hand state to others, through their exchanges."""
+def add_shipping(
+    manager: StateManager, runner: DeviceRunner, open_carrier: Callable[[bytes], Carrier], lanes: int = 1
+) -> Shipping:
+    """Let this engine hand state to others, through their exchanges. `open_carrier` gets the form of the state.
+    `lanes`: their number, where one that takes nothing must not keep state from the others."""
     shipping = Shipping(manager.moves)
-    writer = ExchangeWriter(files, identity_of(manager.facts))
-    shipping.tiers = tiers = _add_store(manager, runner, writer, [], shipping.stored)
+    writer = ExchangeWriter(open_carrier(identity_of(manager.facts)))
+    threads = EXCHANGE_THREADS if lanes <= MANY_EXCHANGES else 1
+    copying = Lanes(threads, lanes, lambda transfer: exchange_of(transfer.dst.place) % lanes)
+    shipping.tiers = tiers = _add_store(manager, runner, writer, [], copying, shipping.stored)
     tiers.shipping = shipping
     return shipping
 
@@ -109,8 +118,9 @@ def add_shipping(manager: StateManager, runner: DeviceRunner, files: Sequence[in
 def _add_store(
     manager: StateManager,
     runner: DeviceRunner,
-    store: ExchangeReader | ExchangeWriter,
+    store: PlaceStore,
     lower: list[LowerTier],
+    lanes: Lanes,
     told: Told | None = None,
 ) -> Tiers:
     """An end of an exchange beside the tiers that there are."""
@@ -118,7 +128,7 @@ def _add_store(
     rates = TransferRates() if before is None else before.rates
     if runner.mover is None:
         runner.mover = Mover(runner.storage, runner.device, rates)
-    runner.mover.add_store(Tier.EXCHANGE, store, EXCHANGE_THREADS, told)
+    runner.mover.add_store(Tier.EXCHANGE, store, lanes, told)
     made = _tiers(manager, [*lower, *(() if before is None else before.lower)], rates)
     made.erase = None if before is None else before.erase
     manager.tiers = made

@@ -1,10 +1,10 @@
-"""The exchange: shared memory of bounded size through which engines that compute prompts hand state to one that
-decodes.
+"""The exchange: memory of bounded size through which engines that compute prompts hand state to one that decodes.
 
 It is an unnamed file in memory. The decoding engine owns it: it writes the header and decides what each place is for.
-Other engines write the places that it has granted them. A place has an entry with the name and the checksum of its
-content. The entry is cleared before the content is written and set after it, and the reader compares both. So a writer
-that dies, or that writes to a place that was given to someone else since, costs a computation and never a wrong token.
+Other engines fill the places that it has granted them: they write to the same memory, or send content over a connection
+(`state.socket_carrier`). A place has an entry with the name and the checksum of its content. The entry is cleared
+before the content is written and set after it, and the reader compares both. So a writer that dies, or that writes to a
+place that was given to someone else since, costs a computation and never a wrong token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryFile
+from typing import Protocol
 
 from bankfull.state.disk import DamagedPlace
 
@@ -137,19 +138,28 @@ class ExchangeReader:
         os.close(self._file)
 
 
-class ExchangeWriter:
-    """The other end: the exchanges of several engines, as one range of addresses."""
+class Carrier(Protocol):
+    """How content gets from the engine that has computed it to a place of another engine's exchange."""
+
+    def carry(self, exchange: int, kind: str, place: int, key: bytes, content: memoryview) -> None:
+        """Returns when the content is in its place. On any thread. Raises OSError or DamagedPlace, within a bound."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryCarrier:
+    """Writes to exchanges in memory that both processes have."""
 
     def __init__(self, files: Sequence[int], identity: bytes) -> None:
         self._files, self._identity = files, identity
-        self.files = {kind: _WrittenPlaces(self, kind) for kind in KINDS}
 
-    def places(self, number: int, kind: str) -> ExchangePlaces:
-        """Those of one engine, as it has divided them now: it may have been started again."""
-        shape = shape_of(self._files[number])
+    def carry(self, exchange: int, kind: str, place: int, key: bytes, content: memoryview) -> None:
+        file = self._files[exchange]
+        shape = shape_of(file)  # as its owner has divided it now: it may have been started again
         if shape is None or shape.identity != self._identity:
             raise DamagedPlace("The engine that decodes keeps its state in another form.")
-        return ExchangePlaces(self._files[number], shape, kind)
+        ExchangePlaces(file, shape, kind).write(place, key, content)
 
     def close(self) -> None:
         for file in self._files:
@@ -164,13 +174,28 @@ def address_of(exchange: int, place: int) -> int:
     return exchange << NUMBER_SHIFT | place
 
 
+def exchange_of(address: int) -> int:
+    return address >> NUMBER_SHIFT
+
+
+class ExchangeWriter:
+    """The other end: the exchanges of several engines, as one range of addresses."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self.files = {kind: _WrittenPlaces(carrier, kind) for kind in KINDS}
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
 class _WrittenPlaces:
-    def __init__(self, writer: ExchangeWriter, kind: str) -> None:
-        self._writer, self._kind = writer, kind
+    def __init__(self, carrier: Carrier, kind: str) -> None:
+        self._carrier, self._kind = carrier, kind
 
     def write(self, place: int, key: bytes, content: memoryview) -> None:
-        number, within = place >> NUMBER_SHIFT, place & ((1 << NUMBER_SHIFT) - 1)
-        self._writer.places(number, self._kind).write(within, key, content)
+        within = place & ((1 << NUMBER_SHIFT) - 1)
+        self._carrier.carry(exchange_of(place), self._kind, within, key, content)
 
     def read(self, place: int, key: bytes, into: memoryview) -> None:
         raise DamagedPlace("An engine reads only its own exchange.")

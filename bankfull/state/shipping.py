@@ -7,11 +7,12 @@ that is dropped leaves nothing behind. What is evicted before its turn is never 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
+from bankfull.state.exchange import exchange_of
 from bankfull.state.journal import SLOT
 from bankfull.state.moves import Moves
 from bankfull.state.tiers import IN_FLIGHT_BYTES, Key, Tiers, name_in
@@ -43,8 +44,8 @@ class Shipping:
         on the device yet is not there either, so only the first of each line is looked up."""
         self._under_way: dict[int, ShippedKey] = {}
         self._ended: deque[ShippedKey] = deque()
-        self._writing = 0
-        """Bytes under way."""
+        self._writing: Counter[int] = Counter()
+        """Bytes under way, by exchange: an engine that takes nothing does not stop those for others."""
 
     def add(self, order: int, targets: Iterable[tuple[Key, int]]) -> None:
         lines = self._orders.setdefault(order, {})
@@ -62,10 +63,9 @@ class Shipping:
     @property
     def ripe(self) -> bool:
         """Whether a copy could start now."""
-        if self._writing:
-            return False  # their ends wake the engine
-        firsts = (line[0][0] for lines in self._orders.values() for line in lines.values())
-        return any(self._found(key) is not None for key in firsts)
+        firsts = (line[0] for lines in self._orders.values() for line in lines.values())
+        # The ends of those under way wake the engine.
+        return any(not self._writing[exchange_of(at)] and self._found(key) is not None for key, at in firsts)
 
     def advance(self) -> None:
         """Start copies of what is on the device; the next plan carries them."""
@@ -73,9 +73,9 @@ class Shipping:
             for group, line in list(lines.items()):
                 while line and (place := self._found(line[0][0])) is not None:
                     key, address = line[0]
-                    nbytes = self.tiers.bytes_of(key)
-                    if self._writing and self._writing + nbytes > IN_FLIGHT_BYTES:
-                        return
+                    nbytes, writing = self.tiers.bytes_of(key), self._writing[exchange_of(address)]
+                    if writing and writing + nbytes > IN_FLIGHT_BYTES:
+                        break
                     line.popleft()
                     self._start(order, key, place, address, nbytes)
                 if not line:
@@ -89,10 +89,10 @@ class Shipping:
     def _start(self, order: int, key: Key, place: int, address: int, nbytes: int) -> None:
         pool = self.tiers.device_pool(key)
         pool.share(place)
-        self._writing += nbytes
+        self._writing[exchange_of(address)] += nbytes
 
         def ended(succeeded: bool) -> None:
-            self._writing -= nbytes
+            self._writing[exchange_of(address)] -= nbytes
             pool.drop(place, -1)
 
         src, dst = TierAddress(Tier.DEVICE, place), TierAddress(Tier.EXCHANGE, address)

@@ -14,16 +14,20 @@ from tests.tiny import speaking_folder
 def test_three_arrangements_are_measured_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     sizes = ["--streams", "2", "--prompt-tokens", "200", "--prompts", "3", "--every", "0.05", "--short-tokens", "9"]
-    sizes += ["--answer-tokens", "20", "--quiet", "0.5", "--rates", "20,40", "--requests", "8", "--slo", "ttft=60s"]
+    sizes += ["--answer-tokens", "20", "--stream-tokens", "20", "--quiet", "0.5", "--rates", "20,40", "--requests", "8"]
+    sizes += ["--slo", "ttft=60s"]
     options = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4}
-    more = ["--options", json.dumps(options), "--separate", "prefill=1,decode=1,exchange=1MiB", "--json", str(out)]
+    pools = "prefill=1,decode=1,exchange=1MiB,link=socket"
+    more = ["--options", json.dumps(options), "--separate", pools, "--json", str(out)]
     assert separation.main(["--model", str(speaking_folder()), *sizes, *more]) == 0
     made = json.loads(out.read_text())
-    assert [one["arrangement"] for one in made] == ["one engine", "2 replicas", "separate, 1 + 1"]
+    assert [one["arrangement"] for one in made] == ["one engine", "2 replicas", "separate, 1 + 1, over sockets"]
     for one in made:
         assert one["quiet_itl"] > 0 and one["busy_itl"] > 0 and one["ttft"] > 0
         assert one["ratio"] == pytest.approx(one["busy_itl"] / one["quiet_itl"])
-        assert set(one["goodput"]) == {"20.0", "40.0"} and all(rate > 0 for rate in one["goodput"].values())
+        assert set(one["goodput"]) == {"20.0", "40.0"} and all(
+            0 < found <= float(rate) for rate, found in one["goodput"].items()
+        )
     assert [bool(one["shipped"]) for one in made] == [False, False, True]
     said = capsys.readouterr().out
     assert "cores for this process" in said and said.count("\n| ") == 4

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -103,9 +103,22 @@ def started(command: list[str], **how: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **how)  # type: ignore[call-overload,no-any-return]
 
 
+@contextmanager
+def stopped() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that end, with their children, when the test does."""
+    begun: list[subprocess.Popen[str]] = []
+    try:
+        yield begun
+    finally:
+        for process in begun:
+            for pid in [*_children(process.pid), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
 def test_a_stream_leaves_a_machine_without_network(three: Network, capsys: pytest.CaptureFixture[str]) -> None:
     """Without Ray: a front, and two machines with a gateway each."""
-    begun: list[subprocess.Popen[str]] = []
 
     def line(process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
@@ -113,7 +126,7 @@ def test_a_stream_leaves_a_machine_without_network(three: Network, capsys: pytes
         assert text, "it has ended"
         return text
 
-    try:
+    with stopped() as begun:
         hosts = [three.address(machine) for machine in (1, 2)]
         for machine, host in enumerate(hosts, 1):
             begun.append(started(three.on(machine, sys.executable, "-c", GATEWAY, host)))
@@ -128,12 +141,6 @@ def test_a_stream_leaves_a_machine_without_network(three: Network, capsys: pytes
         front.stdin.write("\n")
         front.stdin.flush()
         told = json.loads(line(front))
-    finally:
-        for process in begun:
-            for pid in [*_children(process.pid), process.pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
     with capsys.disabled():
         print("\n" + table([Figure("network cut: pause of the stream", told["pause"], "s")]))
     assert told["same"] and told["resumed"] == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +80,25 @@ def test_a_node_with_another_version_that_joins_later_is_refused_alone(ray_nodes
         restarts = [replica["restarts"] for replica in server.status()["replicas"]]
         assert restarts.count(0) == 2, "the others have gone on"
         assert "are started again" not in server.said() and server.answer(200) == expected
+
+
+def test_pools_on_several_nodes_hand_over_pages_and_survive_an_engine(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    with serving(tmp_path / "alone") as alone:
+        expected = alone.answer(60)
+    options = ("--separate", "prefill=1,decode=2,exchange=1MiB", "--ray", ray_nodes.address)
+    with serving(tmp_path / "data", *options, RAY_AUTH_TOKEN=ray_nodes.token) as server:
+        until(lambda: server.states() == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "ready"))
+        assert server.answer(60) == expected
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as told:
+            counts = dict(re.findall(r"^bankfull:(separate_\w+)\{[^}]*\} (\S+)$", told.read().decode(), re.MULTILINE))
+        assert float(counts["separate_pages_total"]) > 0 and float(counts["separate_late_pages_total"]) == 0
+        for pid in ray_nodes.engines():
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: set(server.states().values()) == {"ready"} and len(ray_nodes.engines()) == 3)
+        assert server.answer(60) == expected
+        code, _, said = server.cluster("scale", "4")
+        assert code and "fixed size" in said and said.count("\n") == 1
+    until(lambda: not ray_nodes.replicas())
 
 
 def test_a_cluster_with_another_token_is_not_joined(ray_nodes: RayNodes, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from bankfull.state.exchange import (
     ExchangeReader,
     ExchangeShape,
     ExchangeWriter,
+    MemoryCarrier,
     address_of,
     open_exchange,
     shape_of,
@@ -41,7 +42,7 @@ def file() -> Iterator[int]:
 
 
 def both(file: int, identity: bytes = SHAPE.identity) -> tuple[ExchangeReader, ExchangeWriter]:
-    return ExchangeReader(file, SHAPE), ExchangeWriter([file], identity)
+    return ExchangeReader(file, SHAPE), ExchangeWriter(MemoryCarrier([file], identity))
 
 
 def test_nobody_else_can_open_it(file: int) -> None:

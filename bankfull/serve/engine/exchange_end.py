@@ -15,14 +15,19 @@ from bankfull.state.tiers import disk_key, key_from_disk
 
 if TYPE_CHECKING:
     from bankfull.llm import LLM
+    from bankfull.state.exchange import Carrier, ExchangeReader, ExchangeShape
+    from bankfull.state.page_listener import PageListener
+    from bankfull.state.socket_carrier import SocketCarrier
+    from bankfull.state.spec import Layout
     from bankfull.types import StepPlan
 
 LONGEST_FACT = 80
 
 
 class ExchangeEnd:
-    def __init__(self, llm: LLM, ends: ExchangeEnds, say: Callable[[FromEngine], None]) -> None:
-        """Raises ConfigError where a model or an option rules it out."""
+    def __init__(self, llm: LLM, ends: ExchangeEnds, say: Callable[[FromEngine], None], host: str) -> None:
+        """`host`: the address of this machine at which other engines reach this one, without shared memory. Raises
+        ConfigError where a model or an option rules it out."""
         from bankfull.runtime.tiering import add_expected, add_shipping
         from bankfull.state.exchange import address_of
 
@@ -35,21 +40,56 @@ class ExchangeEnd:
             )
         if not state.prefix_cache:
             raise ConfigError("--separate needs the prefix cache, by which state is found: leave it on.")
+        if (ranks := engine.runner.followers) is not None:
+            raise ConfigError(
+                f"--separate hands over pages of engines with one rank, and with the layout {ranks.mesh} each rank "
+                "keeps a part of every page: leave out --parallel, or --separate."
+            )
         self._say, self._address_of = say, address_of
         self._expectations = self._shipping = None
         self._requests: dict[Any, int] = {}
         """Requests that wait for a row, and their expectations."""
+        self._ends, self._host = ends, host
+        self._sockets: SocketCarrier | None = None
+        self.address: tuple[str, int] | None = None
+        """Where this engine takes pages, without shared memory."""
         if ends.own is None:
-            self._shipping = add_shipping(state, engine.runner, ends.files)
+            self._shipping = add_shipping(state, engine.runner, self._open_carrier, ends.lanes)
             self._shipping.on_stored = self._report
         else:
-            self._expectations = add_expected(state, engine.runner, ends.files[ends.own], ends.nbytes)
+            self._expectations = add_expected(state, engine.runner, self._open_exchange, ends.nbytes)
             engine.on_launch.append(self._entered)
+
+    def _open_carrier(self, identity: bytes) -> Carrier:
+        from bankfull.state.exchange import MemoryCarrier
+        from bankfull.state.socket_carrier import SocketCarrier
+
+        if self._ends.files:
+            return MemoryCarrier(self._ends.files, identity)
+        self._sockets = SocketCarrier(self._ends.secret, identity)
+        return self._sockets
+
+    def _open_exchange(self, shape: ExchangeShape) -> ExchangeReader | PageListener:
+        from bankfull.state.exchange import ExchangeReader
+        from bankfull.state.page_listener import PageListener
+
+        assert self._ends.own is not None
+        if self._ends.files:
+            return ExchangeReader(self._ends.files[self._ends.own], shape)
+        try:
+            listener = PageListener(shape, self._host, self._ends.secret)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError(f"The engine cannot listen for pages at {self._host}: {why}.") from error
+        self.address = listener.address
+        return listener
 
     # -- where prompts are computed
 
     def ship(self, wanted: Ship) -> None:
         if self._shipping is not None:
+            if self._sockets is not None and wanted.at is not None:
+                self._sockets.locate(wanted.exchange, wanted.at)
             places = ((key_from_disk(name), self._address_of(wanted.exchange, at)) for name, at in wanted.places)
             self._shipping.add(wanted.id, places)
 
@@ -102,9 +142,16 @@ class ExchangeEnd:
             self._say(RoomGranted(grant.number, [(disk_key(key), at) for key, at in grant.places], grant.waiting))
 
 
-def told_facts(facts: dict[str, Any]) -> dict[str, str]:
-    """What the state depends on, as short texts that another engine's can be compared with."""
-    return {name: _short(value) for name, value in facts.items()}
+def told_facts(facts: dict[str, Any], layout: Layout) -> dict[str, str]:
+    """What the state depends on, as short texts that another engine's can be compared with. What a person has chosen
+    stands before the layout, which follows from it."""
+    pages = dict.fromkeys(str(group.page_tokens) for group in layout.paged)
+    tensors = [tensor for group in layout.paged for tensor in group.tensors]
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    shapes = dict.fromkeys(f"{tensor.name} {'x'.join(map(str, tensor.shape))}" for tensor in tensors)
+    chosen = {"pages in tokens of": pages, "KV dtype": dtypes, "tokens of": shapes}
+    told = {**facts, **{name: " and ".join(values) for name, values in chosen.items()}}
+    return {name: _short(value) for name, value in sorted(told.items(), key=lambda one: one[0] == "layout")}
 
 
 def _short(value: Any) -> str:

@@ -271,10 +271,13 @@ class Link(EngineKeeper):
         self._shipments[number] = on_shipped
         return number
 
-    def ship_more(self, number: int, exchange: int, places: list[tuple[bytes, int]]) -> None:
-        """Copy this content to the exchange as soon as it is computed."""
+    def ship_more(
+        self, number: int, exchange: int, places: list[tuple[bytes, int]], at: tuple[str, int] | None
+    ) -> None:
+        """Copy this content to the exchange as soon as it is computed. `at`: where its engine listens, without shared
+        memory."""
         with suppress(Unavailable):
-            self._send(Ship(number, exchange, places))
+            self._send(Ship(number, exchange, places, at))
 
     def forget_state(self, number: int, *, told: bool = True) -> None:
         """Nobody waits any longer for this expectation, or this order. `told`: the engine does not know it yet."""

@@ -35,14 +35,25 @@ HEADER = 4
 
 
 class ExchangeEnds(msgspec.Struct):
-    """Exchanges that an engine inherits (`state.exchange`), one for each engine that decodes."""
+    """The exchanges of the engines that decode (`state.exchange`), one for each."""
 
     files: list[int]
-    """Their file descriptors, in the order of these engines."""
+    """Those in shared memory, which the engine inherits: their file descriptors, in the order of these engines. Empty:
+    they are filled over sockets."""
     nbytes: int
     """Bytes of each."""
     own: int | None = None
     """The number of the one that this engine reads; None: it computes prompts, and writes to all."""
+    engines: int = 0
+    """How many there are, without shared memory."""
+    secret: bytes = b""
+    """What the two ends of a socket prove to each other."""
+
+    @property
+    def lanes(self) -> int:
+        """Copies that must not wait for each other: memory always takes them, an engine at the end of a socket may
+        not."""
+        return 1 if self.files else self.engines
 
 
 class Configure(msgspec.Struct, tag="configure"):
@@ -116,9 +127,11 @@ class Ship(msgspec.Struct, tag="ship"):
 
     id: int
     exchange: int
-    """The number of the exchange in `ExchangeEnds.files`."""
+    """The number of the exchange (`ExchangeEnds`)."""
     places: list[tuple[bytes, int]]
     """Names of content (`state.tiers.disk_key`), in the order of the tokens, and their places."""
+    at: tuple[str, int] | None = None
+    """Where the other engine listens; None: the exchange is in shared memory."""
 
 
 class Arrived(msgspec.Struct, tag="arrived"):

@@ -150,7 +150,7 @@ class Worker:
         self._front.names_prompts = False  # the API does
         self._loop = EngineLoop(self._front, self._tell, self._inbox)
         if wanted.exchange is not None:
-            self._exchange = ExchangeEnd(llm, wanted.exchange, self._say)
+            self._exchange = ExchangeEnd(llm, wanted.exchange, self._say, own_host(self._connection))
         start = llm.loaded.start
         self._say(LoadingPhase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
@@ -176,7 +176,8 @@ class Worker:
             groups=[(group.page_tokens, group.extent or 0) for group in loaded.layout.paged],
             snapshots=state.snapshots.block if state.snapshots is not None else 0,
             weights=files.fingerprint(),
-            state={} if self._exchange is None else told_facts(state.facts),
+            state={} if self._exchange is None else told_facts(state.facts, loaded.layout),
+            exchange_at=None if self._exchange is None else self._exchange.address,
         )
 
     def _say(self, message: FromEngine) -> None:
@@ -420,6 +421,12 @@ def warm_up(llm: LLM) -> None:
     engine = llm.loaded.frontend.engine
     engine.scheduler.state.forget()
     engine.totals = Totals()
+
+
+def own_host(connection: socket.socket) -> str:
+    """The address at which the API has reached this process; other engines reach it there, too."""
+    local = connection.family not in (socket.AF_INET, socket.AF_INET6)
+    return "127.0.0.1" if local else str(connection.getsockname()[0])
 
 
 def give_way() -> None:

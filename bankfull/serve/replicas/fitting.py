@@ -11,6 +11,9 @@ OTHER_WEIGHTS = (
 )
 
 
+ROUNDED = "pages keep their bits when they are handed over, and are not rounded again"
+
+
 def misfit(name: str, facts: Facts, same: Sequence[Facts | None], others: Sequence[Facts | None]) -> str:
     """Why a replica cannot serve beside the others, in one sentence; empty if it can. `same`: those of `others` that
     must have the same weights."""
@@ -45,9 +48,10 @@ def state_misfit(name: str, facts: Facts, others: Facts | None) -> str:
     for what in dict.fromkeys(("model", "dtype", "quantize", *facts.state, *others.state)):
         own, usual = facts.state.get(what, "none"), others.state.get(what, "none")
         if own != usual:
+            why = ROUNDED if what == "KV dtype" else "pages cannot be handed over between them"
             return (
                 f"Engine {name} keeps its state with {what} {own}, those of the other pool of --separate with {usual}: "
-                "pages cannot be handed over between them; start both with the same model and options."
+                f"{why}; start both with the same model and options."
             )
     return ""
 

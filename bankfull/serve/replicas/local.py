@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from secrets import token_bytes
 from typing import Protocol
 
 from bankfull.config import parse_bytes
@@ -18,8 +19,11 @@ from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.separate_set import SeparateSet
 from bankfull.state.exchange import open_exchange
 
+SECRET_BYTES = 32
 MOST_LOCAL = 64
 """Engine processes that one machine may run."""
+LINKS = ("memory", "socket")
+"""How engines hand over state: through memory that they share, or over TCP."""
 EXCHANGE = "1GiB"
 """Size of each decoding engine's exchange, unless another one is given."""
 
@@ -68,16 +72,19 @@ class Separation:
     prefill: int
     decode: int
     exchange: int
+    link: str = ""
+    """How state gets to it: one of LINKS; empty: as it is best where the engines run."""
 
     @classmethod
     def parse(cls, text: str) -> Separation:
-        """From `prefill=1,decode=2[,exchange=1GiB]`."""
+        """From `prefill=1,decode=2[,exchange=1GiB][,link=memory]`."""
         given: dict[str, str] = {}
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in ("prefill", "decode", "exchange"):
+            if not equals or name not in ("prefill", "decode", "exchange", "link"):
                 raise ConfigError(
-                    f"--separate has no {part.strip()!r}: give prefill=1,decode=2, and exchange=1GiB if you like."
+                    f"--separate has no {part.strip()!r}: give prefill=1,decode=2, and exchange=1GiB or link=socket if "
+                    "you like."
                 )
             if name in given:
                 raise ConfigError(f"--separate names {name} twice; give it once.")
@@ -87,7 +94,10 @@ class Separation:
             raise ConfigError(f"--separate {text!r} asks for {prefill + decode} engines; give at most {MOST_LOCAL}.")
         size = parse_bytes("exchange", given.get("exchange", EXCHANGE))
         assert size is not None, "there is a default"
-        return cls(prefill, decode, size)
+        link = given.get("link", "")
+        if "link" in given and link not in LINKS:
+            raise ConfigError(f"--separate link={link} is unknown; give memory or socket.")
+        return cls(prefill, decode, size, link)
 
     @staticmethod
     def _count(text: str, name: str, value: str | None) -> int:
@@ -103,15 +113,16 @@ class Separation:
 
 def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY) -> SetFactory:
     """Engine processes on this machine, which share its cores evenly. Each has its own KV cache, and each decoding one
-    an exchange, which all that compute prompts inherit."""
+    an exchange, which all that compute prompts inherit, or fill over sockets."""
     policy = routing_policy(routing)
 
     def make(make_link: MakeLink) -> ReplicaSet:
-        files = [open_exchange() for _ in range(wanted.decode)]
+        files = [] if wanted.link == "socket" else [open_exchange() for _ in range(wanted.decode)]
+        secret = token_bytes(SECRET_BYTES)
         threads = threads_of(wanted.prefill + wanted.decode)
 
         def link(own: int | None) -> Link:
-            ends = ExchangeEnds(files, wanted.exchange, own)
+            ends = ExchangeEnds(files, wanted.exchange, own, wanted.decode, secret)
             inherited = files if own is None else files[own : own + 1]
             return make_link(open_engine=partial(EngineProcess, files=inherited), threads=threads, exchange=ends)
 

@@ -59,6 +59,24 @@ class SeparateSet(ReplicaSet):
         for name, link in prefill.items():
             self.prefill._enlist(name, link)
 
+    # -- engines that come and go
+
+    async def join(self, name: str, link: SeparateLink, number: int | None) -> None:
+        """One more engine. `number`: that of its exchange, if it decodes."""
+        self._links[name] = link
+        if number is None:
+            await self.prefill.add(name, link)
+        else:
+            self._numbers_of[name] = number
+            await self.add(name, link)
+
+    async def leave(self, name: str) -> None:
+        """End an engine; its requests continue on others."""
+        pool = self if name in self._replicas else self.prefill
+        await pool.remove(name, 0.0)
+        del self._links[name]
+        self._numbers_of.pop(name, None)
+
     # -- requests
 
     def dispatch(
@@ -98,7 +116,8 @@ class SeparateSet(ReplicaSet):
         transit = None
         with suppress(Unavailable):  # the target's engine has just ended: another one will compute the prompt again
             links = self._links[leg.replica], self._links[target.name]
-            transit = Transit(*links, self._numbers_of[target.name], parts, self.counts)
+            at = None if (own := target.link.facts) is None else own.exchange_at
+            transit = Transit(*links, self._numbers_of[target.name], parts, self.counts, at)
         return PromptLeg(self, leg, parts, target, transit)
 
     def _target(self, parts: SentParts, cached: CachedTokens, admitted: bool) -> RoutedReplica | None:

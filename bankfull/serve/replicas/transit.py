@@ -2,7 +2,8 @@
 
 The decoding engine names places of its exchange for what it lacks, the other engine copies content there as soon as it
 is computed, and the decoding engine learns what has arrived. The front passes these messages on; the content itself
-goes through shared memory. Every wait has a bound: what comes too late is computed again by the decoding engine.
+goes from engine to engine, through shared memory or a socket. Every wait has a bound: what comes too late is computed
+again by the decoding engine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class StateLink(Protocol):
 
     def ship_state(self, on_shipped: OnShipped) -> int: ...
 
-    def ship_more(self, number: int, exchange: int, places: list[tuple[bytes, int]]) -> None: ...
+    def ship_more(
+        self, number: int, exchange: int, places: list[tuple[bytes, int]], at: tuple[str, int] | None
+    ) -> None: ...
 
     def forget_state(self, number: int, *, told: bool = True) -> None: ...
 
@@ -58,13 +61,21 @@ class TransitCounts:
 
 
 class Transit:
-    """`source` computes the prompt, `target` decodes; `exchange`: the number of the target's exchange."""
+    """`source` computes the prompt, `target` decodes; `exchange`: the number of the target's exchange; `at`: where it
+    listens, without shared memory."""
 
     def __init__(
-        self, source: StateLink, target: StateLink, exchange: int, parts: SentParts, counts: TransitCounts
+        self,
+        source: StateLink,
+        target: StateLink,
+        exchange: int,
+        parts: SentParts,
+        counts: TransitCounts,
+        at: tuple[str, int] | None = None,
     ) -> None:
         """Raises Unavailable if the target has no engine right now."""
         self._source, self._target, self._exchange, self._counts = source, target, exchange, counts
+        self._at = at
         self._coming: set[bytes] = set()
         """Names that have a place, and have not arrived."""
         self._waiting = 0
@@ -129,7 +140,7 @@ class Transit:
         self._answered, self._waiting = True, room.waiting
         if room.places and self._ships:
             self._coming.update(name for name, _ in room.places)
-            self._source.ship_more(self._order, self._exchange, room.places)
+            self._source.ship_more(self._order, self._exchange, room.places, self._at)
         self._tell()
 
     def _on_shipped(self, shipped: Shipped | None) -> None:

@@ -48,12 +48,12 @@ def prompt_of(number: int, length: int = 130) -> list[int]:
 class Separated:
     """The set, its links, and the event loop on which all of it runs."""
 
-    def __init__(self, prefill: int = 1, decode: int = 2) -> None:
-        self.set = self._made(prefill, decode)
+    def __init__(self, prefill: int = 1, decode: int = 2, link: str = "memory") -> None:
+        self.set = self._made(prefill, decode, link)
         self.runner = asyncio.Runner()
 
     @staticmethod
-    def _made(prefill: int, decode: int) -> SeparateSet:
+    def _made(prefill: int, decode: int, link: str = "memory") -> SeparateSet:
         make = partial(Link, options=OPTIONS, tells_prefixes=True)
 
         def make_link(
@@ -66,7 +66,7 @@ class Separated:
             # One thread: tests run beside each other.
             return make(model, open_engine=open_engine, threads=1, exchange=exchange)
 
-        made = local_separate(Separation(prefill, decode, PAGES * PAGE_BYTES), "least-loaded")(make_link)
+        made = local_separate(Separation(prefill, decode, PAGES * PAGE_BYTES, link), "least-loaded")(make_link)
         assert isinstance(made, SeparateSet)
         made.patience = 60.0
         return made
@@ -134,9 +134,9 @@ def running(made: Separated) -> Iterator[Separated]:
         made.runner.close()
 
 
-@pytest.fixture(scope="module")
-def separated() -> Iterator[Separated]:
-    with running(Separated()) as made:
+@pytest.fixture(scope="module", params=["memory", pytest.param("socket", marks=pytest.mark.full)])
+def separated(request: pytest.FixtureRequest) -> Iterator[Separated]:
+    with running(Separated(link=request.param)) as made:
         yield made
 
 
@@ -302,11 +302,11 @@ def test_a_prefill_engine_that_dies_leaves_the_prompt_to_a_decode_engine(
 ) -> None:
     killed: list[int] = []
 
-    def ship(link: Link, number: int, exchange: int, places: list[tuple[bytes, int]]) -> None:
+    def ship(link: Link, number: int, *more: Any) -> None:
         if not killed:
             killed.append(number)
             separated.kill("prefill-0")
-        real(link, number, exchange, places)
+        real(link, number, *more)
 
     real = Link.ship_more
     monkeypatch.setattr(Link, "ship_more", ship)

@@ -1,4 +1,5 @@
-"""`bankfull serve --separate`: one service over two pools of engine processes, and models that it is not for."""
+"""`bankfull serve --separate`: one service over two pools of engine processes, and models that it is not for. State
+goes over sockets here; `test_separate` has shared memory."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_served_pair_answers_like_one_engine_and_counts_what_it_hands_over() -
     [expected] = LLM(str(speaking_folder()), dtype="float32", memory="1MiB", page_tokens=4).generate([PROMPT], params)
     pages = len(expected.prompt_token_ids) // 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    wanted = command(speaking_folder(), "--separate", "prefill=1,decode=1,exchange=1MiB")
+    wanted = command(speaking_folder(), "--separate", "prefill=1,decode=1,exchange=1MiB,link=socket")
     process = subprocess.Popen(wanted, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None

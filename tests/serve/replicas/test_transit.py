@@ -18,6 +18,7 @@ from bankfull.serve.replicas.resume import SentParts
 from bankfull.serve.replicas.transit import Transit, TransitCounts
 
 PARTS = SentParts(list(range(20)), SamplingParams(), 0, "", None, False, "")
+ADDRESS = ("10.0.0.7", 4000)
 NAMES = [b"\0a", b"\0b", b"\0c"]
 
 
@@ -30,6 +31,7 @@ class FakeEnd:
     on_shipped: OnShipped | None = None
     arrived: list[bytes] = field(default_factory=list)
     orders: list[tuple[int, list[tuple[bytes, int]]]] = field(default_factory=list)
+    addresses: list[tuple[str, int] | None] = field(default_factory=list)
     forgotten: list[tuple[int, bool]] = field(default_factory=list)
 
     def expect_state(self, prompt: list[int], salt: str, on_room: OnRoom) -> int:
@@ -45,8 +47,11 @@ class FakeEnd:
         self.on_shipped = on_shipped
         return 3
 
-    def ship_more(self, number: int, exchange: int, places: list[tuple[bytes, int]]) -> None:
+    def ship_more(
+        self, number: int, exchange: int, places: list[tuple[bytes, int]], at: tuple[str, int] | None
+    ) -> None:
         self.orders.append((exchange, places))
+        self.addresses.append(at)
 
     def forget_state(self, number: int, *, told: bool = True) -> None:
         self.forgotten.append((number, told))
@@ -55,7 +60,7 @@ class FakeEnd:
 class Way:
     def __init__(self) -> None:
         self.source, self.target, self.counts = FakeEnd(), FakeEnd(), TransitCounts()
-        self.transit = Transit(self.source, self.target, 1, PARTS, self.counts)
+        self.transit = Transit(self.source, self.target, 1, PARTS, self.counts, ADDRESS)
 
     def room(self, *names: bytes, waiting: int = 0) -> None:
         assert self.target.on_room is not None
@@ -87,6 +92,7 @@ def test_what_arrives_is_passed_on_and_counted() -> None:
 
     way = run(go)
     assert way.source.orders == [(1, [(NAMES[0], 1), (NAMES[1], 2)]), (1, [(NAMES[2], 1)])]
+    assert way.source.addresses == [ADDRESS, ADDRESS]
     assert way.target.arrived == NAMES
     assert (way.counts.pages, way.counts.nbytes, way.counts.late, way.counts.incomplete) == (3, 300, 0, 0)
     assert way.transit.account()["bytes"] == 300
