@@ -3,6 +3,7 @@ several models of one program do not meet."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,13 +16,20 @@ from torch import Tensor
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
+from bankfull.parallel.lost import RankLost
 
 SECONDS = 60.0
 """The longest wait of a rank for the others, in a collective and at the start."""
 
 
-class RankLost(RuntimeError):
-    """Another rank has ended, or does not answer: this replica cannot go on."""
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a mesh meet: the store of rank 0."""
+
+    host: str
+    port: int
+    seconds: float = SECONDS
+    """The longest wait for the others, here and in each collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +55,8 @@ class RankPlace:
 class ProcessRanks:
     """A `RankGroup` of processes."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str, seconds: float = SECONDS) -> None:
+        self.group, self.device, self.seconds = group, device, seconds
         self.size, self.index = len(ranks), ranks.index(rank)
         self.sent = 0
         """Bytes that this rank has sent, by the algorithms of `ops.reference.collectives`."""
@@ -96,7 +104,9 @@ class ProcessRanks:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RankLost(f"a rank has ended, or did not answer within {SECONDS:g} s ({_first(error)}).") from error
+            raise RankLost(
+                f"a rank has ended, or did not answer within {self.seconds:g} s ({_first(error)})."
+            ) from error
 
     def _count(self, x: Tensor, passes: float) -> None:
         self.sent += int(passes * x.numel() * x.element_size() * (self.size - 1) / self.size)
@@ -158,11 +168,16 @@ class Ranks:
         return self.place.mesh.pp > 1 and self.chooses and self.place.rank % self.place.mesh.stage_ranks == 0
 
 
-def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
-    """Meet the other ranks at the store that rank 0 keeps, and form the groups of the mesh."""
-    mesh, wait = place.mesh, timedelta(seconds=SECONDS)
+def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: socket.socket | None = None) -> Ranks:
+    """Meet the other ranks at the store that rank 0 keeps, and form the groups of the mesh. `host`: this rank's own
+    address. `listening`: the socket of rank 0 at the place of the meeting; without it the store would listen on every
+    address of the machine."""
+    mesh, wait = place.mesh, timedelta(seconds=meeting.seconds)
+    own = {} if listening is None else {"master_listen_fd": listening.detach()}
     try:
-        store = dist.TCPStore(host, port, mesh.ranks, place.rank == 0, wait, wait_for_workers=False)
+        store = dist.TCPStore(
+            meeting.host, meeting.port, mesh.ranks, place.rank == 0, wait, wait_for_workers=False, **own
+        )
         world = _group(store, "world", list(range(mesh.ranks)), place.rank, host, device)
         tensor = None
         if mesh.tp > 1:
@@ -178,20 +193,20 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
             assert spread is not None, "experts are spread over several ranks"
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
-        raise RankLost(f"the ranks of {mesh} did not meet within {SECONDS:g} s ({_first(error)}).") from error
+        raise RankLost(f"the ranks of {mesh} did not meet within {meeting.seconds:g} s ({_first(error)}).") from error
     return Ranks(place, world, tensor, experts)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:
-    own, index = dist.PrefixStore(name, store), ranks.index(rank)
+    own, index, wait = dist.PrefixStore(name, store), ranks.index(rank), store.timeout
     if device == "cuda":
         patient = dist.ProcessGroupNCCL.Options()
-        patient._timeout = timedelta(seconds=SECONDS)
+        patient._timeout = wait
         made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), patient)
     else:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=SECONDS)
+        options._timeout = wait
         made = gloo(own, index, len(ranks), options)
-    return ProcessRanks(made, ranks, rank, device)
+    return ProcessRanks(made, ranks, rank, device, wait.total_seconds())
