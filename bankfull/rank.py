@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def main() -> int:
     # What only several ranks need: the core works without it.
     import bankfull
-    from bankfull.parallel.groups import SECONDS
+    from bankfull.parallel.groups import Bounds
     from bankfull.parallel.messages import HelloMessage, RankConnection, RankTask
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, whose end ends this process
     connection = RankConnection(socket.socket(fileno=int(sys.argv[1])), "rank 0")
     threading.Thread(target=_end_with, args=(connection.fileno(),), name="bankfull-watcher", daemon=True).start()
     connection.send(HelloMessage(bankfull.__version__, platform.node()))
-    task = connection.from_leader(SECONDS)
+    task = connection.from_leader(Bounds().begin)
     return work(connection, task) if isinstance(task, RankTask) else 1
 
 
@@ -45,7 +45,9 @@ def work(connection: RankConnection, task: RankTask) -> int:
         mesh = MeshSpec.parse(str(task.run.parallel))
         device = "cuda" if task.run.device.startswith("cuda") else "cpu"
         ranks = join(RankPlace(mesh, task.rank), task.meeting, connection.host, device)
+        ranks.wait_at_most(task.bounds.load)
         runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
+        ranks.wait_at_most(task.bounds.collective)
         connection.send(RankReady(weights=_fingerprint(task)))
     except RankLost:
         return 1  # rank 0 tells of it

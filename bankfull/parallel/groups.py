@@ -4,8 +4,8 @@ several models of one program do not meet."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +18,21 @@ from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
 from bankfull.parallel.lost import RankLost
 
-SECONDS = 60.0
-"""The longest wait of a rank for the others, in a collective and at the start."""
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The longest waits of a rank for the others, in seconds."""
+
+    begin: float = 60.0
+    """Until a process has started, and until all have met."""
+    load: float = 600.0
+    """For a rank that reads its weights, in a collective too: others may read faster."""
+    collective: float = 60.0
+    """In a collective of a step."""
+    step: float = 600.0
+    """For a step over all stages."""
+    word: float = 1.0
+    """For the reason of a rank that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +41,8 @@ class Meeting:
 
     host: str
     port: int
-    seconds: float = SECONDS
-    """The longest wait for the others, here and in each collective."""
+    seconds: float
+    """The longest wait for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +68,16 @@ class RankPlace:
 class ProcessRanks:
     """A `RankGroup` of processes."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str, seconds: float = SECONDS) -> None:
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str, seconds: float) -> None:
         self.group, self.device, self.seconds = group, device, seconds
         self.size, self.index = len(ranks), ranks.index(rank)
         self.sent = 0
         """Bytes that this rank has sent, by the algorithms of `ops.reference.collectives`."""
+
+    def wait_at_most(self, seconds: float) -> None:
+        """In each collective from now on."""
+        self.seconds = seconds
+        self.group.set_timeout(timedelta(seconds=seconds))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._count(x, 2)
@@ -157,6 +175,11 @@ class Ranks:
         after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
         return Stage(*mesh.stages(layers)[number], before, after)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """In each collective of each group, from now on."""
+        for group in _groups_in(self):
+            group.wait_at_most(seconds)
+
     @property
     def chooses(self) -> bool:
         """Whether this rank chooses tokens: the last stage does."""
@@ -166,6 +189,15 @@ class Ranks:
     def tells(self) -> bool:
         """Whether this rank tells rank 0 which tokens were chosen."""
         return self.place.mesh.pp > 1 and self.chooses and self.place.rank % self.place.mesh.stage_ranks == 0
+
+
+def _groups_in(record: Any) -> Iterator[ProcessRanks]:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, ProcessRanks):
+            yield value
+        elif is_dataclass(value):
+            yield from _groups_in(value)
 
 
 def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: socket.socket | None = None) -> Ranks:

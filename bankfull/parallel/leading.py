@@ -7,7 +7,7 @@ import socket
 import subprocess
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import bankfull
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
-from bankfull.parallel.groups import SECONDS, Meeting, RankPlace, Ranks, join
+from bankfull.parallel.groups import Bounds, Meeting, RankPlace, Ranks, join
 from bankfull.parallel.hosting import rank_command
 from bankfull.parallel.lost import RankLost
 from bankfull.parallel.messages import (
@@ -37,22 +37,8 @@ from bankfull.runtime.device import usable_cores
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.fingerprint import weights_fingerprint
 
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The longest waits, in seconds."""
-
-    collective: float = SECONDS
-    """In a collective, and for the start of a process."""
-    step: float = 600.0
-    """For a step over all stages."""
-    start: float = 600.0
-    """For a rank that reads its weights."""
-    word: float = 1.0
-    """For the reason of a rank that has ended."""
-
-
 BOUNDS = Bounds()
+"""Of the ranks that are started from now on; tests have shorter ones."""
 
 
 Made = TypeVar("Made")
@@ -76,8 +62,10 @@ def lead(
         run = replace(run, threads=max(1, usable_cores() // run.mesh.ranks))
     followers = Followers(run.mesh, run.device, hosts)
     try:
-        made = own_part(run, followers.begin(model, run, sched, state, max_len))
+        ranks = followers.begin(model, run, sched, state, max_len)
+        made = own_part(run, ranks)
         followers.await_ready(weights)
+        ranks.wait_at_most(followers.bounds.collective)
     except BaseException as error:
         try:
             if isinstance(error, RankLost):
@@ -120,7 +108,7 @@ class Followers:
         self._processes.append(own)
 
     def _greet(self, connection: RankConnection) -> None:
-        hello = connection.from_follower(self.bounds.collective)
+        hello = connection.from_follower(self.bounds.begin)
         if not isinstance(hello, HelloMessage):
             raise RankLost(f"{connection.name} ended before it began.")
         if self.apart:
@@ -135,18 +123,20 @@ class Followers:
         """Give every rank its task, and form the groups with them."""
         host = self.connections[0].host
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        meeting = Meeting(host, int(listening.getsockname()[1]), self.bounds.collective)
+        meeting = Meeting(host, int(listening.getsockname()[1]), self.bounds.begin)
         for rank, connection in enumerate(self.connections, 1):
             # The host of a rank shows it one GPU only.
             own = replace(run, device=f"cuda:{rank}") if run.device == "cuda" and not self.apart else run
-            connection.send(RankTask(rank, model, own, sched, state, max_len, meeting, self.apart))
-        return join(RankPlace(self.mesh, 0), meeting, host, run.device, listening)
+            connection.send(RankTask(rank, model, own, sched, state, max_len, meeting, self.bounds, self.apart))
+        ranks = join(RankPlace(self.mesh, 0), meeting, host, run.device, listening)
+        ranks.wait_at_most(self.bounds.load)
+        return ranks
 
     def await_ready(self, weights: str = "") -> None:
         """Return when every rank has read its weights; raise what one of them says. `weights`: the fingerprint of rank
         0's, where ranks are apart."""
         for connection in self.connections:
-            ready = connection.from_follower(self.bounds.start)
+            ready = connection.from_follower(self.bounds.load)
             if not isinstance(ready, RankReady):
                 raise RankLost(f"{connection.name} could not start: it ended.")
             self._refuse(connection, ready)

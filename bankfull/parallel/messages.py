@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
-from bankfull.parallel.groups import Meeting
+from bankfull.parallel.groups import Bounds, Meeting
 from bankfull.parallel.lost import RankLost
 from bankfull.runtime.results import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
@@ -47,6 +47,7 @@ class RankTask(msgspec.Struct, tag="task"):
     state: StateConfig
     max_len: int | None
     meeting: Meeting
+    bounds: Bounds
     apart: bool
     """Whether ranks are on other machines, each with its own copy of the weights."""
 

@@ -33,7 +33,7 @@ class FakeActor:
         self.answer: Answer | None = None
         """Where it answers otherwise than the others."""
 
-    def remote(self) -> FakeActor:
+    def remote(self, *told: Any) -> FakeActor:
         """The question where it is."""
         return self
 
