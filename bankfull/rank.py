@@ -33,6 +33,8 @@ def main() -> int:
 
 def work(connection: RankConnection, task: RankTask) -> int:
     """Read the rank's part of the model, and run the steps that rank 0 plans; the exit status."""
+    import torch
+
     from bankfull.errors import BankfullError
     from bankfull.loading import load_rank
     from bankfull.mesh import MeshSpec
@@ -44,6 +46,8 @@ def work(connection: RankConnection, task: RankTask) -> int:
     try:
         mesh = MeshSpec.parse(str(task.run.parallel))
         device = "cuda" if task.run.device.startswith("cuda") else "cpu"
+        if ":" in task.run.device:
+            torch.cuda.set_device(task.run.device)  # where collectives make their tensors
         ranks = join(RankPlace(mesh, task.rank), task.meeting, connection.host, device)
         ranks.wait_at_most(task.bounds.load)
         runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)

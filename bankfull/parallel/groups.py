@@ -115,7 +115,7 @@ class ProcessRanks:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks."""
-        found = self.all_gather(torch.tensor(numbers, dtype=torch.int64))
+        found = self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
         return [int(number) for number in found.amin(0)]
 
     def wait(self, work: Any) -> None:

@@ -3,6 +3,7 @@ before it runs it."""
 
 from __future__ import annotations
 
+import select
 import socket
 import subprocess
 import weakref
@@ -181,6 +182,14 @@ class Followers:
         if not isinstance(found, OutcomeMessage):
             raise RankLost(f"{last.name}, of the last stage, has ended.")
         return step_result(found)
+
+    def wait_lost(self) -> str:
+        """Until a rank has ended, or its machine is gone: one sentence. Waits beside steps, on a thread of its own."""
+        poll = select.poll()
+        for connection in self.connections:
+            poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+        lost = {number for number, _ in poll.poll()}
+        return next(f"{one.name} has ended." for one in self.connections if one.fileno() in lost)
 
     def _tell(self, frame: bytes) -> None:
         for connection in self.connections:

@@ -56,11 +56,10 @@ class Network:
     def mend(self, machine: int) -> None:
         _ip("-n", f"{self._name}-s", "link", "set", f"p{machine}", "up")
 
-    def slow_down(self, machine: int, delay: str, rate: str) -> None:
-        """Delay what the machine sends and receives, and limit its rate. Raises CalledProcessError."""
-        shape = ("root", "netem", "delay", delay, "rate", rate)
+    def shape(self, machine: int, *how: str) -> None:
+        """Put what the machine sends and receives through a queueing discipline of tc. Raises CalledProcessError."""
         for space, device in ((f"{self._name}-{machine}", "eth0"), (f"{self._name}-s", f"p{machine}")):
-            _run("tc", "-n", space, "qdisc", "add", "dev", device, *shape)
+            _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *how)
 
     def make(self) -> None:
         switch = f"{self._name}-s"
