@@ -205,10 +205,16 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
     address. `listening`: the socket of rank 0 at the place of the meeting; without it the store would listen on every
     address of the machine."""
     mesh, wait = place.mesh, timedelta(seconds=meeting.seconds)
-    own = {} if listening is None else {"master_listen_fd": listening.detach()}
+    own = None if listening is None else listening.detach()
     try:
         store = dist.TCPStore(
-            meeting.host, meeting.port, mesh.ranks, place.rank == 0, wait, wait_for_workers=False, **own
+            meeting.host,
+            meeting.port,
+            mesh.ranks,
+            place.rank == 0,
+            wait,
+            wait_for_workers=False,
+            master_listen_fd=own,
         )
         world = _group(store, "world", list(range(mesh.ranks)), place.rank, host, device)
         tensor = None

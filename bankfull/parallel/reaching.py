@@ -79,7 +79,7 @@ async def _connect(rank: int, address: tuple[str, int], token: bytes) -> socket.
     except HandshakeRefused as error:
         return ConfigError(f"Rank {rank} at {where}: {error}")
     except OSError as error:
-        why = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        why = "no answer in time" if isinstance(error, TimeoutError) else os.strerror(error.errno or 0)
         return RankLost(f"rank {rank} cannot be reached at {where} ({why}).")
     connection.setblocking(True)
     return connection

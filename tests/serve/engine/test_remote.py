@@ -14,11 +14,10 @@ import pytest
 import uvloop
 
 import bankfull
-from bankfull import SamplingParams
+from bankfull import SamplingParams, handshake
 from bankfull.errors import ModelError
 from bankfull.handshake import CONTROL, ENGINE, HandshakeRefused, call
 from bankfull.serve.engine import gateway as gateway_module
-from bankfull.serve.engine import handshake
 from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine import remote as remote_module
 from bankfull.serve.engine.backend import EngineDied, Unavailable
