@@ -30,11 +30,11 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard cs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-cluster test-console test-docs test-llamacpp soak \
+.PHONY: help install demo serve bench figures lint test test-full test-gpu test-multi-gpu bench-gpu test-clients test-cluster test-console test-docs test-llamacpp soak \
 	test-kernels test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Each step prints one line. Its output goes to a log in $(STAMPS), which is printed if the step fails:
 # step LOG WHAT COMMAND...; begin starts a step in the background, and finish LOG PROCESS waits for it.
@@ -138,6 +138,10 @@ test-gpu: ## The GPU suite with PYTHON's own packages, no network needed; GPU_OP
 	@workers="$(GPU_WORKERS)"; set -x; \
 	$(GPU_PYTEST) $${workers:+-n $$workers --dist worksteal} --deselect $(GPU_ALONE) $(GPU_TESTS) $(GPU_OPTIONS)
 	$(GPU_PYTEST) $(GPU_ALONE) $(GPU_OPTIONS)
+
+test-multi-gpu: ## Layouts over NCCL on every GPU of this machine, two at least; with one GPU a mesh of one rank
+	$(call prepare_gpu)
+	$(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -rs tests/multi_gpu
 
 bench-gpu: ## Speed on the GPU beside the device's limits; GPU_OPTIONS="--work decode --timeline" for one work with its kernels
 	$(call prepare_gpu)

@@ -41,7 +41,7 @@ from bankfull.precision import choose_dtype, choose_precision
 from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
-from bankfull.runtime.device import Device, open_device, usable_cores
+from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.memory import Sizes, plan_memory, shown
@@ -138,7 +138,7 @@ def load(
         reading = pool.submit(lambda: text or load_tokenizer(files))
         device = device or open_device(run.device)
         if run.mesh.ranks > 1:
-            made = assemble_leader(files, run, sched, state, max_len, device)
+            made = assemble_leader(name, files, run, sched, state, max_len, device)
         else:
             made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
         tokenizer, template = reading.result()
@@ -150,28 +150,25 @@ def load(
 
 
 def assemble_leader(
-    files: ModelFiles, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None, device: Device
+    name: str,
+    files: ModelFiles,
+    run: RunConfig,
+    sched: SchedConfig,
+    state: StateConfig,
+    max_len: int | None,
+    device: Device,
 ) -> Assembled:
     """Rank 0 of a model over several ranks, which it starts."""
-    from bankfull.parallel.groups import RankLost
-    from bankfull.parallel.leading import Followers
+    from bankfull.parallel.leading import lead
     from bankfull.parallel.refused import refuse_layout
 
     refuse_layout(run, state)
     run = replace(run, device=device.kind)
-    if device.kind == "cpu" and run.threads is None:
-        run = replace(run, threads=max(1, usable_cores() // run.mesh.ranks))
-    followers = Followers(run.mesh, device.kind)
-    try:
-        ranks = followers.begin(str(files.path), run, sched, state, max_len)
-        made = assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
-        followers.await_ready()
-    except RankLost:
-        followers.await_ready()  # raises what a rank has said, if one has
-        raise
-    except BaseException:
-        followers.close()
-        raise
+
+    def own_part(run: RunConfig, ranks: Ranks) -> Assembled:
+        return assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
+
+    made, followers = lead(name, files.path, run, sched, state, max_len, own_part)
     made.engine.runner.followers = followers
     return made
 
@@ -180,8 +177,7 @@ def load_rank(
     name: str, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None, ranks: Ranks
 ) -> DeviceRunner:
     """The runner of another rank: the same model, state and steps as rank 0's."""
-    kind = run.device if run.device != "cuda" else f"cuda:{ranks.place.rank}"
-    device = open_device(kind)
+    device = open_device(run.device)
     made = assemble(open_model(locate(name)), run, sched, state, max_len=max_len, device=device, ranks=ranks)
     return made.engine.runner
 

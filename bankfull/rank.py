@@ -1,45 +1,89 @@
-"""The process of one rank of a model: `python -m bankfull.rank`, started by rank 0 (`parallel.leading`)."""
+"""The process of one rank of a model: `python -m bankfull.rank FD`, with its end of a connection to rank 0. Started by
+rank 0 (`parallel.leading`), or by the rank's host (`parallel.hosting`)."""
 
 from __future__ import annotations
 
 import os
+import platform
+import select
 import signal
 import socket
 import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bankfull.parallel.messages import RankConnection, RankTask
 
 
 def main() -> int:
     # What only several ranks need: the core works without it.
     import bankfull
+    from bankfull.parallel.groups import Bounds
+    from bankfull.parallel.messages import HelloMessage, RankConnection, RankTask
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, whose end ends this process
+    connection = RankConnection(socket.socket(fileno=int(sys.argv[1])), "rank 0")
+    threading.Thread(target=_end_with, args=(connection.fileno(),), name="bankfull-watcher", daemon=True).start()
+    connection.send(HelloMessage(bankfull.__version__, platform.node()))
+    task = connection.from_leader(Bounds().begin)
+    return work(connection, task) if isinstance(task, RankTask) else 1
+
+
+def work(connection: RankConnection, task: RankTask) -> int:
+    """Read the rank's part of the model, and run the steps that rank 0 plans; the exit status."""
+    import torch
+
     from bankfull.errors import BankfullError
     from bankfull.loading import load_rank
     from bankfull.mesh import MeshSpec
     from bankfull.parallel.following import follow
-    from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, join
-    from bankfull.parallel.leading import ADDRESS, RANK, SECRET
-    from bankfull.parallel.messages import HelloMessage, RankConnection, RankReady, RankTask
+    from bankfull.parallel.groups import RankPlace, join
+    from bankfull.parallel.lost import RankLost
+    from bankfull.parallel.messages import RankReady
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, whose end ends this process
-    host, _, port = os.environ.pop(ADDRESS).rpartition(":")
-    rank, secret = int(os.environ.pop(RANK)), os.environ.pop(SECRET)
-    connection = RankConnection(socket.create_connection((host, int(port)), SECONDS))
-    connection.send(HelloMessage(rank, bankfull.__version__, secret))
-    task = connection.from_leader(SECONDS)
-    if not isinstance(task, RankTask):
-        return 1
     try:
         mesh = MeshSpec.parse(str(task.run.parallel))
         device = "cuda" if task.run.device.startswith("cuda") else "cpu"
-        ranks = join(RankPlace(mesh, rank), host, task.port, device)
+        if ":" in task.run.device:
+            torch.cuda.set_device(task.run.device)  # where collectives make their tensors
+        ranks = join(RankPlace(mesh, task.rank), task.meeting, connection.host, device)
+        ranks.wait_at_most(task.bounds.load)
         runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
-        connection.send(RankReady())
-        follow(connection, runner, ranks.tells)
+        ranks.wait_at_most(task.bounds.collective)
+        connection.send(RankReady(weights=_fingerprint(task)))
+    except RankLost:
+        return 1  # rank 0 tells of it
     except BankfullError as error:
         connection.send(RankReady(str(error), refused=True))
         return 2
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(RankReady(f"{type(error).__name__}: {error}"))
+        return 1
+    try:
+        follow(connection, runner, ranks.tells)
     except RankLost:
-        return 1  # rank 0 tells of it
+        return 1
     return 0
+
+
+def _fingerprint(task: RankTask) -> str:
+    from bankfull.weights.fingerprint import weights_fingerprint
+    from bankfull.weights.locate import locate
+
+    return weights_fingerprint(locate(task.model)) if task.apart else ""
+
+
+def _end_with(connection: int) -> None:
+    """On a thread: the process exits with rank 0, or with the process that has started it, even in the middle of a
+    collective. It has no state worth saving."""
+    poll = select.poll()
+    poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+    poll.register(0, 0)  # a pipe of the starter, or nothing that ends
+    poll.poll()
+    os._exit(1)
 
 
 if __name__ == "__main__":

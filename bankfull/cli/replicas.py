@@ -52,17 +52,27 @@ class ReplicaOptions:
     ] = None
     replica_cpus: Annotated[
         float | None,
-        typer.Option(help="CPUs of each replica, and its threads.", show_default="an even share of the cluster's"),
+        typer.Option(
+            help="CPUs of each replica, all ranks together, and its threads.",
+            show_default="an even share of the cluster's",
+        ),
     ] = None
     replica_gpus: Annotated[
-        float | None, typer.Option(help="GPUs of each replica.", show_default="1 if the cluster has GPUs, else 0")
+        float | None,
+        typer.Option(help="GPUs of each replica.", show_default="1 for each rank if the cluster has GPUs, else 0"),
     ] = None
 
     def factory(
-        self, model: str, device: str, grace: float, slo: SloMeter | None = None, take_over: bool = False
+        self,
+        model: str,
+        device: str,
+        grace: float,
+        slo: SloMeter | None = None,
+        take_over: bool = False,
+        ranks: int = 1,
     ) -> SetFactory | None:
         """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `take_over`: on a shared Ray
-        cluster the old server has most of the resources until it ends."""
+        cluster the old server has most of the resources until it ends. `ranks`: of each replica."""
         if self.separate is not None:
             return self._separate(self.separate, model, device)
         if self.replicas is None:
@@ -87,6 +97,7 @@ class ReplicaOptions:
             device,
             grace,
             1 if take_over and ray is not None else MOST_REPLICAS,
+            ranks,
             slo,
         )
         installed_version()

@@ -61,6 +61,8 @@ class ClusterOptions:
     """Seconds that requests may run on a replica that is removed, before they continue on another one."""
     first: int = MOST_REPLICAS
     """Replicas that must be placed at the start; the others follow when there is room."""
+    ranks: int = 1
+    """Ranks of each replica, by its layout."""
     slo: SloMeter | None = None
     """Counts the requests that meet the latency objectives, for autoscaling."""
 
@@ -198,6 +200,7 @@ class ClusterReplicas(ReplicaSet):
             address=options.ray,
             cpus=options.cpus,
             gpus=options.gpus,
+            ranks=options.ranks,
             device=options.device,
             first=self._next,
             again=self.up is not None,

@@ -8,13 +8,14 @@ other one, the manager ends all replicas, and Ray if it has started it.
 from __future__ import annotations
 
 import re
+import secrets
 import select
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from bankfull.cluster.messages import (
     line,
     to_manager,
 )
-from bankfull.cluster.ray_session import RaySession
+from bankfull.cluster.ray_session import RaySession, allowed_nodes
 from bankfull.cluster.sizes import Share, check_free, check_room, share_of
 from bankfull.errors import BankfullError, ConfigError
 
@@ -48,18 +49,22 @@ RETRY_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class PlacedActor:
+class PlacedReplica:
     """A replica, as Ray knows it."""
 
-    actor: Any
-    """None until it is created again."""
-    asked: Any = None
-    """The answer that is waited for."""
+    actors: list[Any]
+    """The gateway, and the hosts of the other ranks; empty until they are created again."""
+    group: Any = None
+    """The placement group of a replica with several ranks."""
+    asked: list[Any] = field(default_factory=list)
+    """The answers that are waited for, one of each actor."""
     asked_at: float = 0.0
+    hosts: tuple[tuple[str, int], ...] = ()
+    """Where the other ranks are, as the gateway was told with the last question."""
     address: tuple[str, int] | None = None
     restarts: int = -1
     create_at: float = 0.0
-    """Time at which it is created again, if there is no actor."""
+    """Time at which it is created again, if there are no actors."""
     refused: bool = False
     """Whether it waits for a node with the server's version."""
 
@@ -68,7 +73,7 @@ class ClusterManager:
     def __init__(self, connection: socket.socket, start: StartCluster, session: RaySession) -> None:
         self._connection, self._start = connection, start
         self._next = start.first
-        self._replicas: dict[str, PlacedActor] = {}
+        self._replicas: dict[str, PlacedReplica] = {}
         self._read = b""
         self._session, self._ray = session, session.ray
         self._share = Share(1.0, 0.0)
@@ -83,7 +88,7 @@ class ClusterManager:
         nodes = self._session.nodes()
         cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
         start = self._start
-        self._share = share_of(cpus, gpus, start.most, start.cpus, start.gpus, start.device)
+        self._share = share_of(cpus, gpus, start.most, start.cpus, start.gpus, start.device, start.ranks)
         self.add(start.replicas)
         deadline = time.monotonic() + PLACE_SECONDS
         while any(replica.address is None and not replica.refused for replica in self._replicas.values()):
@@ -107,56 +112,83 @@ class ClusterManager:
         for _ in range(count):
             name = f"replica-{self._next}"
             self._next += 1
-            self._replicas[name] = PlacedActor(self._create())
+            self._replicas[name] = PlacedReplica([])
+            self._create(self._replicas[name])
 
-    def _create(self) -> Any:
-        """An actor, on a node that is not refused."""
-        from bankfull.cluster.replica import EngineReplica
+    def _create(self, replica: PlacedReplica) -> None:
+        """Its actors, on nodes that are not refused. Several ranks have a placement group, so that a replica gets all
+        of its places or none."""
+        from bankfull.cluster.replica import EngineReplica, HostedRank
 
-        kind = self._ray.remote(EngineReplica).options(
-            num_cpus=self._share.cpus,
-            num_gpus=self._share.gpus,
-            max_restarts=-1,
-            scheduling_strategy="SPREAD",
-            label_selector={"ray.io/node-id": f"!in({','.join(self._refused)})"} if self._refused else None,
-        )
-        return kind.remote(self._start.token, "127.0.0.1" if self._session.local else "")
+        share, host = self._share.of_rank, "127.0.0.1" if self._session.local else ""
+        how = {"num_cpus": share.cpus, "num_gpus": share.gpus, "max_restarts": -1}
+        if self._share.ranks == 1:
+            selector = allowed_nodes(self._refused) if self._refused else None
+            kind = self._ray.remote(EngineReplica).options(**how, scheduling_strategy="SPREAD", label_selector=selector)
+            replica.actors = [kind.remote(self._start.token, host)]
+            return
+        token = secrets.token_hex(32)
+        replica.group, replica.hosts = self._session.reserve(self._share, self._refused), ()
+
+        def create(kind: type, number: int, *parts: str | int) -> Any:
+            place = self._session.bundle(replica.group, number)
+            return self._ray.remote(kind).options(**how, scheduling_strategy=place).remote(*parts)
+
+        replica.actors = [create(EngineReplica, 0, self._start.token, host, token)]
+        for number in range(1, self._share.ranks):
+            replica.actors.append(create(HostedRank, number, token, host, share.threads))
+
+    def _end(self, replica: PlacedReplica) -> None:
+        for actor in replica.actors:
+            self._ray.kill(actor)
+        if replica.group is not None:
+            self._session.release(replica.group)
+        replica.actors, replica.group, replica.asked = [], None, []
 
     def look(self, seconds: float) -> None:
         """Ask the replicas where they are, and report changes. At the start, wait `seconds` for them; a failure is an
         error then."""
         now = time.monotonic()
         for replica in self._replicas.values():
-            if replica.actor is None and now >= replica.create_at:
-                replica.actor = self._create()
-            if replica.actor is None or replica.asked is not None:
+            if not replica.actors and now >= replica.create_at:
+                self._create(replica)
+            if not replica.actors or replica.asked:
                 continue
             if replica.address is None or now - replica.asked_at >= ASK_SECONDS:
-                replica.asked, replica.asked_at = replica.actor.status.remote(), now
+                gateway, *others = replica.actors
+                told = (replica.hosts,) if others else ()
+                replica.asked = [gateway.status.remote(*told), *(other.status.remote() for other in others)]
+                replica.asked_at = now
         self._look_for_refused(now)
-        asked = {replica.asked: name for name, replica in self._replicas.items() if replica.asked is not None}
+        asked = [answer for replica in self._replicas.values() for answer in replica.asked]
         if not asked:
             return
-        answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds if self._beginning else 0)
-        for answer in answered:
-            name = asked[answer]
-            self._replicas[name].asked = None
+        answered, _ = self._ray.wait(asked, num_returns=len(asked), timeout=seconds if self._beginning else 0)
+        for name, replica in list(self._replicas.items()):
+            if not replica.asked or not all(answer in answered for answer in replica.asked):
+                continue
+            answers, replica.asked = replica.asked, []
             try:
-                status = self._ray.get(answer)
+                statuses = [self._ray.get(answer) for answer in answers]
             except Exception as error:
                 self._unreachable(name, error)
             else:
-                self._answered(name, status)
+                self._answered(name, statuses)
 
-    def _answered(self, name: str, status: dict[str, Any]) -> None:
+    def _answered(self, name: str, statuses: list[dict[str, Any]]) -> None:
         replica = self._replicas[name]
-        if status["version"] != bankfull.__version__:
-            node = status.get("node_id", "")  # older versions do not report it
-            self._refuse(
-                name,
-                {node} if node else self._session.node_ids(str(status["host"])),
-                f"The node {status['node']} has bankfull {status['version']}, this server {bankfull.__version__}",
-            )
+        for status in statuses:
+            if status["version"] != bankfull.__version__:
+                node = status.get("node_id", "")  # older versions do not report it
+                self._refuse(
+                    name,
+                    {node} if node else self._session.node_ids(str(status["host"])),
+                    f"The node {status['node']} has bankfull {status['version']}, this server {bankfull.__version__}",
+                )
+                return
+        status, *others = statuses
+        if (hosts := _in_order(status, others)) != replica.hosts:
+            replica.hosts, replica.asked_at = hosts, 0.0  # the gateway must know them first
             return
         address = (str(status["host"]), int(status["port"]))
         replica.refused = False
@@ -179,11 +211,12 @@ class ClusterManager:
         if uncreated and self._beginning:
             raise ConfigError(f"A replica cannot be started: {text.strip().splitlines()[-1]}") from error
         replica = self._replicas[name]
-        if replica.address is not None or (uncreated and replica.actor is not None):
+        if replica.address is not None or (uncreated and replica.actors):
             replica.address = None
             self.say(ReplicaLost(name, text.strip().splitlines()[0] if text.strip() else type(error).__name__))
         if uncreated:  # Ray does not restart such an actor
-            replica.actor, replica.create_at = None, time.monotonic() + RETRY_SECONDS
+            self._end(replica)
+            replica.create_at = time.monotonic() + RETRY_SECONDS
 
     def _refuse(self, name: str, nodes: set[str], why: str) -> None:
         """The code of a replica differs on its node. It is created again on another one, or ends if it was to be added
@@ -193,8 +226,8 @@ class ClusterManager:
             raise ConfigError(f"{why}: {remedy}.")
         sentence = f"{why}: {remedy} and start Ray there again; it gets no replica until then."
         replica = self._replicas[name]
-        self._ray.kill(replica.actor)
-        replica.actor, replica.address, replica.refused = None, None, True
+        self._end(replica)
+        replica.address, replica.refused = None, True
         replica.create_at = 0.0 if nodes else time.monotonic() + RETRY_SECONDS
         if nodes:
             self._refused |= dict.fromkeys(nodes, sentence)
@@ -232,8 +265,8 @@ class ClusterManager:
                     except BankfullError as error:
                         self.say(CannotAdd(str(error)))
                 case RemoveReplica(name=name):
-                    if (gone := self._replicas.pop(name, None)) is not None and gone.actor is not None:
-                        self._ray.kill(gone.actor)
+                    if (gone := self._replicas.pop(name, None)) is not None:
+                        self._end(gone)
 
     def _commands(self) -> list[Any]:
         *whole, self._read = self._read.split(b"\n")
@@ -254,8 +287,15 @@ class ClusterManager:
     def close(self) -> None:
         for replica in self._replicas.values():
             with suppress(Exception):
-                self._ray.kill(replica.actor)
+                self._end(replica)
         self._session.close()
+
+
+def _in_order(gateway: dict[str, Any], others: list[dict[str, Any]]) -> tuple[tuple[str, int], ...]:
+    """The addresses of the other ranks. Those of one machine are neighbours, and those of the gateway's machine first:
+    tensor ranks, which are neighbours, exchange more than stages do."""
+    nodes = sorted(others, key=lambda one: (one["node_id"] != gateway["node_id"], one["node_id"]))
+    return tuple((str(one["host"]), int(one["port"])) for one in nodes)
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ class StartCluster(msgspec.Struct, tag="start"):
     cpus: float | None = None
     gpus: float | None = None
     """CPUs and GPUs of each replica; None: derived from the cluster."""
+    ranks: int = 1
+    """Ranks of each replica."""
     device: str = "auto"
     first: int = 1
     """Number of the first replica, in its name."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bankfull.cluster.ray_version import import_ray
-from bankfull.cluster.sizes import NodeResources
+from bankfull.cluster.sizes import NodeResources, Share
 from bankfull.errors import ConfigError
 from bankfull.serve.scratch import ScratchFolder
 
@@ -100,6 +100,25 @@ class RaySession:
         gpus = free.get("GPU", 0.0) - sum(node.gpus for node in barred)
         return NodeResources(max(0.0, cpus), max(0.0, gpus))
 
+    def reserve(self, share: Share, without: Collection[str] = ()) -> Any:
+        """A placement group with a bundle for each rank of a replica, on few machines, but none of those with these
+        ids."""
+        rank = share.of_rank
+        bundle = {name: count for name, count in (("CPU", rank.cpus), ("GPU", rank.gpus)) if count}
+        where = [allowed_nodes(without)] * share.ranks if without else None
+        group: Any = self.ray.util.placement_group([bundle] * share.ranks, "PACK", bundle_label_selector=where)
+        return group
+
+    def bundle(self, group: Any, number: int) -> Any:
+        """The scheduling strategy of an actor in a bundle of a placement group."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+
+    def release(self, group: Any) -> None:
+        """End the actors of a placement group, and give its resources back."""
+        self.ray.util.remove_placement_group(group)
+
     def node_ids(self, host: str = "") -> set[str]:
         """Ray's ids of the machines that are alive; with `host`, of those with this address."""
         return {node["NodeID"] for node in self._alive() if not host or node["NodeManagerAddress"] == host}
@@ -113,6 +132,11 @@ class RaySession:
             self.ray.shutdown()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def allowed_nodes(without: Collection[str]) -> dict[str, str]:
+    """Ray's selector of machines that have none of these ids."""
+    return {"ray.io/node-id": f"!in({','.join(without)})"}
 
 
 def _resources(node: dict[str, Any]) -> NodeResources:

@@ -3,8 +3,9 @@ several models of one program do not meet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +16,33 @@ from torch import Tensor
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
-
-SECONDS = 60.0
-"""The longest wait of a rank for the others, in a collective and at the start."""
+from bankfull.parallel.lost import RankLost
 
 
-class RankLost(RuntimeError):
-    """Another rank has ended, or does not answer: this replica cannot go on."""
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The longest waits of a rank for the others, in seconds."""
+
+    begin: float = 60.0
+    """Until a process has started, and until all have met."""
+    load: float = 600.0
+    """For a rank that reads its weights, in a collective too: others may read faster."""
+    collective: float = 60.0
+    """In a collective of a step."""
+    step: float = 600.0
+    """For a step over all stages."""
+    word: float = 1.0
+    """For the reason of a rank that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a mesh meet: the store of rank 0."""
+
+    host: str
+    port: int
+    seconds: float
+    """The longest wait for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +68,16 @@ class RankPlace:
 class ProcessRanks:
     """A `RankGroup` of processes."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: str, seconds: float) -> None:
+        self.group, self.device, self.seconds = group, device, seconds
         self.size, self.index = len(ranks), ranks.index(rank)
         self.sent = 0
         """Bytes that this rank has sent, by the algorithms of `ops.reference.collectives`."""
+
+    def wait_at_most(self, seconds: float) -> None:
+        """In each collective from now on."""
+        self.seconds = seconds
+        self.group.set_timeout(timedelta(seconds=seconds))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._count(x, 2)
@@ -89,14 +115,16 @@ class ProcessRanks:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks."""
-        found = self.all_gather(torch.tensor(numbers, dtype=torch.int64))
+        found = self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
         return [int(number) for number in found.amin(0)]
 
     def wait(self, work: Any) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RankLost(f"a rank has ended, or did not answer within {SECONDS:g} s ({_first(error)}).") from error
+            raise RankLost(
+                f"a rank has ended, or did not answer within {self.seconds:g} s ({_first(error)})."
+            ) from error
 
     def _count(self, x: Tensor, passes: float) -> None:
         self.sent += int(passes * x.numel() * x.element_size() * (self.size - 1) / self.size)
@@ -147,6 +175,11 @@ class Ranks:
         after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
         return Stage(*mesh.stages(layers)[number], before, after)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """In each collective of each group, from now on."""
+        for group in _groups_in(self):
+            group.wait_at_most(seconds)
+
     @property
     def chooses(self) -> bool:
         """Whether this rank chooses tokens: the last stage does."""
@@ -158,11 +191,31 @@ class Ranks:
         return self.place.mesh.pp > 1 and self.chooses and self.place.rank % self.place.mesh.stage_ranks == 0
 
 
-def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
-    """Meet the other ranks at the store that rank 0 keeps, and form the groups of the mesh."""
-    mesh, wait = place.mesh, timedelta(seconds=SECONDS)
+def _groups_in(record: Any) -> Iterator[ProcessRanks]:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, ProcessRanks):
+            yield value
+        elif is_dataclass(value):
+            yield from _groups_in(value)
+
+
+def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: socket.socket | None = None) -> Ranks:
+    """Meet the other ranks at the store that rank 0 keeps, and form the groups of the mesh. `host`: this rank's own
+    address. `listening`: the socket of rank 0 at the place of the meeting; without it the store would listen on every
+    address of the machine."""
+    mesh, wait = place.mesh, timedelta(seconds=meeting.seconds)
+    own = None if listening is None else listening.detach()
     try:
-        store = dist.TCPStore(host, port, mesh.ranks, place.rank == 0, wait, wait_for_workers=False)
+        store = dist.TCPStore(
+            meeting.host,
+            meeting.port,
+            mesh.ranks,
+            place.rank == 0,
+            wait,
+            wait_for_workers=False,
+            master_listen_fd=own,
+        )
         world = _group(store, "world", list(range(mesh.ranks)), place.rank, host, device)
         tensor = None
         if mesh.tp > 1:
@@ -178,20 +231,20 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
             assert spread is not None, "experts are spread over several ranks"
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
-        raise RankLost(f"the ranks of {mesh} did not meet within {SECONDS:g} s ({_first(error)}).") from error
+        raise RankLost(f"the ranks of {mesh} did not meet within {meeting.seconds:g} s ({_first(error)}).") from error
     return Ranks(place, world, tensor, experts)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:
-    own, index = dist.PrefixStore(name, store), ranks.index(rank)
+    own, index, wait = dist.PrefixStore(name, store), ranks.index(rank), store.timeout
     if device == "cuda":
         patient = dist.ProcessGroupNCCL.Options()
-        patient._timeout = timedelta(seconds=SECONDS)
+        patient._timeout = wait
         made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), patient)
     else:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=SECONDS)
+        options._timeout = wait
         made = gloo(own, index, len(ranks), options)
-    return ProcessRanks(made, ranks, rank, device)
+    return ProcessRanks(made, ranks, rank, device, wait.total_seconds())

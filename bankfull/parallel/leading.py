@@ -1,15 +1,16 @@
-"""Rank 0's side: starts the other ranks as processes of this machine, and tells them each step before it runs it."""
+"""Rank 0's side: starts the other ranks, as processes of this machine or on their hosts, and tells them each step
+before it runs it."""
 
 from __future__ import annotations
 
-import os
-import secrets
+import select
 import socket
 import subprocess
-import sys
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +18,9 @@ import bankfull
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
-from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, Ranks, join
+from bankfull.parallel.groups import Bounds, Meeting, RankPlace, Ranks, join
+from bankfull.parallel.hosting import rank_command
+from bankfull.parallel.lost import RankLost
 from bankfull.parallel.messages import (
     HelloMessage,
     OutcomeMessage,
@@ -30,72 +33,137 @@ from bankfull.parallel.messages import (
     plan_message,
     step_result,
 )
+from bankfull.parallel.reaching import RankHosts
+from bankfull.runtime.device import usable_cores
 from bankfull.types import StepPlan, StepResult
+from bankfull.weights.fingerprint import weights_fingerprint
 
-HOST = "127.0.0.1"
-ADDRESS, SECRET, RANK = "BANKFULL_RANK_ADDRESS", "BANKFULL_RANK_SECRET", "BANKFULL_RANK"
-STEP_SECONDS = 600.0
-"""The longest time of a step over all stages."""
-START_SECONDS = 600.0
-"""The longest time in which a rank reads its weights."""
+BOUNDS = Bounds()
+"""Of the ranks that are started from now on; tests have shorter ones."""
+
+
+Made = TypeVar("Made")
+
+
+def lead(
+    name: str,
+    path: Path,
+    run: RunConfig,
+    sched: SchedConfig,
+    state: StateConfig,
+    max_len: int | None,
+    own_part: Callable[[RunConfig, Ranks], Made],
+) -> tuple[Made, Followers]:
+    """Start the other ranks of `run.mesh`, and make this rank's part of the model while they make theirs. `path`: where
+    the model `name` was found on this machine. If one of them fails, none is left."""
+    hosts, model, weights = RankHosts.of_environment(), str(path.absolute()), ""
+    if hosts is not None:  # each machine finds its own copy: under the same path, or by the name
+        model, weights = model if Path(name).expanduser().exists() else name, weights_fingerprint(path)
+    elif run.device == "cpu" and run.threads is None:
+        run = replace(run, threads=max(1, usable_cores() // run.mesh.ranks))
+    followers = Followers(run.mesh, run.device, hosts)
+    try:
+        ranks = followers.begin(model, run, sched, state, max_len)
+        made = own_part(run, ranks)
+        followers.await_ready(weights)
+        ranks.wait_at_most(followers.bounds.collective)
+    except BaseException as error:
+        try:
+            if isinstance(error, RankLost):
+                followers.raise_reason()
+        finally:
+            followers.close()
+        raise
+    return made, followers
 
 
 class Followers:
     """The other ranks of a replica. They end with this object, and with this process."""
 
-    def __init__(self, mesh: MeshSpec, device: str) -> None:
-        """Start the processes, and wait until all have said hello."""
-        check_devices(mesh, device)
-        self.mesh = mesh
-        secret = secrets.token_hex(16)
+    def __init__(self, mesh: MeshSpec, device: str, hosts: RankHosts | None = None) -> None:
+        """Start the processes, and wait until all have said hello. `hosts`: where they run; None: on this machine."""
+        self.mesh, self.apart, self.bounds = mesh, hosts is not None, BOUNDS
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
-        with socket.create_server((HOST, 0), backlog=mesh.ranks) as server:
-            server.settimeout(SECONDS)
-            address = f"{HOST}:{server.getsockname()[1]}"
-            for rank in range(1, mesh.ranks):
-                environment = {**os.environ, ADDRESS: address, SECRET: secret, RANK: str(rank)}
-                own = [sys.executable, "-m", "bankfull.rank"]
-                self._processes.append(subprocess.Popen(own, env=environment, stdin=subprocess.DEVNULL))
-            self._end = weakref.finalize(self, _end, self._processes, self.connections)
-            found: dict[int, RankConnection] = {}
-            while len(found) < mesh.ranks - 1:
-                try:
-                    accepted, _ = server.accept()
-                except TimeoutError:
-                    self.close()
-                    raise RankLost(f"not all ranks of {mesh} started within {SECONDS:g} s.") from None
-                connection = RankConnection(accepted)
-                hello = connection.from_follower(SECONDS)
-                if not isinstance(hello, HelloMessage) or not secrets.compare_digest(hello.secret, secret):
-                    connection.close()
-                    continue
-                if hello.version != bankfull.__version__:
-                    self.close()
-                    raise ConfigError(
-                        f"Rank {hello.rank} runs bankfull {hello.version}, and rank 0 runs {bankfull.__version__}; "
-                        "install the same version for all ranks."
-                    )
-                found[hello.rank] = connection
-        self.connections += [found[rank] for rank in sorted(found)]
+        self._end = weakref.finalize(self, _end, self._processes, self.connections)
+        try:
+            if hosts is None:
+                check_devices(mesh, device)
+                for rank in range(1, mesh.ranks):
+                    self._start(rank)
+            else:
+                opened = hosts.connect(mesh.ranks - 1)
+                self.connections += [RankConnection(one, f"rank {rank}") for rank, one in enumerate(opened, 1)]
+            for connection in self.connections:
+                self._greet(connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.connections.append(RankConnection(ours, f"rank {rank}"))
+        with theirs:
+            command = rank_command(theirs.fileno())
+            own = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._processes.append(own)
+
+    def _greet(self, connection: RankConnection) -> None:
+        hello = connection.from_follower(self.bounds.begin)
+        if not isinstance(hello, HelloMessage):
+            raise RankLost(f"{connection.name} ended before it began.")
+        if self.apart:
+            connection.name += f" on {hello.node}"
+        if hello.version != bankfull.__version__:
+            raise ConfigError(
+                f"{_capital(connection.name)} runs bankfull {hello.version}, and rank 0 runs {bankfull.__version__}; "
+                "install the same version for all ranks."
+            )
 
     def begin(self, model: str, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None) -> Ranks:
         """Give every rank its task, and form the groups with them."""
-        port = free_port()
-        self._tell(encoded(RankTask(model, run, sched, state, max_len, port)))
-        return join(RankPlace(self.mesh, 0), HOST, port, run.device)
-
-    def await_ready(self) -> None:
-        """Return when every rank has read its weights; raise what one of them says."""
+        host = self.connections[0].host
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        meeting = Meeting(host, int(listening.getsockname()[1]), self.bounds.begin)
         for rank, connection in enumerate(self.connections, 1):
-            ready = connection.from_follower(START_SECONDS)
-            if isinstance(ready, RankReady) and not ready.problem:
+            # The host of a rank shows it one GPU only.
+            own = replace(run, device=f"cuda:{rank}") if run.device == "cuda" and not self.apart else run
+            connection.send(RankTask(rank, model, own, sched, state, max_len, meeting, self.bounds, self.apart))
+        ranks = join(RankPlace(self.mesh, 0), meeting, host, run.device, listening)
+        ranks.wait_at_most(self.bounds.load)
+        return ranks
+
+    def await_ready(self, weights: str = "") -> None:
+        """Return when every rank has read its weights; raise what one of them says. `weights`: the fingerprint of rank
+        0's, where ranks are apart."""
+        for connection in self.connections:
+            ready = connection.from_follower(self.bounds.load)
+            if not isinstance(ready, RankReady):
+                raise RankLost(f"{connection.name} could not start: it ended.")
+            self._refuse(connection, ready)
+            if ready.weights != weights:
+                raise ConfigError(
+                    f"{_capital(connection.name)} has other weights than rank 0 under the same name; copy the model's "
+                    "files to all machines."
+                )
+
+    def raise_reason(self) -> None:
+        """After a failure of this rank: raise what another one has said about it, if one has."""
+        for connection in self.connections:
+            try:
+                ready = connection.from_follower(self.bounds.word)
+            except RankLost:
                 continue
-            self.close()
-            if isinstance(ready, RankReady) and ready.refused:
-                raise ConfigError(ready.problem)
-            why = ready.problem if isinstance(ready, RankReady) else "it ended"
-            raise RankLost(f"rank {rank} could not start: {why}.")
+            if isinstance(ready, RankReady):
+                self._refuse(connection, ready)
+
+    def _refuse(self, connection: RankConnection, ready: RankReady) -> None:
+        """Raise the problem that a rank reports, if it has one."""
+        if not ready.problem:
+            return
+        if not ready.refused:
+            raise RankLost(f"{connection.name} could not start: {ready.problem}")
+        raise ConfigError(f"{_capital(connection.name)}: {ready.problem}" if self.apart else ready.problem)
 
     # -- each step, called by the runner
 
@@ -110,10 +178,18 @@ class Followers:
 
     def outcome(self) -> StepResult:
         last = self.connections[self.mesh.ranks - self.mesh.stage_ranks - 1]
-        found = last.from_follower(STEP_SECONDS)
+        found = last.from_follower(self.bounds.step)
         if not isinstance(found, OutcomeMessage):
-            raise RankLost("the last stage has ended.")
+            raise RankLost(f"{last.name}, of the last stage, has ended.")
         return step_result(found)
+
+    def wait_lost(self) -> str:
+        """Until a rank has ended, or its machine is gone: one sentence. Waits beside steps, on a thread of its own."""
+        poll = select.poll()
+        for connection in self.connections:
+            poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+        lost = {number for number, _ in poll.poll()}
+        return next(f"{one.name} has ended." for one in self.connections if one.fileno() in lost)
 
     def _tell(self, frame: bytes) -> None:
         for connection in self.connections:
@@ -124,16 +200,17 @@ class Followers:
 
 
 def _end(processes: list[subprocess.Popen[bytes]], connections: list[RankConnection]) -> None:
+    """Ranks have no state worth saving. Those of other machines end with their connections."""
     for connection in connections:
         connection.close()
     for process in processes:
-        process.terminate()
+        process.kill()
     for process in processes:
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait()
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def check_devices(mesh: MeshSpec, device: str) -> None:
@@ -142,8 +219,3 @@ def check_devices(mesh: MeshSpec, device: str) -> None:
             f"The layout {mesh} needs {mesh.ranks} GPUs, one for each rank, and {torch.cuda.device_count()} are here; "
             "choose a smaller layout, or device=cpu."
         )
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return int(server.getsockname()[1])

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
-from bankfull.parallel.groups import RankLost
+from bankfull.parallel.groups import Bounds, Meeting
+from bankfull.parallel.lost import RankLost
 from bankfull.runtime.results import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
 from bankfull.types import Enter, Guess, PageEdit, StepPlan, StepResult, Transfer, Work
 
 HEADER = struct.Struct("!Q")
+LOOPBACK = "127.0.0.1"
 LARGEST = 1 << 30
 """Bytes of a message; a longer one is no message of ours."""
 UNREAD = ("structured", "reference", "stop", "bad_words")
@@ -30,21 +32,24 @@ USUAL = SamplingParams()
 class HelloMessage(msgspec.Struct, tag="hello"):
     """A follower's first message."""
 
-    rank: int
     version: str
-    secret: str
+    node: str
+    """The name of its machine."""
 
 
 class RankTask(msgspec.Struct, tag="task"):
     """Rank 0's answer."""
 
+    rank: int
     model: str
     run: RunConfig
     sched: SchedConfig
     state: StateConfig
     max_len: int | None
-    port: int
-    """Where the ranks meet."""
+    meeting: Meeting
+    bounds: Bounds
+    apart: bool
+    """Whether ranks are on other machines, each with its own copy of the weights."""
 
 
 class RankReady(msgspec.Struct, tag="ready"):
@@ -53,6 +58,8 @@ class RankReady(msgspec.Struct, tag="ready"):
     problem: str = ""
     refused: bool = False
     """Whether the problem is the user's input."""
+    weights: str = ""
+    """The fingerprint of the weights, where ranks are apart."""
 
 
 class JobWire(msgspec.Struct):
@@ -210,11 +217,19 @@ def masks_of(message: MasksMessage) -> dict[int, Any]:
 
 
 class RankConnection:
-    """Whole messages over a socket."""
+    """Whole messages over a socket: a private pair on one machine, or a connection between two."""
 
-    def __init__(self, own: socket.socket) -> None:
-        self._socket = own
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, own: socket.socket, name: str = "a rank") -> None:
+        """`name`: of the other end, for errors."""
+        self._socket, self.name = own, name
+
+    @property
+    def host(self) -> str:
+        """This end's address, for other connections."""
+        return LOOPBACK if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, message: ToFollower | ToLeader) -> None:
         self.send_bytes(encoded(message))
@@ -223,7 +238,7 @@ class RankConnection:
         try:
             self._socket.sendall(frame)
         except OSError as error:
-            raise RankLost(f"a rank's connection has ended ({error.strerror or error}).") from error
+            raise RankLost(f"the connection of {self.name} has ended ({error.strerror or error}).") from error
 
     def receive(self, decoder: msgspec.msgpack.Decoder[Any], seconds: float | None) -> Any:
         """The next message; None at the end of the connection. `seconds`: the longest wait; None: no limit."""
@@ -234,16 +249,16 @@ class RankConnection:
                 return None
             (size,) = HEADER.unpack(head)
             if size > LARGEST:
-                raise RankLost("a rank sent a message that is too long.")
+                raise RankLost(f"{self.name} sent a message that is too long.")
             body = self._read(size)
         except TimeoutError as error:
-            raise RankLost(f"a rank did not answer within {seconds:g} s.") from error
+            raise RankLost(f"{self.name} did not answer within {seconds:g} s.") from error
         except OSError as error:
-            raise RankLost(f"a rank's connection has ended ({error.strerror or error}).") from error
+            raise RankLost(f"the connection of {self.name} has ended ({error.strerror or error}).") from error
         try:
             return None if body is None else decoder.decode(body)
         except msgspec.DecodeError as error:
-            raise RankLost(f"a rank sent what is no message ({error}).") from error
+            raise RankLost(f"{self.name} sent what is no message ({error}).") from error
 
     def _read(self, size: int) -> bytes | None:
         parts, missing = [], size

@@ -44,3 +44,6 @@ class StepFollowers(Protocol):
 
     def outcome(self) -> StepResult:
         """The result of the oldest step in flight, from the rank that chooses its tokens."""
+
+    def wait_lost(self) -> str:
+        """Until one of them has ended; one sentence."""

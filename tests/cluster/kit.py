@@ -40,6 +40,12 @@ def processes(variable: str) -> dict[int, str]:
     return found
 
 
+def ticks(pid: int) -> int:
+    """Processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
 class ClusterServer:
     """A server with replicas, in an environment that marks all of its processes."""
 

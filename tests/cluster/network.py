@@ -56,6 +56,11 @@ class Network:
     def mend(self, machine: int) -> None:
         _ip("-n", f"{self._name}-s", "link", "set", f"p{machine}", "up")
 
+    def shape(self, machine: int, *how: str) -> None:
+        """Put what the machine sends and receives through a queueing discipline of tc. Raises CalledProcessError."""
+        for space, device in ((f"{self._name}-{machine}", "eth0"), (f"{self._name}-s", f"p{machine}")):
+            _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *how)
+
     def make(self) -> None:
         switch = f"{self._name}-s"
         _ip("netns", "add", switch)
@@ -94,4 +99,8 @@ def _enter(namespace: int) -> None:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.kit import ClusterServer, processes, serving, until
+from tests.cluster.kit import ClusterServer, processes, serving, ticks, until
 
 pytest.importorskip("ray", reason="replicas need the package ray")
 
@@ -41,22 +41,16 @@ def _answer_with_kill(server: ClusterServer) -> str:
     """An answer whose engine is killed after a few tokens: the one that has used more processor time since its begin.
     Both are stopped first, so that none can finish it meanwhile."""
     engines = server.engines()
-    before = {pid: _ticks(pid) for pid in engines}
+    before = {pid: ticks(pid) for pid in engines}
     parts = server.stream(TOKENS)
     got = [next(parts) for _ in range(3)]
     for pid in engines:
         os.kill(pid, signal.SIGSTOP)
-    busy = max(engines, key=lambda pid: _ticks(pid) - before[pid])
+    busy = max(engines, key=lambda pid: ticks(pid) - before[pid])
     os.kill(busy, signal.SIGKILL)
     for pid in set(engines) - {busy}:
         os.kill(pid, signal.SIGCONT)
     return "".join([*got, *parts])
-
-
-def _ticks(pid: int) -> int:
-    """Processor time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
 
 
 def _listen_on_loopback_only(mark: str) -> None:

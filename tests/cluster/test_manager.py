@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -21,6 +22,7 @@ from bankfull.cluster.messages import (
     from_manager,
 )
 from bankfull.cluster.ray_session import RaySession
+from bankfull.cluster.sizes import Share
 from bankfull.errors import ConfigError
 
 Answer = dict[str, Any] | Exception
@@ -32,9 +34,12 @@ class FakeActor:
         self.status = self
         self.answer: Answer | None = None
         """Where it answers otherwise than the others."""
+        self.told: tuple[Any, ...] = ()
+        """What the last question said."""
 
-    def remote(self) -> FakeActor:
+    def remote(self, *told: Any) -> FakeActor:
         """The question where it is."""
+        self.told = told
         return self
 
 
@@ -74,6 +79,22 @@ class FakeSession(RaySession):
 
     def __init__(self, ray: FakeRay, machines: dict[str, str]) -> None:
         self.ray, self.local, self.machines = ray, False, machines
+        self.groups: list[tuple[int, tuple[str, ...]]] = []
+        """Bundles of each placement group, and the nodes that it avoids."""
+        self.released: list[int] = []
+
+    def reserve(self, share: Share, without: Collection[str] = ()) -> Any:
+        self.groups.append((share.ranks, tuple(without)))
+        return len(self.groups) - 1
+
+    def bundle(self, group: Any, number: int) -> Any:
+        return (group, number)
+
+    def release(self, group: Any) -> None:
+        self.released.append(group)
+
+    def close(self) -> None:
+        pass
 
     def _alive(self) -> list[dict[str, Any]]:
         return [
@@ -89,7 +110,9 @@ class Managed:
         self.ray = FakeRay(answer)
         self.session = FakeSession(self.ray, {"id-1": "10.0.0.1", "id-2": "10.0.0.2"})
         self._ours, theirs = socket.socketpair()
-        self.manager = ClusterManager(theirs, StartCluster(1, 1, "", "", **start), self.session)
+        wanted = StartCluster(1, 1, "", "", **start)
+        self.manager = ClusterManager(theirs, wanted, self.session)
+        self.manager._share = Share(1.0, 0.0, wanted.ranks)
         self.manager.add(1)
 
     def look(self, answer: Answer | None = None) -> list[FromManager]:
@@ -179,3 +202,41 @@ def test_a_replica_that_moves_is_reported() -> None:
     first, moved = (ReplicaPlaced("replica-1", "10.0.0.1", port, "there", port - 4000) for port in (4000, 4001))
     assert told == [first, ReplicaLost("replica-1", "The actor is temporarily unavailable"), moved]
     assert len(made.ray.created) == 1, "Ray restarts it itself"
+
+
+def placed(made: Managed, *places: tuple[str, int]) -> None:
+    """The answers of the actors that were created last: node and port."""
+    for actor, (node, port) in zip(made.ray.created[-len(places) :], places, strict=True):
+        actor.answer = {**STATUS, "host": made.session.machines[node], "node_id": node, "port": port}
+
+
+def test_a_replica_with_ranks_is_placed_when_its_gateway_knows_their_hosts() -> None:
+    made = Managed(STATUS, ranks=4)
+    assert made.session.groups == [(4, ())], "one bundle for each rank"
+    assert [actor.options["scheduling_strategy"] for actor in made.ray.created] == [(0, number) for number in range(4)]
+    placed(made, ("id-2", 1), ("id-1", 2), ("id-2", 3), ("id-1", 4))
+    assert made.look() == []
+    [told] = made.look()
+    assert told == ReplicaPlaced("replica-1", "10.0.0.2", 1, "there", 0)
+    [hosts] = made.ray.created[0].told
+    assert hosts == (("10.0.0.2", 3), ("10.0.0.1", 2), ("10.0.0.1", 4)), "neighbours are on one machine"
+    made.manager._beginning = False
+    made.ray.created[1].answer = RuntimeError("The actor is temporarily unavailable")
+    assert [type(message) for message in made.look()] == [ReplicaLost]
+    placed(made, ("id-2", 1), ("id-1", 9), ("id-2", 3), ("id-1", 4))
+    assert made.look() == [], "Ray has restarted a rank: the gateway is told first"
+    assert [type(message) for message in made.look()] == [ReplicaPlaced]
+    assert made.ray.created[0].told == ((("10.0.0.2", 3), ("10.0.0.1", 9), ("10.0.0.1", 4)),)
+    made.manager.close()
+    assert made.ray.killed == made.ray.created and made.session.released == [0]
+
+
+def test_a_replica_leaves_a_node_whose_version_differs_with_all_of_its_ranks() -> None:
+    made = Managed(STATUS, ranks=2, again=True)
+    placed(made, ("id-1", 1), ("id-2", 2))
+    made.ray.created[1].answer = {**OLD, "node_id": "id-2"}
+    [refused] = made.look()
+    assert isinstance(refused, RefusedNodes) and list(refused.nodes) == ["id-2"]
+    assert made.ray.killed == made.ray.created and made.session.released == [0]
+    made.look({**STATUS, "node_id": "id-1"})
+    assert made.session.groups == [(2, ()), (2, ("id-2",))]

@@ -150,34 +150,34 @@ class RayMachines:
     """Ray on two machines with one CPU each; the server runs on the first."""
 
     def __init__(self, there: Network, folder: Path) -> None:
-        self._there = there
+        self.there = there
         self.head = f"{there.address(0)}:6379"
         self.token = secrets.token_hex(32)
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
         self.environment |= {"RAY_TMPDIR": str(folder), "BANKFULL_TEST_NODES": str(folder)}
-        self._mark = f"BANKFULL_TEST_NODES={folder}"
+        self.mark = f"BANKFULL_TEST_NODES={folder}"
 
     def start(self) -> None:
         self._start(0, "--head", "--port", "6379", "--include-dashboard=false")
         self._start(1, "--address", self.head)
 
     def _start(self, machine: int, *options: str) -> None:
-        command = [str(Path(sys.executable).parent / "ray"), "start", *options, "--num-cpus", "1"]
-        command += ["--node-ip-address", self._there.address(machine), "--object-store-memory", str(80 << 20)]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--num-cpus", "1"]
+        command += ["--node-ip-address", self.there.address(machine), "--object-store-memory", str(80 << 20)]
         command += ["--disable-usage-stats"]
         done = subprocess.run(
-            self._there.on(machine, *command), capture_output=True, text=True, env=os.environ | self.environment
+            self.there.on(machine, *command), capture_output=True, text=True, env=os.environ | self.environment
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
     def engines(self) -> list[int]:
-        return [pid for pid, command in processes(self._mark).items() if ENGINE in command]
+        return [pid for pid, command in processes(self.mark).items() if ENGINE in command]
 
     def close(self) -> None:
-        for pid in processes(self._mark):
+        for pid in processes(self.mark):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        until(lambda: not processes(self._mark), 30.0)
+        until(lambda: not processes(self.mark), 30.0)
 
 
 @pytest.fixture

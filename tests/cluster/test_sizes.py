@@ -52,6 +52,43 @@ def test_the_share_of_a_replica(
     assert share.threads >= 1
 
 
+@pytest.mark.parametrize(
+    ("cluster", "most", "wanted", "ranks", "share", "threads"),
+    [
+        ((8, 0), 2, (None, None), 2, Share(4.0, 0.0, 2), 2),
+        ((7, 0), 1, (None, None), 2, Share(6.0, 0.0, 2), 3),
+        ((2, 0), 1, (None, None), 4, Share(2.0, 0.0, 4), 1),
+        ((16, 8), 2, (None, None), 4, Share(8.0, 4.0, 4), 2),
+        ((16, 8), 2, (3.0, 1.0), 2, Share(3.0, 1.0, 2), 1),
+    ],
+)
+def test_ranks_share_what_their_replica_has(
+    cluster: tuple[float, float],
+    most: int,
+    wanted: tuple[float | None, float | None],
+    ranks: int,
+    share: Share,
+    threads: int,
+) -> None:
+    found = share_of(*cluster, most, *wanted, "auto", ranks)
+    assert found == share and found.threads == threads
+    assert found.of_rank == Share(share.cpus / ranks, share.gpus / ranks)
+
+
+def test_a_rank_has_no_use_for_two_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"--replica-gpus 4 is more than one GPU for each of the 2 ranks"):
+        share_of(16, 8, 1, None, 4.0, "cuda", 2)
+
+
+def test_ranks_of_a_replica_may_be_on_several_machines() -> None:
+    nodes = [NodeResources(2, 1), NodeResources(2, 1)]
+    check_room(nodes, Share(4, 2, 2), 1)
+    with pytest.raises(ConfigError, match=r"1 replicas with 6 CPUs and 0 GPUs for 2 ranks each do not fit"):
+        check_room(nodes, Share(6, 0, 2), 1)
+    with pytest.raises(ConfigError, match="--replica-gpus"):
+        check_room(nodes, Share(2, 4, 4), 1)
+
+
 def test_a_cluster_that_is_too_small_is_described() -> None:
     nodes = [NodeResources(3, 0), NodeResources(3, 1)]
     check_room(nodes, Share(1.5, 0), 4)

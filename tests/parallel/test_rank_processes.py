@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,12 @@ import pytest
 
 from bankfull import LLM, SamplingParams
 from bankfull.errors import ConfigError
-from bankfull.parallel.groups import RankLost
+from bankfull.mesh import MeshSpec
+from bankfull.parallel import leading
+from bankfull.parallel.groups import Bounds
 from bankfull.parallel.leading import Followers
+from bankfull.parallel.lost import RankLost
+from bankfull.parallel.messages import RankReady, encoded
 from bankfull.serve.engine.exchange_end import ExchangeEnd
 from bankfull.serve.engine.wire import ExchangeEnds
 from tests.tiny import folder_of, speaking_folder
@@ -105,6 +110,98 @@ def test_ranks_neither_hand_over_pages_nor_take_them(split: LLM, own: int | None
     ends = ExchangeEnds([], 1 << 20, own, 1, b"secret")
     with pytest.raises(ConfigError, match=r"engines with one rank, and with the layout tp=2 .*leave out --parallel"):
         ExchangeEnd(split, ends, print, "127.0.0.1")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["tp=2", "pp=2"])
+def test_a_rank_that_stops_in_the_middle_is_lost_within_the_bound(
+    parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "BOUNDS", Bounds(collective=2.0, step=4.0))
+    llm = LLM(str(speaking_folder()), dtype="float32", parallel=parallel, rows=4)
+    os.kill(followers_of(llm)._processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(RankLost, match=r"did not answer within [24] s"):
+        tokens(llm)
+    followers_of(llm).close()
+    assert all(one.poll() is not None for one in followers_of(llm)._processes)
+
+
+SAYS = """
+import socket, sys, time
+own = socket.socket(fileno=int(sys.argv[1]))
+for frame in sys.argv[2:]:
+    own.sendall(bytes.fromhex(frame))
+    own.recv(1)  # rank 0's answer
+"""
+"""A rank that only talks."""
+
+
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the other ranks say, message by message, instead of starting."""
+    frames: list[bytes] = []
+
+    def command(socket_number: int) -> list[str]:
+        return [sys.executable, "-c", SAYS, str(socket_number), *(frame.hex() for frame in frames)]
+
+    monkeypatch.setattr(leading, "rank_command", command)
+    return frames
+
+
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that are started from now on."""
+    found: list[int] = []
+    start = Followers._start
+
+    def watched(self: Followers, rank: int) -> None:
+        start(self, rank)
+        found.append(self._processes[-1].pid)
+
+    monkeypatch.setattr(Followers, "_start", watched)
+    return found
+
+
+def alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def test_a_rank_of_another_version_is_refused(talking: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    talking.append(encoded(leading.HelloMessage("0.0.9", "there")))
+    begun = started(monkeypatch)
+    with pytest.raises(ConfigError, match=r"Rank 1 runs bankfull 0\.0\.9, and rank 0 runs .*install the same version"):
+        Followers(MeshSpec.parse("tp=3"), "cpu")
+    assert len(begun) == 2 and not any(map(alive, begun)), "none is left, nor is the one that fits"
+
+
+def test_a_rank_that_cannot_load_ends_the_start_and_no_process_is_left(
+    talking: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "BOUNDS", Bounds(begin=3.0))
+    talking += [
+        encoded(leading.HelloMessage(leading.bankfull.__version__, "there")),
+        encoded(RankReady("The weights are not readable; copy them again.", refused=True)),
+    ]
+    begun = started(monkeypatch)
+    with pytest.raises(ConfigError, match=r"^The weights are not readable; copy them again\.$"):
+        LLM(str(speaking_folder()), dtype="float32", parallel="tp=2")
+    assert len(begun) == 1 and not any(map(alive, begun))
+
+
+def test_a_rank_that_ends_at_once_is_named(talking: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = started(monkeypatch)
+    with pytest.raises(RankLost, match=r"^rank 1 ended before it began\.$"):
+        Followers(MeshSpec.parse("tp=2"), "cpu")
+    assert not any(map(alive, begun))
+
+
+@pytest.mark.full
+def test_a_model_that_other_ranks_do_not_find_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin = Followers.begin
+    monkeypatch.setattr(Followers, "begin", lambda self, model, *more: begin(self, str(tmp_path / "none"), *more))
+    begun = started(monkeypatch)
+    with pytest.raises(ConfigError, match="none"):
+        LLM(str(speaking_folder()), dtype="float32", parallel="tp=2")
+    assert len(begun) == 1 and not any(map(alive, begun))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
-from bankfull.progress import SharedProgress, watched_file
-from bankfull.serve.engine.handshake import (
+from bankfull.handshake import (
     ACCEPTED,
     CONTROL,
     ENGINE,
@@ -33,6 +32,7 @@ from bankfull.serve.engine.handshake import (
     reply,
     tune,
 )
+from bankfull.progress import SharedProgress, watched_file
 from bankfull.serve.engine.process import worker_command
 
 log = logging.getLogger("bankfull.serve")

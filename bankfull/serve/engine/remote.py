@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import cast
 
 from bankfull.fleet.failures import PROBE_SECONDS, QUIET_SECONDS
+from bankfull.handshake import CONTROL, ENGINE, HANDSHAKE_SECONDS, SESSION, HandshakeRefused, call, tune
 from bankfull.serve.engine.gateway import HEARTBEAT, KILL, PROBE, RUNNING
-from bankfull.serve.engine.handshake import CONTROL, ENGINE, HANDSHAKE_SECONDS, SESSION, HandshakeRefused, call, tune
 from bankfull.serve.engine.process import EngineConnection, how_ended
 from bankfull.serve.engine.wire import Failed, FromEngine
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ from bankfull.errors import BankfullError, RequestError
 from bankfull.fleet.page_tables import page_tables_of
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.outputs import Delta
+from bankfull.parallel.lost import RankLost
 from bankfull.progress import PROGRESS
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
@@ -146,6 +148,10 @@ class Worker:
         if not {"policy", "scheduling_policy", "schedule_policy", "batching"} & options.keys():
             options["policy"] = "priority"  # batch work yields to online requests
         llm = LLM(wanted.model, **options)
+        if (followers := llm.loaded.engine.runner.followers) is not None:
+            threading.Thread(
+                target=_until_lost, args=(followers.wait_lost,), name="bankfull-ranks", daemon=True
+            ).start()
         self._front = llm.loaded.frontend
         self._front.names_prompts = False  # the API does
         self._loop = EngineLoop(self._front, self._tell, self._inbox)
@@ -460,6 +466,13 @@ def _give_up(thread: str, error: BaseException) -> NoReturn:
     _leave(1)
 
 
+def _until_lost(wait_lost: Callable[[], str]) -> None:
+    """On a thread: the process exits as soon as a rank of the model is lost, idle or in the middle of a step, so that
+    the API starts another one at once."""
+    print(f"bankfull: the engine stops: {wait_lost()}", file=sys.stderr)
+    _leave(1)
+
+
 def _leave(status: int) -> NoReturn:
     """Exit at once, from any thread: nothing needs an orderly end."""
     sys.stderr.flush()
@@ -475,6 +488,9 @@ def main() -> None:
         if len(sys.argv) > 2:
             PROGRESS.share(int(sys.argv[2]))
         Worker(socket.socket(fileno=int(sys.argv[1]))).run()
+    except RankLost as error:  # no fault of this process: the API starts another one
+        print(f"bankfull: the engine stops: {error}", file=sys.stderr)
+        _leave(1)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         _leave(1)

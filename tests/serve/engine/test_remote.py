@@ -14,15 +14,14 @@ import pytest
 import uvloop
 
 import bankfull
-from bankfull import SamplingParams
+from bankfull import SamplingParams, handshake
 from bankfull.errors import ModelError
+from bankfull.handshake import CONTROL, ENGINE, HandshakeRefused, call
 from bankfull.serve.engine import gateway as gateway_module
-from bankfull.serve.engine import handshake
 from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine import remote as remote_module
 from bankfull.serve.engine.backend import EngineDied, Unavailable
 from bankfull.serve.engine.gateway import Gateway
-from bankfull.serve.engine.handshake import CONTROL, ENGINE, HandshakeRefused, call
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.remote import RemoteEngine
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, collect, service, text_of, until

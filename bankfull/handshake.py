@@ -1,4 +1,5 @@
-"""The handshake between the API and the gateway of a replica: both prove that they know the cluster's token.
+"""The handshake between the API and the gateway of a replica: both prove that they know the cluster's token. Rank 0 and
+the hosts of the other ranks use it, too, with a token of their own.
 
 The gateway sends a greeting with its versions and a nonce. The API answers with its own, its purpose, and an
 HMAC-SHA256 of all of it. The gateway replies with one byte and an HMAC of its own, so that prompts never go to a
@@ -32,6 +33,8 @@ CONTROL: Final = b"C"
 """Opens a session: the gateway sends its heartbeats, and reads commands."""
 ENGINE: Final = b"E"
 """Becomes the socket of a new engine process, in the session that a CONTROL connection has opened."""
+RANK: Final = b"R"
+"""To the host of a rank: becomes the socket of the rank's process."""
 
 ACCEPTED, WRONG_TOKEN, WRONG_VERSION, IN_USE, NO_SESSION, FAILED = b"+", b"T", b"V", b"U", b"S", b"F"
 

@@ -1,0 +1,85 @@
+"""Rank 0's way to ranks on other machines: where their hosts listen, and connections to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bankfull.errors import ConfigError
+from bankfull.handshake import HANDSHAKE_SECONDS, RANK, SESSION, HandshakeRefused, call, tune
+from bankfull.parallel.lost import RankLost
+
+HOSTS, TOKEN = "BANKFULL_RANK_HOSTS", "BANKFULL_RANK_TOKEN"
+"""Variables of an engine process whose other ranks have hosts (`hosting.RankHost`): their addresses in the order of the
+ranks, separated by commas, and the token in hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHosts:
+    """Where the other ranks of a replica run, from rank 1 on."""
+
+    addresses: tuple[tuple[str, int], ...]
+    token: bytes
+
+    def variables(self) -> dict[str, str]:
+        told = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.addresses)
+        return {HOSTS: ",".join(told), TOKEN: self.token.hex()}
+
+    @staticmethod
+    def of_environment() -> RankHosts | None:
+        """Those that the starter of this process names; None: the ranks are processes of this machine."""
+        told, token = os.environ.get(HOSTS), os.environ.get(TOKEN)
+        if told is None or token is None:
+            return None
+        parts = [address.rpartition(":") for address in told.split(",") if address]
+        return RankHosts(tuple((host.strip("[]"), int(port)) for host, _, port in parts), bytes.fromhex(token))
+
+    def connect(self, ranks: int) -> list[socket.socket]:
+        """A connection to each of so many ranks, whose processes are starting."""
+        if not self.addresses:
+            raise RankLost("the other ranks of this replica have no place yet.")
+        if len(self.addresses) != ranks:
+            raise ConfigError(f"{ranks} other ranks need a place, and {len(self.addresses)} have one; start them anew.")
+        with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop of its own
+            found = pool.submit(lambda: asyncio.run(_connect_all(self.addresses, self.token))).result()
+        problem = next((one for one in found if isinstance(one, Exception)), None)
+        if problem is None:
+            return [one for one in found if isinstance(one, socket.socket)]
+        for one in found:
+            if isinstance(one, socket.socket):
+                one.close()
+        raise problem
+
+
+async def _connect_all(
+    addresses: Sequence[tuple[str, int]], token: bytes
+) -> Sequence[socket.socket | RankLost | ConfigError]:
+    return await asyncio.gather(*(_connect(rank, address, token) for rank, address in enumerate(addresses, 1)))
+
+
+async def _connect(rank: int, address: tuple[str, int], token: bytes) -> socket.socket | RankLost | ConfigError:
+    loop = asyncio.get_running_loop()
+    where = f"{address[0]}:{address[1]}"
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            connection = socket.socket(*found[0][:3])
+            try:
+                connection.setblocking(False)
+                tune(connection)
+                await loop.sock_connect(connection, found[0][4])
+                await call(connection, token, RANK, bytes(SESSION))
+            except BaseException:
+                connection.close()
+                raise
+    except HandshakeRefused as error:
+        return ConfigError(f"Rank {rank} at {where}: {error}")
+    except OSError as error:
+        why = "no answer in time" if isinstance(error, TimeoutError) else os.strerror(error.errno or 0)
+        return RankLost(f"rank {rank} cannot be reached at {where} ({why}).")
+    connection.setblocking(True)
+    return connection
