@@ -216,8 +216,15 @@ def assemble(
     if ranks is not None:
         shard = None if ranks.tensor is None else Shard(ranks.tensor)
         build = replace(
-            build, shard=shard, experts=ranks.experts, stage=ranks.stage(stages_of(files.config, run.mesh.pp))
+            build,
+            shard=shard,
+            experts=ranks.experts,
+            stage=ranks.stage(stages_of(files.config, run.mesh.pp)),
+            context=ranks.context,
+            sequence=run.mesh.sp,
         )
+    # How many tokens an expert gets is known in the step only, and which tokens a rank has follows from lengths.
+    captured_kit = None if run.mesh.ep > 1 or run.mesh.cp > 1 or run.mesh.sp != "off" else build.kit
     if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
@@ -241,7 +248,7 @@ def assemble(
     widths = (*(() if adaptive is None else strategy.widths()), *halved(guesses))
     with refusing_large_steps(device, sched):
         captured = captured_widths(strategy, widths)
-        kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured)
+        kinds = every_kind(model, layout, device, captured_kit, sched.rows, sched.step_tokens, captured)
         device.compile_ahead(kinds, build.kit)
         phases.end("kernels compiled")
         aside = step_memory(model, layout, device, sched)
@@ -256,8 +263,9 @@ def assemble(
         max_len=max_len,
         drafts=max(strategy.width(0), guesses),
         share=device.share,
+        page_ranks=run.mesh.page_ranks,
     )
-    if ranks is not None:  # all have the same pages, as many as the one with the least memory
+    if ranks is not None:  # all know the same pages, as many as the ranks hold if each has the least memory
         frames, slots, rows, length = ranks.world.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
         sizes = Sizes(frames, slots, rows, length, sizes.notices)
     refuse_short_context(sizes.max_len, strategy)
@@ -266,8 +274,6 @@ def assemble(
         log.warning(notice)
     sched = replace(sched, rows=sizes.rows)
     manager = StateManager(layout, sizes.frames, sizes.slots, state)
-    # How many tokens an expert gets, or a rank's part of them, is known in the step only.
-    uncaptured = run.mesh.ep > 1 or run.mesh.sp != "off"
     try:
         runner = DeviceRunner(
             model,
@@ -278,7 +284,7 @@ def assemble(
             max_len=sizes.max_len,
             frames=sizes.frames,
             slots=sizes.slots,
-            kit=None if uncaptured else build.kit,
+            kit=captured_kit,
             step_tokens=sched.step_tokens,
             guesses=guesses,
             widths=widths,

@@ -43,6 +43,10 @@ class RankPlace:
         first = self.rank - self.tensor
         return list(range(first, first + self.mesh.tp))
 
+    def context_ranks(self) -> list[int]:
+        first = self.stage * self.mesh.stage_ranks + self.tensor
+        return [first + context * self.mesh.tp for context in range(self.mesh.cp)]
+
 
 class ProcessRanks:
     """A `RankGroup` of processes."""
@@ -107,7 +111,7 @@ def _first(error: Exception) -> str:
 
 
 class ProcessNeighbour:
-    """The same tensor rank of the stage before or after."""
+    """The same tensor and context rank of the stage before or after."""
 
     def __init__(self, group: ProcessRanks, other: int) -> None:
         self._group, self._other = group, other
@@ -137,6 +141,7 @@ class Ranks:
     world: ProcessRanks
     tensor: ProcessRanks | None
     experts: ExpertRanks | None = None
+    context: ProcessRanks | None = None
 
     def stage(self, layers: int) -> Stage | None:
         """This rank's stage of a model with so many layers; None if there is only one."""
@@ -168,6 +173,10 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
         if mesh.tp > 1:
             ranks = place.tensor_ranks()
             tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
+        context = None
+        if mesh.cp > 1:
+            ranks = place.context_ranks()
+            context = _group(store, f"context-{ranks[0]}", ranks, place.rank, host, device)
         experts = None
         if mesh.ep > 1:
             at = mesh.expert_places(place.rank)
@@ -179,7 +188,7 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {SECONDS:g} s ({_first(error)}).") from error
-    return Ranks(place, world, tensor, experts)
+    return Ranks(place, world, tensor, experts, context)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:

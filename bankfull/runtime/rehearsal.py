@@ -35,7 +35,7 @@ def rehearsal(
     """A step of sequences with `new_tokens` each after `past` earlier ones, all in page 0."""
     storage = Storage(layout, 0, 1, device.torch)
     storage.frames.zero_()
-    eager = Eager(model, layout, storage.layers)
+    eager = Eager(model, layout, storage.layers, getattr(model, "first", 0))
     sequences, tokens, longest = len(new_tokens), sum(new_tokens), past + max(new_tokens)
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -56,11 +56,13 @@ def rehearsal(
 
 
 def every_kind(
-    model: Model, layout: Layout, device: Device, kit: Kit, rows: int, tokens: int, widths: Sequence[int]
+    model: Model, layout: Layout, device: Device, kit: Kit | None, rows: int, tokens: int, widths: Sequence[int]
 ) -> Iterator[Callable[[], None]]:
-    """Steps that together launch every kernel of an engine over this model: those that it records, and others."""
-    forward = device.capture(Eager(model, layout, Storage(layout, 0, 1, device.torch).layers), kit)
-    if isinstance(forward, Captured):
+    """Steps that together launch every kernel of an engine over this model: those that it records, and others. `kit`:
+    None where it records none."""
+    eager = Eager(model, layout, Storage(layout, 0, 1, device.torch).layers, getattr(model, "first", 0))
+    forward = eager if kit is None else device.capture(eager, kit)
+    if kit is not None and isinstance(forward, Captured):
         placed = Rows(rows, SHORT, layout, model.vocab, device.torch, device.ship)
         yield from forward.kinds(placed, widths, device.chooser(kit), tokens)
     for new_tokens in (largest(rows, tokens), *UNCAPTURED):
