@@ -4,7 +4,7 @@ several models of one program do not meet."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bankfull.layers.build import Build
 from bankfull.layers.expert_ranks import ExpertRanks
+from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
 
@@ -151,6 +153,22 @@ class Ranks:
         before = ProcessNeighbour(self.world, self.place.rank - mesh.stage_ranks) if number else None
         after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
         return Stage(*mesh.stages(layers)[number], before, after)
+
+    def part(self, build: Build, layers: int) -> Build:
+        """The build of this rank's part of a model with so many layers."""
+        return replace(
+            build,
+            shard=None if self.tensor is None else Shard(self.tensor),
+            stage=self.stage(layers),
+            experts=self.experts,
+            context=self.context,
+            sequence=self.place.mesh.sp,
+        )
+
+    @property
+    def pages(self) -> ProcessRanks | None:
+        """The ranks that the pages of a sequence go round; None: each rank has all of them."""
+        return self.context if self.place.mesh.page_ranks > 1 else None
 
     @property
     def chooses(self) -> bool:

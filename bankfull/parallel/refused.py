@@ -13,7 +13,9 @@ def refuse_layout(run: RunConfig, state: StateConfig) -> None:
     """Refuse what a model over several ranks cannot do yet."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
     if mesh.ffn:
-        raise ConfigError(f"The layout {mesh} cannot be run yet, only predicted; leave out ffn, all other axes can run.")
+        raise ConfigError(
+            f"The layout {mesh} cannot be run yet, only predicted; leave out ffn, all other axes can run."
+        )
     if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
         raise ConfigError(
             f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "

@@ -43,8 +43,9 @@ def plan_memory(
     share: float = 0.4,
     page_ranks: int = 1,
 ) -> Sizes:
-    """`page_ranks`: over how many ranks the pages go round; `Sizes.frames` are those of all of them. `made_for`: the model's context. `max_len`: the user's limit, if any. `share`: fraction of the `free` bytes that
-    the pools take by default; they never take more than they can use."""
+    """`made_for`: the model's context. `max_len`: the user's limit, if any. `share`: fraction of the `free` bytes that
+    the pools take by default; they never take more than they can use. `page_ranks`: ranks that the pages go round; each
+    has so many `free` bytes, and `Sizes.frames` are those of all of them."""
     if max_len is not None and not 1 <= max_len <= made_for:
         raise ConfigError(
             f"max_model_len={max_len} is outside 1 to {made_for}, the model's context; choose a length within it."

@@ -19,6 +19,7 @@ from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
 from bankfull.ops import kit_for
+from bankfull.ops.ranks import RankGroup
 from bankfull.parallel.following import follow
 from bankfull.parallel.groups import RankPlace
 from bankfull.parallel.messages import (
@@ -92,6 +93,12 @@ class ThreadMesh:
         self.mesh, self.meeting = mesh, Meeting(mesh.ranks)
         self._borders: dict[tuple[int, int], ThreadNeighbour] = {}
 
+    def pages(self, number: int) -> ThreadRank | None:
+        """The ranks that a rank's pages go round."""
+        if self.mesh.page_ranks == 1:
+            return None
+        return ThreadRank(self.meeting, self.mesh.ranks, number).among(*RankPlace(self.mesh, number).context_ranks())
+
     def build(self, shape: str, number: int) -> Any:
         mesh, place, files = self.mesh, RankPlace(self.mesh, number), open_model(folder_of(shape))
         world = ThreadRank(self.meeting, mesh.ranks, number)
@@ -121,13 +128,18 @@ class SplitBench:
     """A `Bench` whose model is spread over the ranks of a mesh."""
 
     def __init__(
-        self, shape: str, layout: str = "tp=1", strategy: Callable[[], Strategy] = Plain, **settings: Any
+        self,
+        shape: str,
+        layout: str = "tp=1",
+        strategy: Callable[[RankGroup | None], Strategy] = lambda pages: Plain(),
+        **settings: Any,
     ) -> None:
+        """`strategy`: makes that of a rank, from the ranks that its pages go round."""
         mesh = MeshSpec.parse(layout)
         self.threads = ThreadMesh(mesh)
         models = [self.threads.build(shape, number) for number in range(mesh.ranks)]
         depth = 0 if mesh.pp == 1 else mesh.pp
-        self.bench = Bench(models[0], open_device("cpu"), depth, strategy=strategy(), **settings)
+        self.bench = Bench(models[0], open_device("cpu"), depth, strategy=strategy(self.threads.pages(0)), **settings)
         self.bench.engine.scheduler.stages = mesh.pp
         self.bench.poison = self._poison  # type: ignore[method-assign]
         self._connections = [QueueConnection() for _ in models[1:]]
@@ -137,11 +149,13 @@ class SplitBench:
         first.chooses = mesh.pp == 1
         last = mesh.ranks - mesh.stage_ranks
         for number, (model, connection) in enumerate(zip(models[1:], self._connections, strict=True), 1):
+            own = strategy(self.threads.pages(number))
+            own.prepare(model)
             runner = DeviceRunner(
                 model,
                 first.layout,
                 open_device("cpu"),
-                strategy(),
+                own,
                 rows=self.bench.sched.rows,
                 max_len=self.bench.max_len,
                 frames=self.bench.frames if first.layout.paged else 0,
