@@ -215,7 +215,7 @@ def assemble(
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
     if ranks is not None:
-        build = ranks.part(build, stages_of(files.config, run.mesh.pp))
+        build = ranks.build(build, stages_of(files.config, run.mesh.pp))
     # How many tokens an expert gets is known in the step only, and which tokens a rank has follows from lengths.
     captured_kit = None if run.mesh.ep > 1 or run.mesh.cp > 1 or run.mesh.sp != "off" else build.kit
     if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:

@@ -26,6 +26,8 @@ MEGATRON, ULYSSES = "megatron", "ulysses"
 
 def spread_tokens(model: Decoder, build: Build) -> Decoder:
     """The model with every block as `build` divides its tokens. Its layers are not usable without it any more."""
+    if build.context is None and build.sequence == "off":
+        return model
     assert build.sequence != MEGATRON or build.shard is not None, "the mesh has tensor ranks with sp=megatron"
     assert build.sequence != ULYSSES or build.context is not None, "the mesh has context ranks with sp=ulysses"
     scatter = build.shard.group if build.sequence == MEGATRON and build.shard is not None else None

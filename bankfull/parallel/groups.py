@@ -154,7 +154,7 @@ class Ranks:
         after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
         return Stage(*mesh.stages(layers)[number], before, after)
 
-    def part(self, build: Build, layers: int) -> Build:
+    def build(self, build: Build, layers: int) -> Build:
         """The build of this rank's part of a model with so many layers."""
         return replace(
             build,

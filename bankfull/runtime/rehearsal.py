@@ -35,7 +35,7 @@ def rehearsal(
     """A step of sequences with `new_tokens` each after `past` earlier ones, all in page 0."""
     storage = Storage(layout, 0, 1, device.torch)
     storage.frames.zero_()
-    eager = Eager(model, layout, storage.layers, getattr(model, "first", 0))
+    eager = Eager(model, layout, storage.layers)
     sequences, tokens, longest = len(new_tokens), sum(new_tokens), past + max(new_tokens)
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -60,9 +60,8 @@ def every_kind(
 ) -> Iterator[Callable[[], None]]:
     """Steps that together launch every kernel of an engine over this model: those that it records, and others. `kit`:
     None where it records none."""
-    eager = Eager(model, layout, Storage(layout, 0, 1, device.torch).layers, getattr(model, "first", 0))
-    forward = eager if kit is None else device.capture(eager, kit)
-    if kit is not None and isinstance(forward, Captured):
+    eager = Eager(model, layout, Storage(layout, 0, 1, device.torch).layers)
+    if kit is not None and isinstance(forward := device.capture(eager, kit), Captured):
         placed = Rows(rows, SHORT, layout, model.vocab, device.torch, device.ship)
         yield from forward.kinds(placed, widths, device.chooser(kit), tokens)
     for new_tokens in (largest(rows, tokens), *UNCAPTURED):

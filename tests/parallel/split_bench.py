@@ -91,7 +91,7 @@ class ThreadMesh:
 
     def __init__(self, mesh: MeshSpec) -> None:
         self.mesh, self.meeting = mesh, Meeting(mesh.ranks)
-        self._borders: dict[tuple[int, int], ThreadNeighbour] = {}
+        self.borders: dict[tuple[int, int], ThreadNeighbour] = {}
 
     def pages(self, number: int) -> ThreadRank | None:
         """The ranks that a rank's pages go round."""
@@ -121,7 +121,7 @@ class ThreadMesh:
         return build_model(files.config, build)
 
     def _border(self, before: int, after: int) -> ThreadNeighbour:
-        return self._borders.setdefault((before, after), ThreadNeighbour())
+        return self.borders.setdefault((before, after), ThreadNeighbour())
 
 
 class SplitBench:
