@@ -33,7 +33,6 @@ WITHOUT_ATTENTION = ("mamba", "mamba2", "s4")
 SHAPES = (
     "llama",
     "gemma",
-    "shared",
     "latent",
     "experts",
     "mamba",
@@ -44,6 +43,7 @@ SHAPES = (
     "s4",
     "based",
     "sparse",
+    "shared",
 )
 CPU = torch.device("cpu")
 NEW = 12
