@@ -30,13 +30,13 @@ from bankfull.errors import ConfigError
 from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.layers.shard import Shard
 from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import build_model, family_of
 from bankfull.models.splitting import stages_of
 from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.activations import INT8
+from bankfull.ops.ranks import RankGroup
 from bankfull.precision import choose_dtype, choose_precision
 from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
@@ -196,7 +196,8 @@ def assemble(
     """An engine over a configuration and any source of tensors. `ranks`: this rank's groups, if the model is split."""
     device = device or open_device(run.device)
     choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
-    strategy = strategy or own_strategy(choice, files, run, device) or Plain()
+    pages = None if ranks is None else ranks.pages
+    strategy = strategy or own_strategy(choice, files, run, device, pages) or Plain()
     files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
     if missing := ", ".join(sorted(strategy.needs - OFFERED)):
         raise ConfigError(
@@ -210,10 +211,9 @@ def assemble(
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
     if ranks is not None:
-        shard = None if ranks.tensor is None else Shard(ranks.tensor)
-        build = replace(
-            build, shard=shard, experts=ranks.experts, stage=ranks.stage(stages_of(files.config, run.mesh.pp))
-        )
+        build = ranks.build(build, stages_of(files.config, run.mesh.pp))
+    # How many tokens an expert gets is known in the step only, and which tokens a rank has follows from lengths.
+    captured_kit = None if run.mesh.ep > 1 or run.mesh.cp > 1 or run.mesh.sp != "off" else build.kit
     if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
@@ -237,7 +237,7 @@ def assemble(
     widths = (*(() if adaptive is None else strategy.widths()), *halved(guesses))
     with refusing_large_steps(device, sched):
         captured = captured_widths(strategy, widths)
-        kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured)
+        kinds = every_kind(model, layout, device, captured_kit, sched.rows, sched.step_tokens, captured)
         device.compile_ahead(kinds, build.kit)
         phases.end("kernels compiled")
         aside = step_memory(model, layout, device, sched)
@@ -252,8 +252,9 @@ def assemble(
         max_len=max_len,
         drafts=max(strategy.width(0), guesses),
         share=device.share,
+        page_ranks=run.mesh.page_ranks,
     )
-    if ranks is not None:  # all have the same pages, as many as the one with the least memory
+    if ranks is not None:  # all know the same pages, as many as the ranks hold if each has the least memory
         frames, slots, rows, length = ranks.world.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
         sizes = Sizes(frames, slots, rows, length, sizes.notices)
     refuse_short_context(sizes.max_len, strategy)
@@ -262,8 +263,6 @@ def assemble(
         log.warning(notice)
     sched = replace(sched, rows=sizes.rows)
     manager = StateManager(layout, sizes.frames, sizes.slots, state)
-    # How many tokens an expert gets, or a rank's part of them, is known in the step only.
-    uncaptured = run.mesh.ep > 1 or run.mesh.sp != "off"
     try:
         runner = DeviceRunner(
             model,
@@ -274,7 +273,7 @@ def assemble(
             max_len=sizes.max_len,
             frames=sizes.frames,
             slots=sizes.slots,
-            kit=None if uncaptured else build.kit,
+            kit=captured_kit,
             step_tokens=sched.step_tokens,
             guesses=guesses,
             widths=widths,
@@ -294,10 +293,13 @@ def assemble(
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
 
 
-def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, device: Device) -> Strategy | None:
-    """The strategy that a choice names for the model `target`, if it is one that runs on the device."""
+def own_strategy(
+    choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, device: Device, pages: RankGroup | None = None
+) -> Strategy | None:
+    """The strategy that a choice names for the model `target`, if it is one that runs on the device. `pages`: the ranks
+    that the pages of a sequence go round, those of a draft model, too."""
     if choice.then is not None:
-        return own_strategy(choice.then, target, run, device)
+        return own_strategy(choice.then, target, run, device, pages)
     if choice.name in BUNDLED and not choice.model:
         choice = replace(choice, model=str(bundled(choice.name, target.config, target.path.name)))
     rule = RULES[str(choice.options.get("rule", "same"))]()
@@ -306,7 +308,7 @@ def own_strategy(choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, 
     if choice.name == "draft":
         own = replace(run, quantize=str(choice.options["quantize"]) or None, speculative="off")
         branching = [choice.number("breadth")] * choice.number("depth")
-        return load_draft(choice.model, target, own, branching, device=device, rule=rule)
+        return load_draft(choice.model, target, own, branching, device=device, rule=rule, pages=pages)
     if choice.name == "medusa":
         return Medusa(read_heads(choice.model), choice.number("nodes"), str(choice.options["tree"]), rule)
     if choice.name == "eagle":
@@ -372,10 +374,11 @@ def load_draft(
     device: Device | None = None,
     tokenizer: Tokenizer | None = None,
     rule: AcceptanceRule | None = None,
+    pages: RankGroup | None = None,
 ) -> DraftModel:
     """The strategy that drafts with the model `name` for the model `target`. `run`: the draft model's own options
     (dtype, quantize, activations, kv_dtype, ...). `branching`, `rule`: as for `DraftModel`. `tokenizer`: the target's,
-    if it is read already."""
+    if it is read already. `pages`: as for `own_strategy`."""
     check_branching(branching)
     files = open_model(locate(name))
     family_of(files.config)
@@ -388,7 +391,7 @@ def load_draft(
         )
     device = device or open_device(run.device)
     files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
-    build = plan_build(files, run, device)
+    build = replace(plan_build(files, run, device), context=pages)
     model = build_weights(files, build, device)
     if any(isinstance(spec, Recurrent) for states in model.states() for spec in states):
         raise ConfigError(

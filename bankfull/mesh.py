@@ -142,9 +142,16 @@ class MeshSpec:
 
         return ExpertPlaces(
             tuple(at(c, t) for c in range(low, low + contexts) for t in range(line, line + near)),
-            tuple(at(context, t) for t in range(line, line + near)),
+            (rank,)
+            if self.sp == "megatron" and near == self.feed_tp
+            else tuple(at(context, t) for t in range(line, line + near)),
             tuple(at(context, t) for t in range(own % near, self.feed_tp, near)),
         )
+
+    @property
+    def page_ranks(self) -> int:
+        """Ranks that the pages of a sequence go round; each of the others has all of them."""
+        return 1 if self.sp == "ulysses" else self.cp
 
     @property
     def head_ranks(self) -> int:

@@ -57,6 +57,15 @@ def test_the_groups_of_experts_cover_the_ranks_and_agree_with_each_other(mesh: M
         assert mine.width.index(rank) == tensor * mesh.expert_tp // mesh.feed_tp
 
 
+@given(meshes())
+def test_ranks_of_whole_experts_have_the_same_tokens_unless_megatron_divides_them(mesh: MeshSpec) -> None:
+    if mesh.ffn or mesh.ep == 1 or mesh.expert_tp > 1:
+        return
+    assert {len(mesh.expert_places(rank).tokens) for rank in range(mesh.ranks)} == {
+        1 if mesh.sp == "megatron" else mesh.tp
+    }
+
+
 def test_on_means_megatron_and_the_order_does_not_matter() -> None:
     assert MeshSpec.parse("sp=on, ep=4 ,cp=2,tp=2,pp=2") == MeshSpec(2, 2, 2, 4, "megatron")
     assert MeshSpec.parse("cp=2,sp=ulysses") == MeshSpec(cp=2, sp="ulysses")

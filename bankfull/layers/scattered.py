@@ -70,6 +70,8 @@ def _last_layers(branch: Any) -> list[Any]:
     if isinstance(branch, ParallelMixer):
         found = [_last_layers(mixer) for mixer in branch.mixers]
         return [layer for layers in found for layer in layers] if all(found) else []
+    if isinstance(branch, Experts) and branch.ranks is not None:
+        return []  # they exchange and add up their results themselves
     if isinstance(branch, Experts):
         shared = [] if branch.shared is None else _last_layers(branch.shared)
         return [] if branch.shared is not None and not shared else [branch, *shared]

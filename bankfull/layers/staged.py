@@ -53,9 +53,11 @@ def staged(model: Decoder, build: Build, stage: Stage) -> StageDecoder:
     embed, norm = model.embed, model.norm
     if stage.before is not None:
         receive, before, dtype = build.bind(receive_rows), stage.before, model.stream or build.dtype
+        share = model.share
 
         def embed(batch: Batch) -> Tensor:
-            rows: Tensor = receive(batch.tokens, before, model.stream_size or model.hidden, dtype)
+            tokens = batch.tokens if share is None else share.entering(batch.tokens)
+            rows: Tensor = receive(tokens, before, model.stream_size or model.hidden, dtype)
             return rows
 
     return StageDecoder(
@@ -70,6 +72,7 @@ def staged(model: Decoder, build: Build, stage: Stage) -> StageDecoder:
         diffusion=model.diffusion,
         stream=model.stream,
         stream_size=model.stream_size,
+        share=None if model.share is None else model.share.at_stage(stage.before is None, stage.after is None),
         first=stage.first,
         all_states=states,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -32,8 +33,15 @@ class TokenShare:
         """`by_heads`: context ranks exchange tokens for heads (sp=ulysses). `fresh_apart`: whether sequences without
         earlier tokens attend over gathered keys, instead of over pages."""
         self.context, self.scatter = context, scatter
+        self._first = self._last = True
         self._by_heads, self._fresh_apart = by_heads, fresh_apart
         self._gather = build.bind(gather_rows)
+
+    def at_stage(self, first: bool, last: bool) -> TokenShare:
+        """As a stage of a pipeline needs it. Between stages, rows stay divided."""
+        made = copy(self)
+        made._first, made._last = first, last
+        return made
 
     @property
     def pages(self) -> RankGroup | None:
@@ -71,14 +79,20 @@ class TokenShare:
             angles={name: (cos[own], sin[own]) for name, (cos, sin) in batch.angles.items()},
         )
 
+    def entering(self, tokens: Tensor) -> Tensor:
+        """Of its context rank's tokens, as many as this rank has rows."""
+        return tokens if self.scatter is None else tokens[: -(-len(tokens) // self.scatter.size)]
+
     def enter(self, x: Tensor) -> Tensor:
         """This rank's part of its context rank's rows."""
-        if self.scatter is None:
+        if self.scatter is None or not self._first:
             return x
         return own_rows(x, self.scatter)
 
     def leave(self, x: Tensor, batch: Batch) -> Tensor:
-        """The rows of all tokens, in the order of the step."""
+        """The rows of all tokens, in the order of the step; on a stage before the last one, this rank's rows."""
+        if not self._last:
+            return x
         if self.scatter is not None:
             x = self._gather(x, self.scatter, self.rows(batch))
         division = self.division(batch)

@@ -18,6 +18,7 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.norm import AddThen, RMSNorm
 from bankfull.models.common import TRANSFORMER, gated_mlp, heads_of, rope_of
 from bankfull.models.fields import ConfigFields
+from bankfull.models.spreading import spread_tokens
 from bankfull.weights.eagle import EagleFiles, EagleSource, usual_taps
 from bankfull.weights.qtensor import QTensor
 
@@ -78,7 +79,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
         head=_head(files, build, target, eps),
         ropes={"global": rope_of(fields, build, heads)},
     )
-    return EagleHead(model, features, taps)
+    return EagleHead(spread_tokens(model, build), features, taps)
 
 
 def _attention(build: Build, heads: Heads, inner: int, hidden: int) -> Attention:

@@ -16,6 +16,7 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.norm import RMSNorm
 from bankfull.models.deepseek import block_of, fields_of, prediction_modules
 from bankfull.models.registry import Config
+from bankfull.models.spreading import spread_tokens
 
 FAMILIES_WITH_MODULES = ("deepseek_v3",)
 
@@ -60,4 +61,4 @@ def build_mtp(config: Config, target: Decoder) -> EagleHead:
         head=DraftLogits(build, own.project, own.stored, target.vocab, None, None, own.cap),
         ropes=target.ropes,
     )
-    return EagleHead(model, features, ())
+    return EagleHead(spread_tokens(model, build), features, ())

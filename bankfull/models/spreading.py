@@ -9,7 +9,8 @@ from bankfull.errors import ConfigError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.context import ContextMixer, WholeMixer
-from bankfull.layers.decoder import Block, Decoder
+from bankfull.layers.decoder import Block, Decoder, Feed
+from bankfull.layers.experts import Experts
 from bankfull.layers.latent import LatentAttention
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.norm import RMSNorm
@@ -25,6 +26,8 @@ MEGATRON, ULYSSES = "megatron", "ulysses"
 
 def spread_tokens(model: Decoder, build: Build) -> Decoder:
     """The model with every block as `build` divides its tokens. Its layers are not usable without it any more."""
+    if build.context is None and build.sequence == "off":
+        return model
     assert build.sequence != MEGATRON or build.shard is not None, "the mesh has tensor ranks with sp=megatron"
     assert build.sequence != ULYSSES or build.context is not None, "the mesh has context ranks with sp=ulysses"
     scatter = build.shard.group if build.sequence == MEGATRON and build.shard is not None else None
@@ -50,13 +53,19 @@ def _spread_block(build: Build, block: Block, share: TokenShare) -> Block:
         mixer = _over_context(build, mixer, share)
     if share.scatter is not None:
         mixer = ScatteredMixer(build, mixer, share, [block.mixer])
-        feed = None if feed is None else ScatteredFeed(build, feed, share)
+        feed = feed if feed is None or _takes_own_tokens(feed) else ScatteredFeed(build, feed, share)
     # Mixers and feed-forward layers that exchange rows read normed ones.
     if isinstance(block.before_mixer, RMSNorm):
         block.before_mixer.reader = None
     if isinstance(block.before_feed, RMSNorm) and share.scatter is not None:
         block.before_feed.reader = None
     return replace(block, mixer=mixer, feed=feed)
+
+
+def _takes_own_tokens(feed: Feed) -> bool:
+    """Whether each tensor rank sends its own tokens to their experts, so that no rows need to be gathered before."""
+    ranks = feed.ranks if isinstance(feed, Experts) else None
+    return ranks is not None and ranks.tokens is None and ranks.width is None
 
 
 def _over_context(build: Build, mixer: Mixer, share: TokenShare) -> Mixer:

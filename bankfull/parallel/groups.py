@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bankfull.layers.build import Build
 from bankfull.layers.expert_ranks import ExpertRanks
+from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
 from bankfull.parallel.lost import RankLost
@@ -63,6 +65,10 @@ class RankPlace:
     def tensor_ranks(self) -> list[int]:
         first = self.rank - self.tensor
         return list(range(first, first + self.mesh.tp))
+
+    def context_ranks(self) -> list[int]:
+        first = self.stage * self.mesh.stage_ranks + self.tensor
+        return [first + context * self.mesh.tp for context in range(self.mesh.cp)]
 
 
 class ProcessRanks:
@@ -135,7 +141,7 @@ def _first(error: Exception) -> str:
 
 
 class ProcessNeighbour:
-    """The same tensor rank of the stage before or after."""
+    """The same tensor and context rank of the stage before or after."""
 
     def __init__(self, group: ProcessRanks, other: int) -> None:
         self._group, self._other = group, other
@@ -165,6 +171,7 @@ class Ranks:
     world: ProcessRanks
     tensor: ProcessRanks | None
     experts: ExpertRanks | None = None
+    context: ProcessRanks | None = None
 
     def stage(self, layers: int) -> Stage | None:
         """This rank's stage of a model with so many layers; None if there is only one."""
@@ -179,6 +186,22 @@ class Ranks:
         """In each collective of each group, from now on."""
         for group in _groups_in(self):
             group.wait_at_most(seconds)
+
+    def build(self, build: Build, layers: int) -> Build:
+        """The build of this rank's part of a model with so many layers."""
+        return replace(
+            build,
+            shard=None if self.tensor is None else Shard(self.tensor),
+            stage=self.stage(layers),
+            experts=self.experts,
+            context=self.context,
+            sequence=self.place.mesh.sp,
+        )
+
+    @property
+    def pages(self) -> ProcessRanks | None:
+        """The ranks that the pages of a sequence go round; None: each rank has all of them."""
+        return self.context if self.place.mesh.page_ranks > 1 else None
 
     @property
     def chooses(self) -> bool:
@@ -221,6 +244,10 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
         if mesh.tp > 1:
             ranks = place.tensor_ranks()
             tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
+        context = None
+        if mesh.cp > 1:
+            ranks = place.context_ranks()
+            context = _group(store, f"context-{ranks[0]}", ranks, place.rank, host, device)
         experts = None
         if mesh.ep > 1:
             at = mesh.expert_places(place.rank)
@@ -232,7 +259,7 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {meeting.seconds:g} s ({_first(error)}).") from error
-    return Ranks(place, world, tensor, experts)
+    return Ranks(place, world, tensor, experts, context)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:

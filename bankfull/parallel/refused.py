@@ -7,17 +7,18 @@ from bankfull.errors import ConfigError
 
 HEADS_OF_MODEL = ("medusa", "eagle", "mtp", "streaming", "tree-streaming")
 """Speculation with the model's own head, or with parts trained for it."""
+STREAMS = ("streaming", "tree-streaming")
+"""Speculation that runs the model's top layers again, for its streams."""
 
 
 def refuse_layout(run: RunConfig, state: StateConfig) -> None:
     """Refuse what a model over several ranks cannot do yet."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
-    if mesh.cp > 1 or mesh.ffn:
+    named = speculative.then or speculative
+    if mesh.ffn:
         raise ConfigError(
-            f"The layout {mesh} cannot be run yet, only predicted; tp, pp, ep and sp=on can: parallel='tp=2,pp=2,ep=2'."
+            f"The layout {mesh} cannot be run yet, only predicted; leave out ffn, all other axes can run."
         )
-    if mesh.sp != "off" and (mesh.pp > 1 or mesh.ep > 1):
-        raise ConfigError(f"The layout {mesh} cannot be run yet: sp=on runs with tp alone; leave out pp and ep.")
     if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
         raise ConfigError(
             f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
@@ -27,8 +28,13 @@ def refuse_layout(run: RunConfig, state: StateConfig) -> None:
         raise ConfigError(
             f"KV tiers below the device need one rank, and the layout {mesh} has {mesh.ranks}; leave out one."
         )
-    if speculative.name in HEADS_OF_MODEL:
+    if named.name in HEADS_OF_MODEL and mesh.tp > 1:
         raise ConfigError(
-            f"speculative={speculative.name} reads the model's head, which {mesh} spreads over ranks; use suffix, "
+            f"speculative={named.name} reads the model's head, which {mesh} spreads over ranks; use suffix, "
             "ngram, lookahead or a draft model."
+        )
+    if named.name in STREAMS and mesh.cp > 1:
+        raise ConfigError(
+            f"speculative={named.name} runs streams through the model's top layers, whose tokens {mesh} divides over "
+            "ranks; use suffix, ngram, lookahead, eagle or a draft model."
         )

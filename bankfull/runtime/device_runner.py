@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 
 import numpy as np
@@ -30,10 +31,10 @@ from bankfull.runtime.results import NOTHING_LEFT, Extra, TokenLogprobs, read_to
 from bankfull.runtime.rows import Rows
 from bankfull.runtime.runner import StepFollowers
 from bankfull.runtime.shown_drafts import ShownDrafts, read_drafts, shown_drafts
+from bankfull.runtime.spread_storage import SpreadStorage, storage_for
 from bankfull.sample.logits import NO_TOKEN, Sampled
 from bankfull.sample.logprobs import logprobs_of
 from bankfull.state.spec import Layout
-from bankfull.state.storage import Storage
 from bankfull.types import NULL, StepPlan, StepResult, Work
 
 SCORE_BLOCK = 64
@@ -113,7 +114,7 @@ class DeviceRunner:
                 "A model with recurrent state verifies chains of draft tokens only: its state after a token depends on "
                 "the one token before it. Choose a strategy without trees."
             )
-        self.storage = Storage(layout, frames, slots, device.torch)
+        self.storage = storage_for(model, layout, frames, slots, device.torch)
         self.mover: Mover | None = None
         """Set where there are tiers below the device."""
         spread(self.storage.frames)
@@ -123,7 +124,9 @@ class DeviceRunner:
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         drafts = max(strategy.width(0), guesses) if strategy.trees else 0
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts, strategy.mask)
-        self._move = move_tokens.body if kit is None else kit.bind(move_tokens)
+        move = move_tokens.body if kit is None else kit.bind(move_tokens)
+        spread_pages = isinstance(self.storage, SpreadStorage)
+        self._move = self.storage.move if spread_pages else partial(move, self.storage.frames)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
         self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
         """`run_model` if it replays recorded steps. Checked once, since a protocol check is too slow for every step."""
@@ -136,7 +139,7 @@ class DeviceRunner:
         self._exact = self.rows.host is not None or device.kind == "cpu" or trusting
         """Whether the host must know the number of accepted drafts before the next step, and waits for it."""
         verifies = strategy.exact and layout.recurrent is None and not self._exact
-        self._verifying = device.verifying(self.run_model, self.rows, self.storage, self._move) if verifies else None
+        self._verifying = device.verifying(self.run_model, self.rows, self.storage, move) if verifies else None
         if strategy.own is not None:
             layers, on_tape = len(model.mixers), kit is not None and device.kind == "cpu"
             strategy.attach(OwnedSteps(strategy.own, layout, self.storage, layers, self.rows, device, on_tape))
@@ -170,7 +173,7 @@ class DeviceRunner:
             if plan.transfers:
                 self.storage.transfer([transfer for transfer in plan.transfers if transfer.in_step])
             if plan.pages and self._commit_frames is not None:
-                self._commit_frames(max(max(edit.pages) for edit in plan.pages))
+                self._commit_frames(self.storage.frame(max(max(edit.pages) for edit in plan.pages)))
             self.rows.apply(plan)
             if plan.enter:
                 strategy.begin([enter.row for enter in plan.enter])
@@ -381,7 +384,7 @@ class DeviceRunner:
                 (table[index, at // size] * size + at % size).where(accepted, NULL)[:, 1:]
                 for at in ((start[:, None] + node).clamp_max(last) for node in (path, place))
             )
-            self._move(self.storage.frames, segments, size, source, target)
+            self._move(segments, size, source, target)
 
     def _bring(self, landed: Landed) -> None:
         """Start the copies of everything that the host will read."""

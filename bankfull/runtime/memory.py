@@ -41,9 +41,11 @@ def plan_memory(
     max_len: int | None,
     drafts: int = 0,
     share: float = 0.4,
+    page_ranks: int = 1,
 ) -> Sizes:
     """`made_for`: the model's context. `max_len`: the user's limit, if any. `share`: fraction of the `free` bytes that
-    the pools take by default; they never take more than they can use."""
+    the pools take by default; they never take more than they can use. `page_ranks`: ranks that the pages go round; each
+    has so many `free` bytes, and `Sizes.frames` are those of all of them."""
     if max_len is not None and not 1 <= max_len <= made_for:
         raise ConfigError(
             f"max_model_len={max_len} is outside 1 to {made_for}, the model's context; choose a length within it."
@@ -73,17 +75,20 @@ def plan_memory(
         budget -= (slots + 1) * slot
     frames = 0
     if layout.paged:
-        frames = min(budget // layout.frame_bytes - 1, rows * layout.frames_for(length, sched.step_tokens))
+        held = budget // layout.frame_bytes - 1
+        frames = min(page_ranks * held, rows * layout.frames_for(length, sched.step_tokens))
         fits = longest(layout, frames, length, sched.step_tokens)
         if fits < min(length, 2) or (max_len is not None and fits < max_len):
-            need = layout.frames_for(length, sched.step_tokens) + 1
+            need = -(-layout.frames_for(length, sched.step_tokens) // page_ranks) + 1
             way_out = f", or lower max_model_len to {fits}" if fits > 1 else f" to {shown(2 * layout.frame_bytes)}"
             raise ConfigError(
                 f"A sequence of {length} tokens needs {shown(need * layout.frame_bytes)} of state, but the memory "
                 f"budget is {shown(budget)}; raise memory{way_out}."
             )
         if fits < length:
-            notices.append(f"{shown(budget)} of state hold {fits} tokens: the context is {fits}, not {length}.")
+            notices.append(
+                f"{shown(page_ranks * budget)} of state hold {fits} tokens: the context is {fits}, not {length}."
+            )
             length = fits
     return Sizes(frames, slots, rows, length, tuple(notices))
 

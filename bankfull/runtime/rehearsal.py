@@ -56,11 +56,12 @@ def rehearsal(
 
 
 def every_kind(
-    model: Model, layout: Layout, device: Device, kit: Kit, rows: int, tokens: int, widths: Sequence[int]
+    model: Model, layout: Layout, device: Device, kit: Kit | None, rows: int, tokens: int, widths: Sequence[int]
 ) -> Iterator[Callable[[], None]]:
-    """Steps that together launch every kernel of an engine over this model: those that it records, and others."""
-    forward = device.capture(Eager(model, layout, Storage(layout, 0, 1, device.torch).layers), kit)
-    if isinstance(forward, Captured):
+    """Steps that together launch every kernel of an engine over this model: those that it records, and others. `kit`:
+    None where it records none."""
+    eager = Eager(model, layout, Storage(layout, 0, 1, device.torch).layers)
+    if kit is not None and isinstance(forward := device.capture(eager, kit), Captured):
         placed = Rows(rows, SHORT, layout, model.vocab, device.torch, device.ship)
         yield from forward.kinds(placed, widths, device.chooser(kit), tokens)
     for new_tokens in (largest(rows, tokens), *UNCAPTURED):

@@ -24,6 +24,9 @@ class SpreadStorage(Storage):
         self.share, self.group = PageShare(group.size, group.index), group
         super().__init__(layout, self.share.frames(pages), slots, device)
 
+    def frame(self, page: int) -> int:
+        return int(self.share.frame(page))
+
     def transfer(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
             src, dst = transfer.src.place, transfer.dst.place

@@ -61,6 +61,10 @@ class Storage:
             offset // item,
         )
 
+    def frame(self, page: int) -> int:
+        """Where a page lies, or would lie if it were here."""
+        return page
+
     def transfer(self, transfers: Iterable[Transfer]) -> None:
         """Copy pages of the device, in order with its steps."""
         for transfer in transfers:

@@ -26,8 +26,8 @@ def expert_ranks(rank: ThreadRank, mesh: MeshSpec | None) -> ExpertRanks:
     if mesh is None:
         return ExpertRanks(rank, rank)
     places = mesh.expert_places(rank.index)
-    width = rank.among(*places.width) if len(places.width) > 1 else None
-    return ExpertRanks(rank.among(*places.group), rank.among(*places.tokens), width)
+    tokens, width = (rank.among(*ranks) if len(ranks) > 1 else None for ranks in (places.tokens, places.width))
+    return ExpertRanks(rank.among(*places.group), tokens, width)
 
 
 def build_of(rank: ThreadRank, path: Path, mesh: MeshSpec | None, **how: Any) -> Build:

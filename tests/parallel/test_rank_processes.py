@@ -63,6 +63,36 @@ def test_stages_of_tensor_ranks_give_the_tokens_of_one_process() -> None:
     assert staged.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "cp=2",
+        *(
+            pytest.param(mesh, marks=pytest.mark.full)
+            for mesh in ("cp=2,sp=ulysses", "tp=2,cp=2", "cp=2,pp=2", "tp=2,cp=2,sp=on", "tp=2,pp=2,sp=on")
+        ),
+    ],
+)
+def test_processes_that_divide_tokens_give_those_of_one(mesh: str) -> None:
+    """With samples that copy a page, prompts that are cached, logprobs and pooled states."""
+    alone, divided = (
+        LLM(str(speaking_folder()), dtype="float32", rows=4, page_tokens=4, step_tokens=16, parallel=layout)
+        for layout in ("", mesh)
+    )
+    assert tokens(divided) == tokens(alone)
+    drawn = SamplingParams(temperature=0.8, n=3, max_tokens=8, seed=3, logprobs=1, prompt_logprobs=1)
+    found = [
+        [[list(sample.token_ids) for sample in output.outputs] for output in llm.generate(PROMPTS, drawn)]
+        for llm in (alone, divided)
+    ]
+    assert found[0] == found[1]
+    assert divided.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
+    runner, spread = divided.loaded.engine.runner, MeshSpec.parse(mesh).page_ranks
+    assert len(runner.storage.frames) == 1 + -(-divided.loaded.sizes.frames // spread)
+    assert divided.loaded.sizes.frames == alone.loaded.sizes.frames
+    followers_of(divided).close()
+
+
 def test_experts_and_tokens_over_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
     shutil.copytree(folder_of("experts"), tmp_path, dirs_exist_ok=True)
     for file in speaking_folder().glob("token*"):
@@ -70,7 +100,7 @@ def test_experts_and_tokens_over_ranks_give_the_tokens_of_one_process(tmp_path: 
     prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10]}, {"prompt_token_ids": [40, 3, 60]}]
     how = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, ignore_eos=True)
     found = []
-    for mesh in ("", "tp=2,ep=2", "tp=2,sp=on"):
+    for mesh in ("", "tp=2,ep=2", "tp=2,ep=2,sp=on"):
         llm = LLM(str(tmp_path), dtype="float32", rows=4, parallel=mesh)
         found.append([list(output.outputs[0].token_ids) for output in llm.generate(prompts, how)])
     assert found[0] == found[1] == found[2]
@@ -213,8 +243,10 @@ def test_a_model_that_other_ranks_do_not_find_ends_the_start(monkeypatch: pytest
         ({"parallel": 2}, "is no layout"),
         ({"parallel": "tp=2", "kv_disk": "1GiB"}, "need one rank"),
         ({"parallel": "tp=2", "speculative": "mtp"}, "reads the model's head"),
-        ({"parallel": "cp=2"}, "cannot be run yet"),
-        ({"parallel": "tp=2,pp=2,sp=on"}, "sp=on runs with tp alone"),
+        ({"parallel": "tp=2", "speculative": "chain:medusa:heads"}, "medusa reads the model's head"),
+        ({"parallel": "cp=2", "speculative": "streaming:streams"}, "whose tokens cp=2 divides"),
+        ({"parallel": "cp=3,sp=ulysses"}, "4 heads.*cannot be divided over 3 context ranks"),
+        ({"parallel": "ffn=1"}, "cannot be run yet"),
         ({"parallel": "pp=3"}, "3 stages, but the model has only 2 layers"),
         ({"parallel": "pp=2", "speculative": "lookahead"}, "which the first of the 2 stages does not have"),
     ],

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.runtime.memory import Sizes, longest, plan_memory, shown
+from bankfull.state.page_share import PageShare
 from bankfull.state.spec import Layout, Paged, Recurrent, Shared, TensorSpec, layout_of
 
 KV = (TensorSpec("k", (2, 8), "float32"), TensorSpec("v", (2, 8), "float32"))
@@ -19,10 +20,25 @@ STATE = layout_of([(SSM,)] * 3, 16)
 HYBRID = layout_of([(SSM,)] * 3 + [(Paged(KV),)], 16)
 
 
-def plan(layout: Layout, memory: object, *, free: int = 1 << 30, rows: int = 4, max_len: int | None = None) -> Sizes:
+def plan(
+    layout: Layout,
+    memory: object,
+    *,
+    free: int = 1 << 30,
+    rows: int = 4,
+    max_len: int | None = None,
+    page_ranks: int = 1,
+) -> Sizes:
     config = StateConfig(memory=memory, snapshot_slots=2)  # type: ignore[arg-type]
     return plan_memory(
-        layout, SchedConfig(rows=rows, step_tokens=64), config, free=free, depth=1, made_for=1000, max_len=max_len
+        layout,
+        SchedConfig(rows=rows, step_tokens=64),
+        config,
+        free=free,
+        depth=1,
+        made_for=1000,
+        max_len=max_len,
+        page_ranks=page_ranks,
     )
 
 
@@ -41,6 +57,26 @@ def test_what_is_planned_stays_within_the_budget_and_holds_one_sequence(layout: 
         assert sizes.slots >= 3 * sizes.rows
     if sizes.max_len < 1000 or sizes.rows < rows:
         assert sizes.notices, "the sizes are smaller than configured, without a notice"
+
+
+@given(memory=st.integers(1, 1 << 20), ranks=st.integers(1, 5))
+def test_ranks_that_share_pages_hold_more_of_them_and_each_stays_within_its_budget(memory: int, ranks: int) -> None:
+    try:
+        sizes = plan(FULL, max(memory, 2), page_ranks=ranks)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    kept = PageShare(ranks, 0).frames(sizes.frames)
+    assert (kept + 1) * FULL.frame_bytes <= max(memory, 2)
+    assert sizes.max_len == 1000 or kept * ranks == sizes.frames, "the pages of every rank are used"
+    assert FULL.frames_for(sizes.max_len, 64) <= sizes.frames
+
+
+def test_a_context_that_is_too_long_for_one_rank_fits_on_two() -> None:
+    least = (FULL.frames_for(1000, 64) + 1) // 2 + 1
+    assert plan(FULL, least * FULL.frame_bytes, page_ranks=2, max_len=1000).max_len == 1000
+    with pytest.raises(ConfigError, match=rf"needs {shown(least * FULL.frame_bytes)} of state"):
+        plan(FULL, (least - 1) * FULL.frame_bytes, page_ranks=2, max_len=1000)
 
 
 def test_a_fraction_is_taken_of_what_is_free() -> None:
