@@ -12,9 +12,9 @@ def main() -> int:
     # What only several ranks need: the core works without it.
     import bankfull
     from bankfull.errors import BankfullError
-    from bankfull.loading import load_rank
+    from bankfull.loading import load_feeds, load_rank
     from bankfull.mesh import MeshSpec
-    from bankfull.parallel.following import follow
+    from bankfull.parallel.following import feed, follow
     from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, join
     from bankfull.parallel.leading import ADDRESS, RANK, SECRET
     from bankfull.parallel.messages import HelloMessage, RankConnection, RankReady, RankTask
@@ -31,6 +31,11 @@ def main() -> int:
         mesh = MeshSpec.parse(str(task.run.parallel))
         device = "cuda" if task.run.device.startswith("cuda") else "cpu"
         ranks = join(RankPlace(mesh, rank), host, task.port, device)
+        if ranks.place.feeds:
+            run = load_feeds(task.model, task.run, task.sched, task.max_len, ranks)
+            connection.send(RankReady())
+            feed(connection, run)
+            return 0
         runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
         connection.send(RankReady())
         follow(connection, runner, ranks.tells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from bankfull.parallel.messages import (
@@ -36,3 +37,11 @@ def follow(connection: RankConnection, runner: DeviceRunner, tells: bool = False
                 runner.commit(step, message.tokens)
             elif not (tells and step.plan.work):
                 step.wait()
+
+
+def feed(connection: RankConnection, run: Callable[[int], object]) -> None:
+    """As `follow`, on a rank of feed-forward layers, which keeps nothing of a sequence. `run`: runs these layers for a
+    step of so many tokens."""
+    while (message := connection.from_leader()) is not None:
+        if isinstance(message, PlanMessage) and message.work:
+            run(sum(work.count + work.drafts for work in message.work))

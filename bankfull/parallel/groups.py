@@ -4,7 +4,7 @@ several models of one program do not meet."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bankfull.layers.apart import SideBuild
+from bankfull.layers.build import Build
 from bankfull.layers.expert_ranks import ExpertRanks
+from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
+from bankfull.ops import Sides
 
 SECONDS = 60.0
 """The longest wait of a rank for the others, in a collective and at the start."""
@@ -26,22 +30,32 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's place in the mesh: tensor ranks are innermost, then context ranks, then stages."""
+    """A rank's place in the mesh: tensor ranks are innermost, then context ranks, then ranks of feed-forward layers,
+    then stages."""
 
     mesh: MeshSpec
     rank: int
 
     @property
-    def tensor(self) -> int:
-        return self.rank % self.mesh.tp
-
-    @property
     def stage(self) -> int:
         return self.rank // self.mesh.stage_ranks
 
+    @property
+    def feeds(self) -> bool:
+        """Whether this rank runs only feed-forward layers."""
+        return self.rank % self.mesh.stage_ranks >= self.mesh.tp * self.mesh.cp
+
+    def stage_ranks(self) -> list[int]:
+        first = self.stage * self.mesh.stage_ranks
+        return list(range(first, first + self.mesh.stage_ranks))
+
     def tensor_ranks(self) -> list[int]:
-        first = self.rank - self.tensor
-        return list(range(first, first + self.mesh.tp))
+        """The ranks that split the same layers by heads and widths."""
+        mesh, own = self.mesh, self.stage_ranks()
+        if self.feeds:
+            return own[mesh.tp * mesh.cp :]
+        first = (self.rank - own[0]) // mesh.tp * mesh.tp
+        return own[first : first + mesh.tp]
 
 
 class ProcessRanks:
@@ -137,14 +151,23 @@ class Ranks:
     world: ProcessRanks
     tensor: ProcessRanks | None
     experts: ExpertRanks | None = None
+    sides: Sides | None = None
+    """Set where feed-forward layers have ranks of their own."""
+
+    def build(self, whole: Build, layers: int) -> Build:
+        """This rank's part of a model with so many layers."""
+        shard = None if self.tensor is None else Shard(self.tensor)
+        own = replace(whole, shard=shard, experts=self.experts, stage=self.stage(layers))
+        return own if self.sides is None else SideBuild.of(own, self.sides)
 
     def stage(self, layers: int) -> Stage | None:
         """This rank's stage of a model with so many layers; None if there is only one."""
         mesh, number = self.place.mesh, self.place.stage
         if mesh.pp == 1:
             return None
-        before = ProcessNeighbour(self.world, self.place.rank - mesh.stage_ranks) if number else None
-        after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
+        first, last = number == 0 or self.place.feeds, number == mesh.pp - 1 or self.place.feeds
+        before = None if first else ProcessNeighbour(self.world, self.place.rank - mesh.stage_ranks)
+        after = None if last else ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks)
         return Stage(*mesh.stages(layers)[number], before, after)
 
     @property
@@ -165,11 +188,14 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
         store = dist.TCPStore(host, port, mesh.ranks, place.rank == 0, wait, wait_for_workers=False)
         world = _group(store, "world", list(range(mesh.ranks)), place.rank, host, device)
         tensor = None
-        if mesh.tp > 1:
-            ranks = place.tensor_ranks()
+        if len(ranks := place.tensor_ranks()) > 1:
             tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
+        sides = None
+        if mesh.ffn:
+            name = f"sides-{place.stage}"
+            sides = Sides(_group(store, name, place.stage_ranks(), place.rank, host, device), mesh.tp)
         experts = None
-        if mesh.ep > 1:
+        if mesh.ep > 1 and (place.feeds or not mesh.ffn):
             at = mesh.expert_places(place.rank)
             spread, same, width = (
                 None if len(ranks) < 2 else _group(store, f"{name}-{ranks[0]}", list(ranks), place.rank, host, device)
@@ -179,7 +205,7 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {SECONDS:g} s ({_first(error)}).") from error
-    return Ranks(place, world, tensor, experts)
+    return Ranks(place, world, tensor, experts, sides)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:

@@ -12,9 +12,9 @@ HEADS_OF_MODEL = ("medusa", "eagle", "mtp", "streaming", "tree-streaming")
 def refuse_layout(run: RunConfig, state: StateConfig) -> None:
     """Refuse what a model over several ranks cannot do yet."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
-    if mesh.cp > 1 or mesh.ffn:
+    if mesh.cp > 1:
         raise ConfigError(
-            f"The layout {mesh} cannot be run yet, only predicted; tp, pp, ep and sp=on can: parallel='tp=2,pp=2,ep=2'."
+            f"The layout {mesh} cannot be run yet, only predicted; all but cp can: parallel='tp=2,pp=2,ep=2'."
         )
     if mesh.sp != "off" and (mesh.pp > 1 or mesh.ep > 1):
         raise ConfigError(f"The layout {mesh} cannot be run yet: sp=on runs with tp alone; leave out pp and ep.")
@@ -29,6 +29,6 @@ def refuse_layout(run: RunConfig, state: StateConfig) -> None:
         )
     if speculative.name in HEADS_OF_MODEL:
         raise ConfigError(
-            f"speculative={speculative.name} reads the model's head, which {mesh} spreads over ranks; use suffix, "
-            "ngram, lookahead or a draft model."
+            f"speculative={speculative.name} reads the model's head and layers, which {mesh} spreads over ranks; use "
+            "suffix, ngram, lookahead or a draft model."
         )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from bankfull.layers.apart import Feeds, SideBuild, with_remote_feeds
 from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
 from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
-from bankfull.ops import kit_for
-from bankfull.parallel.following import follow
+from bankfull.ops import Sides, kit_for
+from bankfull.parallel.following import feed, follow
+from bankfull.parallel.groups import RankPlace
 from bankfull.parallel.messages import (
     _TO_FOLLOWER,
     HEADER,
@@ -81,34 +84,47 @@ class ThreadFollowers:
         self._tell(None)
 
 
-def rank_model(shape: str, shard: ThreadRank | None, stage: Stage | None) -> Any:
+def rank_model(shape: str, shard: ThreadRank | None, stage: Stage | None, sides: Sides | None) -> tuple[Build, Decoder]:
     files = open_model(folder_of(shape))
-    build = Build(files.source, kit_for("cpu", "torch"), torch.float32, torch.device("cpu"), stage=stage)
-    return build_model(files.config, build if shard is None else replace(build, shard=Shard(shard)))
+    whole = Build(files.source, kit_for("cpu", "torch"), torch.float32, torch.device("cpu"), stage=stage)
+    build = whole if shard is None else replace(whole, shard=Shard(shard))
+    if sides is None:
+        return whole, build_model(files.config, build)
+    model = build_model(files.config, SideBuild.of(build, sides))
+    return whole, with_remote_feeds(whole, model, sides) if sides.runs_mixers else model
 
 
 class SplitBench:
-    """A `Bench` whose model is spread over `tp` tensor ranks in each of `pp` stages."""
+    """A `Bench` whose model is spread over `tp` tensor ranks in each of `pp` stages, and `ffn` ranks of feed-forward
+    layers."""
 
-    def __init__(self, shape: str, tp: int = 1, pp: int = 1, **settings: Any) -> None:
-        layers = layer_count(open_model(folder_of(shape)).config)
-        meetings = [Meeting(tp) for _ in range(pp)]
+    def __init__(self, shape: str, tp: int = 1, pp: int = 1, ffn: int = 0, **settings: Any) -> None:
+        mesh, layers = MeshSpec(tp, pp, ffn=ffn), layer_count(open_model(folder_of(shape)).config)
+        self.meetings = [Meeting(mesh.stage_ranks) for _ in range(pp)]
         borders = [[ThreadNeighbour() for _ in range(tp)] for _ in range(pp - 1)]
         models = []
-        for number in range(tp * pp):
-            at, index = divmod(number, tp)
-            before, after = borders[at - 1][index] if at else None, borders[at][index] if at < pp - 1 else None
-            stage = Stage(*MeshSpec(pp=pp).stages(layers)[at], before, after) if pp > 1 else None
-            shard = ThreadRank(meetings[at], tp, index) if tp > 1 else None
-            models.append(rank_model(shape, shard, stage))
-        self.bench = Bench(models[0], open_device("cpu"), 0 if pp == 1 else pp, **settings)
+        for number in range(mesh.ranks):
+            place = RankPlace(mesh, number)
+            at, index = divmod(number, mesh.stage_ranks)
+            before = borders[at - 1][index] if at and not place.feeds else None
+            after = borders[at][index] if at < pp - 1 and not place.feeds else None
+            stage = Stage(*mesh.stages(layers)[at], before, after) if pp > 1 else None
+            rank = ThreadRank(self.meetings[at], mesh.stage_ranks, index)
+            near = [one % mesh.stage_ranks for one in place.tensor_ranks()]
+            sides = Sides(rank, tp) if ffn else None
+            models.append((*rank_model(shape, rank.among(*near) if len(near) > 1 else None, stage, sides), sides))
+        self.bench = Bench(models[0][1], open_device("cpu"), 0 if pp == 1 else pp, **settings)
         self.bench.engine.scheduler.stages = pp
         connections = [QueueConnection() for _ in models[1:]]
         self.errors: list[BaseException] = []
         self._threads = []
         first = self.bench.runner
         first.chooses = pp == 1
-        for number, (model, connection) in enumerate(zip(models[1:], connections, strict=True), 1):
+        for number, ((build, model, sides), connection) in enumerate(zip(models[1:], connections, strict=True), 1):
+            if RankPlace(mesh, number).feeds:
+                assert sides is not None
+                self._start(feed, connection, on_this_thread(Feeds(build, model, sides).run))
+                continue
             runner = DeviceRunner(
                 model,
                 first.layout,
@@ -121,20 +137,22 @@ class SplitBench:
                 step_tokens=self.bench.sched.step_tokens or 0,
                 guesses=0 if self.bench.lookup is None else self.bench.lookup.most,
             )
-            runner.chooses = number // tp == pp - 1
-            tells = pp > 1 and number == tp * (pp - 1)
-            thread = threading.Thread(target=self._follow, args=(connection, runner, meetings, tells))
-            thread.start()
-            self._threads.append(thread)
-        self.followers = ThreadFollowers(connections, tp * (pp - 1) - 1)
+            runner.chooses = number // mesh.stage_ranks == pp - 1
+            self._start(follow, connection, runner, pp > 1 and number == mesh.ranks - mesh.stage_ranks)
+        self.followers = ThreadFollowers(connections, mesh.ranks - mesh.stage_ranks - 1)
         first.followers = self.followers
 
-    def _follow(self, connection: QueueConnection, runner: DeviceRunner, meetings: list[Meeting], tells: bool) -> None:
+    def _start(self, work: Callable[..., None], *given: Any) -> None:
+        thread = threading.Thread(target=self._follow, args=(work, *given))
+        thread.start()
+        self._threads.append(thread)
+
+    def _follow(self, work: Callable[..., None], *given: Any) -> None:
         try:
-            follow(connection, runner, tells)  # type: ignore[arg-type]
+            work(*given)
         except BaseException as error:
             self.errors.append(error)
-            for meeting in meetings:
+            for meeting in self.meetings:
                 meeting.leave()
 
     def __enter__(self) -> Bench:
@@ -146,3 +164,8 @@ class SplitBench:
             thread.join(60)
         if self.errors:
             raise self.errors[0]
+
+
+def on_this_thread(run: Callable[[int], None]) -> Callable[[int], object]:
+    """As a rank's process runs it, without gradients."""
+    return lambda tokens: open_device("cpu").launch(lambda: run(tokens))

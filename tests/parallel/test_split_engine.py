@@ -39,8 +39,12 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 MESHES = {"tp=2": {"tp": 2}, "pp=2": {"pp": 2}, "pp=3": {"pp": 3}, "tp=2,pp=2": {"tp": 2, "pp": 2}}
+APART = {"ffn=1": {"ffn": 1}, "tp=2,ffn=2": {"tp": 2, "ffn": 2}, "pp=2,ffn=1": {"pp": 2, "ffn": 1}}
+MESHES |= APART
 ONE_STAGE = ("shared",)
 """Models whose layers share keys and values across the borders of stages."""
+NO_FEEDS = ("mamba", "mamba2")
+"""Models without feed-forward layers."""
 
 
 @pytest.mark.covering(1)
@@ -50,6 +54,8 @@ ONE_STAGE = ("shared",)
 def test_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bool) -> None:
     if "pp" in mesh and shape in ONE_STAGE:
         pytest.skip("tests/parallel/test_stages.py: such layers stay in one stage")
+    if "ffn" in mesh and shape in NO_FEEDS:
+        pytest.skip("tests/parallel/test_rank_processes.py: such ranks are refused")
     sched = SchedConfig(rows=3, step_tokens=7 if cached else 64)
     with SplitBench(shape, **MESHES[mesh], sched=sched, state=StateConfig(page_tokens=4, prefix_cache=cached)) as bench:
         asked = prompts(1)
