@@ -44,7 +44,7 @@ from bankfull.runtime.denoised import suited_state, suited_steps, suited_strateg
 from bankfull.runtime.device import Device, open_device, usable_cores
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
-from bankfull.runtime.memory import Sizes, plan_memory, shown
+from bankfull.runtime.memory import UNLIMITED, Sizes, plan_memory, shown
 from bankfull.runtime.refused import (
     refuse_eviction_without_use,
     refuse_feed_ranks_without_use,
@@ -77,8 +77,6 @@ log = logging.getLogger("bankfull")
 
 OFFERED = frozenset[str]()
 """Features that a strategy may need beyond hidden states and logits: none so far."""
-UNBOUNDED = 1 << 62
-"""More than any rank has."""
 AUTO_GAIN = 1.05
 """Expected gain from which on `speculative=auto` verifies draft tokens."""
 
@@ -211,7 +209,7 @@ def load_feeds(
     if device.kind != "cpu":  # the ranks with mixers measure the memory of these steps
         for size in measured_steps(suited_steps(model, sched.suited(**device.suits), sched.step_tokens, max_len)):
             device.peak(partial(feeds.run, sum(size)))
-    ranks.world.least([UNBOUNDED] * 4)  # this rank has no pages, slots, rows and sequences that could be too few
+    ranks.world.least([UNLIMITED] * 4)  # this rank has no pages, slots, rows and sequences that could be too few
     return lambda tokens: device.launch(partial(feeds.run, tokens))
 
 
@@ -261,6 +259,8 @@ def assemble(
     refuse_other_size(model, strategy)
     refuse_pages_without_use(layout_of(model.states(), state.page_tokens), run.kv_dtype)
     layout = layout_of(joined_states(model.states(), strategy.states()), state.page_tokens)
+    if build.stage is not None:
+        layout = layout.held(build.stage.first, build.stage.last)
     depth = device.depth if run.depth is None else run.depth
     if run.mesh.pp > 1:
         depth = run.mesh.pp

@@ -15,6 +15,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
+from bankfull.layers.staged import StageDecoder
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
@@ -32,6 +33,7 @@ from bankfull.parallel.messages import (
 )
 from bankfull.runtime.device import open_device
 from bankfull.runtime.device_runner import DeviceRunner
+from bankfull.state.spec import layout_of
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.source import open_model
 from tests.kit import Bench
@@ -125,9 +127,12 @@ class SplitBench:
                 assert sides is not None
                 self._start(feed, connection, on_this_thread(Feeds(build, model, sides).run))
                 continue
+            layout = layout_of(model.states(), self.bench.state.page_tokens)
+            if isinstance(model, StageDecoder):
+                layout = layout.held(model.first, model.first + len(model.blocks))
             runner = DeviceRunner(
                 model,
-                first.layout,
+                layout,
                 open_device("cpu"),
                 type(self.bench.strategy)(),
                 rows=self.bench.sched.rows,
