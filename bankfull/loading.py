@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -71,6 +71,7 @@ from bankfull.weights.source import ModelFiles, open_model
 from bankfull.weights.streams import read_streams
 
 if TYPE_CHECKING:
+    from bankfull.parallel.following import FeedRunner
     from bankfull.parallel.groups import Ranks
 
 log = logging.getLogger("bankfull")
@@ -172,6 +173,7 @@ def assemble_leader(
     try:
         ranks = followers.begin(str(files.path), run, sched, state, max_len)
         made = assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
+        followers.hot = ranks.hot(device)
         followers.await_ready()
     except RankLost:
         followers.await_ready()  # raises what a rank has said, if one has
@@ -193,10 +195,10 @@ def load_rank(
     return made.engine.runner
 
 
-def load_feeds(
-    name: str, run: RunConfig, sched: SchedConfig, max_len: int | None, ranks: Ranks
-) -> Callable[[int], object]:
-    """What a rank of feed-forward layers runs for a step of so many tokens."""
+def load_feeds(name: str, run: RunConfig, sched: SchedConfig, max_len: int | None, ranks: Ranks) -> FeedRunner:
+    """The runner of a rank of feed-forward layers."""
+    from bankfull.parallel.following import FeedRunner
+
     device = open_device(run.device if run.device != "cuda" else f"cuda:{ranks.place.rank}")
     files = open_model(locate(name))
     files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
@@ -210,7 +212,7 @@ def load_feeds(
         for size in measured_steps(suited_steps(model, sched.suited(**device.suits), sched.step_tokens, max_len)):
             device.peak(partial(feeds.run, sum(size)))
     ranks.world.least([UNLIMITED] * 4)  # this rank has no pages, slots, rows and sequences that could be too few
-    return lambda tokens: device.launch(partial(feeds.run, tokens))
+    return FeedRunner(feeds, device)
 
 
 def assemble(
@@ -274,7 +276,7 @@ def assemble(
         if not run.mesh.ffn:  # other ranks run a part of each step, and none of these
             device.compile_ahead(kinds, build.kit)
         phases.end("kernels compiled")
-        aside = step_memory(model, layout, device, sched)
+        aside = step_memory(model, layout, device, sched) + (0 if ranks is None else ranks.bytes_of_copies)
     phases.end("the largest step")
     sizes = plan_memory(
         layout,

@@ -32,13 +32,15 @@ def main() -> int:
         device = "cuda" if task.run.device.startswith("cuda") else "cpu"
         ranks = join(RankPlace(mesh, rank), host, task.port, device)
         if ranks.place.feeds:
-            run = load_feeds(task.model, task.run, task.sched, task.max_len, ranks)
+            feeds = load_feeds(task.model, task.run, task.sched, task.max_len, ranks)
+            hot = ranks.hot(feeds.device)
             connection.send(RankReady())
-            feed(connection, run)
+            feed(connection, feeds, hot)
             return 0
         runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
+        hot = ranks.hot(runner.device)
         connection.send(RankReady())
-        follow(connection, runner, ranks.tells)
+        follow(connection, runner, ranks.tells, hot)
     except BankfullError as error:
         connection.send(RankReady(str(error), refused=True))
         return 2

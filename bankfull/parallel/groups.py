@@ -19,6 +19,8 @@ from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
 from bankfull.ops import Sides
+from bankfull.parallel.hot import HotExperts, bytes_of_copies
+from bankfull.runtime.device import Device
 
 SECONDS = 60.0
 """The longest wait of a rank for the others, in a collective and at the start."""
@@ -159,6 +161,18 @@ class Ranks:
         shard = None if self.tensor is None else Shard(self.tensor)
         own = replace(whole, shard=shard, experts=self.experts, stage=self.stage(layers))
         return own if self.sides is None else SideBuild.of(own, self.sides)
+
+    def hot(self, device: Device) -> HotExperts | None:
+        """The hot experts of this rank's model, if the mesh has any. It counts from now on."""
+        if not self.place.mesh.hot:
+            return None
+        return HotExperts(() if self.experts is None else self.experts.layers, self.place.mesh.hot, device)
+
+    @property
+    def bytes_of_copies(self) -> int:
+        """Memory that this rank's hot experts will need."""
+        hot = self.place.mesh.hot
+        return 0 if not hot or self.experts is None else bytes_of_copies(self.experts.layers, hot, self.place.mesh.ep)
 
     def stage(self, layers: int) -> Stage | None:
         """This rank's stage of a model with so many layers; None if there is only one."""

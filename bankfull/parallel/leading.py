@@ -18,12 +18,14 @@ from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
 from bankfull.parallel.groups import SECONDS, RankLost, RankPlace, Ranks, join
+from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.messages import (
     HelloMessage,
     OutcomeMessage,
     RankConnection,
     RankReady,
     RankTask,
+    ReplicateMessage,
     SettleMessage,
     encoded,
     masks_message,
@@ -47,6 +49,8 @@ class Followers:
         """Start the processes, and wait until all have said hello."""
         check_devices(mesh, device)
         self.mesh = mesh
+        self.hot: HotExperts | None = None
+        """Of rank 0, until all ranks have copied them."""
         secret = secrets.token_hex(16)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
@@ -100,6 +104,10 @@ class Followers:
     # -- each step, called by the runner
 
     def forward(self, plan: StepPlan) -> None:
+        if self.hot is not None and self.hot.due(plan):
+            self._tell(encoded(ReplicateMessage()))
+            self.hot.replicate()
+            self.hot = None
         self._tell(encoded(plan_message(plan)))
 
     def finish(self, masks: Mapping[int, Any]) -> None:

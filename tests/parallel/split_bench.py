@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,36 +13,31 @@ import torch
 from bankfull.layers.apart import Feeds, SideBuild, with_remote_feeds
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.layers.staged import StageDecoder
-from bankfull.mesh import MeshSpec
+from bankfull.mesh import ALONE, MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
 from bankfull.ops import Sides, kit_for
-from bankfull.parallel.following import feed, follow
+from bankfull.parallel.following import FeedRunner, feed, follow
 from bankfull.parallel.groups import RankPlace
-from bankfull.parallel.messages import (
-    _TO_FOLLOWER,
-    HEADER,
-    SettleMessage,
-    encoded,
-    masks_message,
-    plan_message,
-    step_result,
-)
+from bankfull.parallel.hot import HotExperts
+from bankfull.parallel.leading import Followers
+from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
 from bankfull.runtime.device import open_device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.state.spec import layout_of
-from bankfull.types import StepPlan, StepResult
 from bankfull.weights.source import open_model
 from tests.kit import Bench
+from tests.parallel.built import expert_ranks
 from tests.parallel.threads import Meeting, ThreadNeighbour, ThreadRank
 from tests.tiny import folder_of
 
 
 class QueueConnection:
-    """The follower's end."""
+    """Both ends."""
 
     def __init__(self) -> None:
         self.frames: queue.Queue[bytes | None] = queue.Queue()
@@ -52,6 +47,12 @@ class QueueConnection:
     def send(self, message: Any) -> None:
         self.told.put(message)
 
+    def send_bytes(self, frame: bytes | None) -> None:
+        self.frames.put(frame)
+
+    def from_follower(self, seconds: float) -> Any:
+        return self.told.get(timeout=60)
+
     def from_leader(self, seconds: float | None = None) -> Any:
         if self._taken:
             self.frames.task_done()
@@ -60,36 +61,24 @@ class QueueConnection:
         return None if frame is None else _TO_FOLLOWER.decode(frame[HEADER.size :])
 
 
-class ThreadFollowers:
-    """Rank 0's end."""
+class ThreadFollowers(Followers):
+    """Rank 0's end, over queues."""
 
-    def __init__(self, connections: list[QueueConnection], last: int) -> None:
-        self.connections, self._last = connections, last
-
-    def forward(self, plan: StepPlan) -> None:
-        self._tell(encoded(plan_message(plan)))
-
-    def finish(self, masks: Mapping[int, Any]) -> None:
-        self._tell(encoded(masks_message(masks)))
-
-    def settle(self, tokens: list[list[int]]) -> None:
-        self._tell(encoded(SettleMessage(tokens)))
-
-    def outcome(self) -> StepResult:
-        return step_result(self.connections[self._last].told.get(timeout=60))
-
-    def _tell(self, frame: bytes | None) -> None:
-        for connection in self.connections:
-            connection.frames.put(frame)
+    def __init__(self, mesh: MeshSpec, connections: list[QueueConnection], hot: HotExperts | None) -> None:
+        self.mesh, self.hot = mesh, hot
+        self.connections = connections  # type: ignore[assignment]
 
     def end(self) -> None:
-        self._tell(None)
+        for connection in self.connections:
+            connection.send_bytes(None)  # type: ignore[arg-type]
 
 
-def rank_model(shape: str, shard: ThreadRank | None, stage: Stage | None, sides: Sides | None) -> tuple[Build, Decoder]:
+def rank_model(
+    shape: str, shard: ThreadRank | None, stage: Stage | None, sides: Sides | None, experts: ExpertRanks | None
+) -> tuple[Build, Decoder]:
     files = open_model(folder_of(shape))
     whole = Build(files.source, kit_for("cpu", "torch"), torch.float32, torch.device("cpu"), stage=stage)
-    build = whole if shard is None else replace(whole, shard=Shard(shard))
+    build = replace(whole, shard=None if shard is None else Shard(shard), experts=experts)
     if sides is None:
         return whole, build_model(files.config, build)
     model = build_model(files.config, SideBuild.of(build, sides))
@@ -97,12 +86,14 @@ def rank_model(shape: str, shard: ThreadRank | None, stage: Stage | None, sides:
 
 
 class SplitBench:
-    """A `Bench` whose model is spread over `tp` tensor ranks in each of `pp` stages, and `ffn` ranks of feed-forward
-    layers."""
+    """A `Bench` whose model is spread over a mesh."""
 
-    def __init__(self, shape: str, tp: int = 1, pp: int = 1, ffn: int = 0, **settings: Any) -> None:
-        mesh, layers = MeshSpec(tp, pp, ffn=ffn), layer_count(open_model(folder_of(shape)).config)
+    def __init__(self, shape: str, mesh: MeshSpec | str = ALONE, **settings: Any) -> None:
+        mesh = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        tp, pp, layers = mesh.tp, mesh.pp, layer_count(open_model(folder_of(shape)).config)
         self.meetings = [Meeting(mesh.stage_ranks) for _ in range(pp)]
+        self.experts: list[ExpertRanks | None] = []
+        """Of each rank."""
         borders = [[ThreadNeighbour() for _ in range(tp)] for _ in range(pp - 1)]
         models = []
         for number in range(mesh.ranks):
@@ -113,8 +104,11 @@ class SplitBench:
             stage = Stage(*mesh.stages(layers)[at], before, after) if pp > 1 else None
             rank = ThreadRank(self.meetings[at], mesh.stage_ranks, index)
             near = [one % mesh.stage_ranks for one in place.tensor_ranks()]
-            sides = Sides(rank, tp) if ffn else None
-            models.append((*rank_model(shape, rank.among(*near) if len(near) > 1 else None, stage, sides), sides))
+            sides = Sides(rank, tp) if mesh.ffn else None
+            experts = expert_ranks(rank, mesh) if mesh.ep > 1 and (place.feeds or not mesh.ffn) else None
+            self.experts.append(experts)
+            shard = rank.among(*near) if len(near) > 1 else None
+            models.append((*rank_model(shape, shard, stage, sides, experts), sides))
         self.bench = Bench(models[0][1], open_device("cpu"), 0 if pp == 1 else pp, **settings)
         self.bench.engine.scheduler.stages = pp
         connections = [QueueConnection() for _ in models[1:]]
@@ -122,10 +116,14 @@ class SplitBench:
         self._threads = []
         first = self.bench.runner
         first.chooses = pp == 1
+        hot = [
+            HotExperts(() if one is None else one.layers, mesh.hot, first.device) if mesh.hot else None
+            for one in self.experts
+        ]
         for number, ((build, model, sides), connection) in enumerate(zip(models[1:], connections, strict=True), 1):
             if RankPlace(mesh, number).feeds:
                 assert sides is not None
-                self._start(feed, connection, on_this_thread(Feeds(build, model, sides).run))
+                self._start(feed, connection, FeedRunner(Feeds(build, model, sides), open_device("cpu")), hot[number])
                 continue
             layout = layout_of(model.states(), self.bench.state.page_tokens)
             if isinstance(model, StageDecoder):
@@ -143,8 +141,8 @@ class SplitBench:
                 guesses=0 if self.bench.lookup is None else self.bench.lookup.most,
             )
             runner.chooses = number // mesh.stage_ranks == pp - 1
-            self._start(follow, connection, runner, pp > 1 and number == mesh.ranks - mesh.stage_ranks)
-        self.followers = ThreadFollowers(connections, mesh.ranks - mesh.stage_ranks - 1)
+            self._start(follow, connection, runner, pp > 1 and number == mesh.ranks - mesh.stage_ranks, hot[number])
+        self.followers = ThreadFollowers(mesh, connections, hot[0])
         first.followers = self.followers
 
     def _start(self, work: Callable[..., None], *given: Any) -> None:
@@ -169,8 +167,3 @@ class SplitBench:
             thread.join(60)
         if self.errors:
             raise self.errors[0]
-
-
-def on_this_thread(run: Callable[[int], None]) -> Callable[[int], object]:
-    """As a rank's process runs it, without gradients."""
-    return lambda tokens: open_device("cpu").launch(lambda: run(tokens))

@@ -16,6 +16,7 @@ import pytest
 from bankfull import LLM, SamplingParams
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
+from bankfull.parallel import hot
 from bankfull.parallel.groups import RankLost
 from bankfull.parallel.leading import Followers
 from bankfull.runtime.refused import refuse_feed_ranks_without_use
@@ -85,15 +86,19 @@ def of_one_process(experts: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     "mesh",
     [
-        "tp=2,ep=2",
+        "tp=2,ep=2,hot=2",
         "tp=2,sp=on",
-        *(pytest.param(one, marks=pytest.mark.full) for one in ("tp=2,ffn=2", "ffn=2,ep=2", "pp=2,ffn=1")),
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("tp=2,ffn=2", "ffn=2,ep=2,hot=1", "pp=2,ffn=1")),
     ],
 )
 def test_experts_and_tokens_over_ranks_give_the_tokens_of_one_process(
-    mesh: str, experts: Path, of_one_process: list[list[int]]
+    mesh: str, experts: Path, of_one_process: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert numbers(LLM(str(experts), dtype="float32", rows=4, parallel=mesh)) == of_one_process
+    monkeypatch.setattr(hot, "COUNTED_TOKENS", 12)  # of rank 0, which decides for all
+    llm = LLM(str(experts), dtype="float32", rows=4, parallel=mesh)
+    assert (followers_of(llm).hot is not None) == ("hot" in mesh)
+    assert numbers(llm) == of_one_process
+    assert followers_of(llm).hot is None, "experts were copied in one of the steps"
 
 
 def test_a_rank_of_feed_forward_layers_gives_the_tokens_of_one_process_and_its_loss_ends_the_replica(

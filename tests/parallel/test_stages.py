@@ -139,7 +139,7 @@ def test_stages_keep_the_state_of_their_own_layers_under_the_same_page_numbers(
 @pytest.mark.parametrize("shape", ["llama", "hybrid", "mamba"])
 def test_a_stage_of_an_engine_allocates_no_more_than_its_layers_need(shape: str) -> None:
     sched = SchedConfig(rows=3, step_tokens=16)
-    with SplitBench(shape, sched=sched) as alone, SplitBench(shape, pp=2, sched=sched) as first:
+    with SplitBench(shape, sched=sched) as alone, SplitBench(shape, "pp=2", sched=sched) as first:
         whole, own = alone.runner.storage, first.runner.storage
         mine = MeshSpec(pp=2).stages(len(whole.layers))[0][1]
         assert own.frames.shape[0] == whole.frames.shape[0], "page numbers are those of all ranks"

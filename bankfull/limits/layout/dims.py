@@ -105,5 +105,5 @@ class ModelDims:
 
 
 def _without_experts(facts: MeshFacts, mesh: MeshSpec) -> MeshFacts:
-    """As many experts as ranks, which always divide."""
-    return MeshFacts(facts.layers, facts.heads, facts.kv_heads, mesh.ep, facts.widths)
+    """So many experts that ranks always divide them, and not all are hot."""
+    return MeshFacts(facts.layers, facts.heads, facts.kv_heads, mesh.ep * (1 + mesh.hot), facts.widths)

@@ -22,7 +22,13 @@ def _layer_weights(layer: LayerDims, mesh: MeshSpec) -> float:
     own = layer.bytes
     heads = 0 if layer.attention is None else layer.attention.kv_heads
     keys = own.kv / (min(mesh.tp, heads) if heads else 1)
-    return own.split / mesh.tp + own.copied + keys + own.experts / (mesh.ep * mesh.expert_tp)
+    experts = 0.0 if layer.experts is None else own.experts * expert_share(layer.experts.experts, mesh)
+    return own.split / mesh.tp + own.copied + keys + experts
+
+
+def expert_share(experts: int, mesh: MeshSpec) -> float:
+    """Fraction of the bytes of a layer's experts on the rank that has most: its own, and all hot ones of others."""
+    return min(1.0, 1 / mesh.ep + mesh.hot / experts) / mesh.expert_tp
 
 
 def most_weights(dims: ModelDims, mesh: MeshSpec) -> float:
