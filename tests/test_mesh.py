@@ -111,7 +111,7 @@ def test_a_wrong_text_is_refused_by_one_sentence(text: str, words: str) -> None:
         (
             "tp=2,ep=2,hot=8",
             MIXTRAL,
-            "copies 8 experts of each layer to every rank, but a layer has only 8; use hot = 7",
+            "8 experts of each layer to every rank, but a layer has only 8; use hot = 7",
         ),
         ("tp=2,ep=2", LLAMA, "has none; leave out ep"),
         ("cp=3,ep=3", MIXTRAL, "8 experts over 3 ranks, which does not divide; use ep = 2 or 4"),
