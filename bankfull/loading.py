@@ -28,6 +28,7 @@ from bankfull.decode.streaming import Streaming, TreeStreaming
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
 from bankfull.frontend import Frontend
+from bankfull.layers.apart import Feeds, with_remote_feeds
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.eagle import build_eagle
@@ -44,7 +45,14 @@ from bankfull.runtime.denoised import suited_state, suited_steps, suited_strateg
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
-from bankfull.runtime.memory import Sizes, plan_memory, shown
+from bankfull.runtime.memory import UNLIMITED, Sizes, plan_memory, shown
+from bankfull.runtime.refused import (
+    refuse_eviction_without_use,
+    refuse_feed_ranks_without_use,
+    refuse_other_size,
+    refuse_pages_without_use,
+    refuse_short_context,
+)
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.runtime.tiering import add_tiers, state_facts
 from bankfull.sched.canvas import Canvas
@@ -64,6 +72,7 @@ from bankfull.weights.source import ModelFiles, open_model
 from bankfull.weights.streams import read_streams
 
 if TYPE_CHECKING:
+    from bankfull.parallel.following import FeedRunner
     from bankfull.parallel.groups import Ranks
 
 log = logging.getLogger("bankfull")
@@ -168,7 +177,7 @@ def assemble_leader(
     def own_part(run: RunConfig, ranks: Ranks) -> Assembled:
         return assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
 
-    made, followers = lead(name, files.path, run, sched, state, max_len, own_part)
+    made, followers = lead(name, files.path, run, sched, state, max_len, device, own_part)
     made.engine.runner.followers = followers
     return made
 
@@ -180,6 +189,26 @@ def load_rank(
     device = open_device(run.device)
     made = assemble(open_model(locate(name)), run, sched, state, max_len=max_len, device=device, ranks=ranks)
     return made.engine.runner
+
+
+def load_feeds(name: str, run: RunConfig, sched: SchedConfig, max_len: int | None, ranks: Ranks) -> FeedRunner:
+    """The runner of a rank of feed-forward layers."""
+    from bankfull.parallel.following import FeedRunner
+
+    device = open_device(run.device)
+    files = open_model(locate(name))
+    files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
+    if run.threads is not None:
+        native.set_threads(run.threads)
+    whole = plan_build(files, run, device, max_len or 0)
+    model = build_weights(files, ranks.build(whole, stages_of(files.config, run.mesh.pp)), device)
+    assert ranks.sides is not None
+    feeds = Feeds(whole, model, ranks.sides)
+    if device.kind != "cpu":  # the ranks with mixers measure the memory of these steps
+        for size in measured_steps(suited_steps(model, sched.suited(**device.suits), sched.step_tokens, max_len)):
+            device.peak(partial(feeds.run, sum(size)))
+    ranks.world.least([UNLIMITED] * 4)  # this rank has no pages, slots, rows and sequences that could be too few
+    return FeedRunner(feeds, device)
 
 
 def assemble(
@@ -212,8 +241,10 @@ def assemble(
     build = plan_build(files, run, device, max_len or 0)
     if ranks is not None:
         build = ranks.build(build, stages_of(files.config, run.mesh.pp))
-    # How many tokens an expert gets is known in the step only, and which tokens a rank has follows from lengths.
-    captured_kit = None if run.mesh.ep > 1 or run.mesh.cp > 1 or run.mesh.sp != "off" else build.kit
+    # How many tokens an expert gets is known in the step only, which tokens a rank has follows from lengths, and other
+    # ranks run the feed-forward layers.
+    uncaptured = run.mesh.ep > 1 or run.mesh.cp > 1 or run.mesh.sp != "off" or run.mesh.ffn > 0
+    captured_kit = None if uncaptured else build.kit
     if run.activations == "auto" and build.activations.blocks is INT8 and not build.activations.copies:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
@@ -221,6 +252,9 @@ def assemble(
             shown(inner_weights(files.source)),
         )
     model = build_weights(files, build, device)
+    if ranks is not None and ranks.sides is not None:
+        refuse_feed_ranks_without_use(model, run.mesh)
+        model = with_remote_feeds(build, model, ranks.sides)
     strategy = suited_strategy(model, strategy, run, choice)
     state, sched = suited_state(model, state), suited_steps(model, sched, asked, max_len)
     strategy.prepare(model)
@@ -228,6 +262,8 @@ def assemble(
     refuse_other_size(model, strategy)
     refuse_pages_without_use(layout_of(model.states(), state.page_tokens), run.kv_dtype)
     layout = layout_of(joined_states(model.states(), strategy.states()), state.page_tokens)
+    if build.stage is not None:
+        layout = layout.held(build.stage.first, build.stage.last)
     depth = device.depth if run.depth is None else run.depth
     if run.mesh.pp > 1:
         depth = run.mesh.pp
@@ -238,9 +274,10 @@ def assemble(
     with refusing_large_steps(device, sched):
         captured = captured_widths(strategy, widths)
         kinds = every_kind(model, layout, device, captured_kit, sched.rows, sched.step_tokens, captured)
-        device.compile_ahead(kinds, build.kit)
+        if not run.mesh.ffn:  # other ranks run a part of each step, and none of these
+            device.compile_ahead(kinds, build.kit)
         phases.end("kernels compiled")
-        aside = step_memory(model, layout, device, sched)
+        aside = step_memory(model, layout, device, sched) + (0 if ranks is None else ranks.bytes_of_copies)
     phases.end("the largest step")
     sizes = plan_memory(
         layout,
@@ -415,23 +452,6 @@ def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:
     return model
 
 
-def refuse_other_size(model: Decoder, strategy: Strategy) -> None:
-    if strategy.own is not None and strategy.own.model.vocab != model.vocab:
-        raise ConfigError(
-            f"The draft model has {strategy.own.model.vocab} token ids and the model {model.vocab}; choose a draft "
-            "model with the same vocabulary."
-        )
-
-
-def refuse_short_context(max_len: int, strategy: Strategy) -> None:
-    if strategy.own is not None and strategy.own.model.max_positions < max_len:
-        context = strategy.own.model.max_positions
-        raise ConfigError(
-            f"The draft model's context of {context} tokens is shorter than the {max_len} tokens of the longest "
-            f"sequence; set max_model_len to at most {context}, or choose another draft model."
-        )
-
-
 class Phases:
     """Seconds of each part of a start."""
 
@@ -446,13 +466,18 @@ class Phases:
         log.info(f"{name}: {self.seconds[name]:.2f} s")
 
 
+def measured_steps(sched: SchedConfig) -> list[list[int]]:
+    """New tokens per sequence of the steps whose memory is measured: the largest one, and the largest captured one of
+    prompts."""
+    return [largest(sched.rows, sched.step_tokens), *([size] for size in captured_prompts(sched.step_tokens)[-1:])]
+
+
 def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConfig) -> int:
     """Bytes of the largest step beside weights and state, measured where the device can, plus those of the largest
     captured step of prompts, since graphs keep their memory."""
     if device.kind == "cpu":
         return 0
-    sizes = [largest(sched.rows, sched.step_tokens), *([size] for size in captured_prompts(sched.step_tokens)[-1:])]
-    return sum(device.peak(rehearsal(model, layout, device, size)) for size in sizes)
+    return sum(device.peak(rehearsal(model, layout, device, size)) for size in measured_steps(sched))
 
 
 @contextmanager
@@ -473,22 +498,3 @@ def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int =
     evict = None if kept is None else Mask(kept[1], global_tokens=kept[0])
     made = Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
     return made if evict is None else replace(made, kv_evict=evict)
-
-
-def refuse_eviction_without_use(layout: Layout, evict: Mask | None, longest: int) -> None:
-    """`longest`: tokens of the longest sequence."""
-    if evict is None:
-        return
-    asked = f"kv_evict='sinks:{evict.global_tokens},window:{evict.window}'"
-    if not any(group.window == evict for group in layout.paged):
-        raise ConfigError(f"{asked} has no use here: no layer of this model has full attention; leave it out.")
-    if evict.global_tokens + evict.window >= longest:
-        raise ConfigError(
-            f"{asked} keeps {evict.global_tokens + evict.window} tokens, and a sequence has at most {longest}: nothing "
-            "would be evicted; give a smaller window."
-        )
-
-
-def refuse_pages_without_use(layout: Layout, kv_dtype: str) -> None:
-    if kv_dtype != "auto" and not layout.paged:
-        raise ConfigError(f"kv_dtype={kv_dtype!r} has no use here: this model keeps no keys and values; leave it out.")

@@ -65,6 +65,8 @@ class MeshSpec:
     ffn: int = 0
     """Ranks of each stage that run only feed-forward layers: the tensor ranks then run only mixers. 0: together. Expert
     ranks are some of them; the others split widths."""
+    hot: int = 0
+    """Experts of each layer that every expert rank holds: those that are used most. 0: none."""
 
     AXES: ClassVar[tuple[str, ...]] = ("tp", "pp", "cp", "ep")
     SEQUENCE: ClassVar[dict[str, str]] = {
@@ -81,8 +83,10 @@ class MeshSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= self.MOST:
                 raise ConfigError(f"{name}={str(value)[:40]} of a layout must be a whole number from 1 to {self.MOST}.")
-        if not isinstance(self.ffn, int) or isinstance(self.ffn, bool) or not 0 <= self.ffn <= self.MOST:
-            raise ConfigError(f"ffn={str(self.ffn)[:40]} of a layout must be a whole number from 0 to {self.MOST}.")
+        for name in ("ffn", "hot"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= self.MOST:
+                raise ConfigError(f"{name}={str(value)[:40]} of a layout must be a whole number from 0 to {self.MOST}.")
         if self.sp not in self.SEQUENCE.values():
             raise ConfigError(f"sp={str(self.sp)[:40]!r} of a layout is unknown; use off, megatron or ulysses.")
         if self.ranks > self.MOST:
@@ -97,6 +101,8 @@ class MeshSpec:
                 f"The layout {self} runs feed-forward layers on ranks of their own, which get all tokens of a step; "
                 "leave out cp and sp, which split tokens, or ffn."
             )
+        if self.hot and self.ep == 1:
+            raise ConfigError(f"The layout {self} copies experts to all expert ranks but has one; raise ep.")
         if self.sp == "megatron" and self.tp == 1:
             raise ConfigError(f"The layout {self} splits tokens over tensor ranks but has only one; raise tp.")
         if self.sp == "ulysses" and self.cp == 1:
@@ -170,8 +176,7 @@ class MeshSpec:
         parts = [f"{name}={getattr(self, name)}" for name in self.AXES if getattr(self, name) != 1]
         if self.sp != "off":
             parts.append(f"sp={self.sp}")
-        if self.ffn:
-            parts.append(f"ffn={self.ffn}")
+        parts += [f"{name}={value}" for name in ("ffn", "hot") if (value := getattr(self, name))]
         return ",".join(parts) or "tp=1"
 
     @staticmethod
@@ -229,6 +234,11 @@ class MeshSpec:
     def _check_experts(self, facts: MeshFacts) -> None:
         if self.ep > 1 and not facts.experts:
             raise ConfigError(f"The layout {self} spreads experts, but the model has none; leave out ep.")
+        if self.hot and self.hot >= facts.experts:
+            raise ConfigError(
+                f"The layout {self} copies {self.hot} experts of each layer to every rank, but a layer has only "
+                f"{facts.experts}; use hot = {facts.experts - 1} or less."
+            )
         if facts.experts % self.ep:
             raise ConfigError(
                 f"The layout {self} spreads the model's {facts.experts} experts over {self.ep} ranks, which does not "

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ def work(connection: RankConnection, task: RankTask) -> int:
     import torch
 
     from bankfull.errors import BankfullError
-    from bankfull.loading import load_rank
+    from bankfull.loading import load_feeds, load_rank
     from bankfull.mesh import MeshSpec
-    from bankfull.parallel.following import follow
+    from bankfull.parallel.following import feed, follow
     from bankfull.parallel.groups import RankPlace, join
     from bankfull.parallel.lost import RankLost
     from bankfull.parallel.messages import RankReady
@@ -50,7 +51,12 @@ def work(connection: RankConnection, task: RankTask) -> int:
             torch.cuda.set_device(task.run.device)  # where collectives make their tensors
         ranks = join(RankPlace(mesh, task.rank), task.meeting, connection.host, device)
         ranks.wait_at_most(task.bounds.load)
-        runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
+        if ranks.place.feeds:
+            feeds = load_feeds(task.model, task.run, task.sched, task.max_len, ranks)
+            steps = partial(feed, connection, feeds, ranks.hot(feeds.device))
+        else:
+            runner = load_rank(task.model, task.run, task.sched, task.state, task.max_len, ranks)
+            steps = partial(follow, connection, runner, ranks.tells, ranks.hot(runner.device))
         ranks.wait_at_most(task.bounds.collective)
         connection.send(RankReady(weights=_fingerprint(task)))
     except RankLost:
@@ -63,7 +69,7 @@ def work(connection: RankConnection, task: RankTask) -> int:
         connection.send(RankReady(f"{type(error).__name__}: {error}"))
         return 1
     try:
-        follow(connection, runner, ranks.tells)
+        steps()
     except RankLost:
         return 1
     return 0

@@ -22,6 +22,7 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.decode.verify import verify
 from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
+from bankfull.layers.staged import StageDecoder
 from bankfull.ops import Kit
 from bankfull.runtime.device import Cpu, Cuda, Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner
@@ -68,6 +69,8 @@ class Bench:
         self.strategy.prepare(self.model)
         states = joined_states(self.model.states(), self.strategy.states())
         layout = layout_of(states, self.state.page_tokens)
+        if isinstance(self.model, StageDecoder):
+            layout = layout.held(self.model.first, self.model.first + len(self.model.blocks))
         if self.tiers:
             self.frames = 2 * layout.frames_for(LONG, self.sched.step_tokens)
         lookup = self.strategy if isinstance(self.strategy, GuessLookup) else self.lookup

@@ -19,7 +19,7 @@ def meshes(draw: st.DrawFn) -> MeshSpec:
     tp, pp, cp = draw(SMALL), draw(SMALL), draw(SMALL)
     ep = draw(st.sampled_from([n for n in range(1, tp * cp + 1) if tp * cp % n == 0]))
     if draw(st.booleans()):
-        return MeshSpec(tp, pp, ep=ep, ffn=ep * draw(SMALL))
+        return MeshSpec(tp, pp, ep=ep, ffn=ep * draw(SMALL), hot=draw(SMALL) if ep > 1 else 0)
     forms = ["off"] + ["megatron"] * (tp > 1) + ["ulysses"] * (cp > 1)
     return MeshSpec(tp, pp, cp, ep, draw(st.sampled_from(forms)))
 
@@ -76,7 +76,7 @@ def test_on_means_megatron_and_the_order_does_not_matter() -> None:
     ("text", "words"),
     [
         ("", "empty"),
-        ("dp=2", "no axis 'dp'; its axes are tp, pp, cp, ep, sp, ffn"),
+        ("dp=2", "no axis 'dp'; its axes are tp, pp, cp, ep, sp, ffn, hot"),
         ("tp", "gives no value for tp"),
         ("tp=2,tp=2", "tp twice"),
         ("tp=0", "from 1 to 4096, not '0'"),
@@ -88,6 +88,8 @@ def test_on_means_megatron_and_the_order_does_not_matter() -> None:
         ("tp=2,ep=4", "use one of 1, 2"),
         ("tp=4,ffn=2,ep=4", "4 of the 2 ranks of a stage, which 4 does not divide; use one of 1, 2"),
         ("ffn=0", "from 1 to 4096, not '0'"),
+        ("tp=2,ep=2,hot=0", "from 1 to 4096, not '0'"),
+        ("tp=2,hot=1", "copies experts to all expert ranks but has one; raise ep"),
         ("ffn=2,cp=2", "leave out cp and sp"),
         ("tp=2,ffn=2,sp=on", "leave out cp and sp"),
         ("cp=2,sp=on", "raise tp"),
@@ -115,6 +117,11 @@ def test_a_wrong_text_is_refused_by_one_sentence(text: str, words: str) -> None:
             "over 3 ranks, which does not divide; use ffn / ep",
         ),
         ("cp=3,sp=ulysses", LLAMA, "32 heads over 3 ranks"),
+        (
+            "tp=2,ep=2,hot=8",
+            MIXTRAL,
+            "8 experts of each layer to every rank, but a layer has only 8; use hot = 7",
+        ),
         ("tp=2,ep=2", LLAMA, "has none; leave out ep"),
         ("cp=3,ep=3", MIXTRAL, "8 experts over 3 ranks, which does not divide; use ep = 2 or 4"),
         ("tp=2", MeshFacts(4, 4, 2, experts=4, expert_width=33), "expert width of 33 over 2 ranks"),

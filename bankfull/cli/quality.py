@@ -182,11 +182,12 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.errors import ConfigError
     from bankfull.limits.quality.evaluate import dequantized
     from bankfull.limits.quality.windows import WINDOW
-    from bankfull.loading import choose_dtype, plan_build, refuse_eviction_without_use, refuse_pages_without_use
+    from bankfull.loading import choose_dtype, plan_build
     from bankfull.models.registry import build_model
     from bankfull.ops.reference.rounded_pages import pages_name
     from bankfull.quantize.at_load import suited_sparsity
     from bankfull.runtime.device import open_device
+    from bankfull.runtime.refused import refuse_eviction_without_use, refuse_pages_without_use
     from bankfull.state.spec import layout_of
     from bankfull.text.load import load_tokenizer
     from bankfull.weights.locate import locate

@@ -58,9 +58,15 @@ class SideBuild(Build):
 
     def _placed(self, prefix: str) -> SideBuild:
         assert self.own is not None
-        if (OF_FEEDS.search(prefix) is None) == self.mixers:
+        of_stage = self.stage is None or self.stage.holds(prefix)
+        if of_stage and (OF_FEEDS.search(prefix) is None) == self.mixers:
             return replace(self, prefix=prefix, device=self.home, kit=self.own)
         return replace(self, prefix=prefix, device=META, kit=Kit(self.own.device, ()))
+
+    @property
+    def blank(self) -> SideBuild:
+        assert self.own is not None
+        return replace(self, device=META, home=META, kit=Kit(self.own.device, ()))
 
     @property
     def _reads(self) -> bool:

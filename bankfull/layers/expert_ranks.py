@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,20 @@ from torch import Tensor
 from bankfull.errors import ModelError
 from bankfull.ops.ranks import RankGroup
 from bankfull.ops.reference.dispatch import ExpertSpread
+
+
+class SpreadLayer(Protocol):
+    """A layer whose experts are spread (`layers.experts.Experts`)."""
+
+    @property
+    def expert_count(self) -> int: ...
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, as this rank holds it."""
+
+    def count_routing(self) -> None: ...
+    def counted_routing(self) -> Tensor: ...
+    def replicate(self, counts: Tensor, hot: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +42,8 @@ class ExpertRanks:
     """The tensor ranks that hold parts of the width of the same experts; None: experts are whole."""
     hot: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Name of a layer ("model.layers.3.mlp") -> its experts that every rank holds."""
+    layers: list[SpreadLayer] = field(default_factory=list, repr=False, compare=False)
+    """The layers of this rank that were built for them, in order."""
 
     @property
     def width_ranks(self) -> int:

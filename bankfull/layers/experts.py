@@ -11,6 +11,7 @@ from torch import Tensor
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mlp import activation
+from bankfull.layers.stage import META
 from bankfull.ops import (
     Operation,
     RoutingRule,
@@ -96,6 +97,8 @@ class Experts:
         self._device = build.device
         self._origin = None if self.ranks is None else (build, names)
         self._read(build, names)
+        if self.ranks is not None and build.device != META:
+            self.ranks.layers.append(self)
         self.sum_of_ranks = build.sum_of_ranks(f"{names.down.replace('{}.', '')}.weight")
         """Set where this rank holds a part of each expert's width."""
         self._route = build.bind(route, experts=rule.experts)
@@ -127,6 +130,7 @@ class Experts:
             both = matrices(names.gate_up, (2 * inner, hidden), fused=2)
             gate, up = (both.of_each(part) for part in (slice(0, inner), slice(inner, 2 * inner)))
         gate, up, down = _readable(build, gate, up, down)
+        self.expert_bytes = -(-sum(one.nbytes for one in (gate, up, down)) // max(1, gate.shape[0]))
         self.wants = build.activations.of_experts((gate, up, down))
         """The format of the activations in all of their products."""
         self._operation = PRODUCTS[self.wants]
@@ -141,6 +145,10 @@ class Experts:
         if self.ranks is not None and self.ranks.width is not None and self.down_bias is not None:
             # One rank adds it, because the results are summed.
             self.down_bias = self.down_bias * (self.ranks.width.index == 0)
+
+    @property
+    def expert_count(self) -> int:
+        return self.rule.experts
 
     def count_routing(self) -> None:
         """Count the tokens of each expert from now on."""

@@ -53,11 +53,12 @@ class _Splitting:
             raise ConfigError(f"The model's configuration has {name} = {repr(value)[:80]}, which cannot be split.")
         return value
 
-    def divided(self, size: int, what: str, ranks: int | None = None) -> int:
-        ranks = ranks or self.ranks
+    def divided(self, size: int, what: str, of_feed: bool = False) -> int:
+        ranks = self.feed_ranks if of_feed else self.ranks
         if size % ranks:
+            kind, axis = ("", "ffn") if of_feed and ranks != self.ranks else ("tensor ", "tp")
             raise ConfigError(
-                f"The model's {what} of {size} cannot be split evenly over {ranks} tensor ranks; choose another tp."
+                f"The model's {what} of {size} cannot be split evenly over {ranks} {kind}ranks; choose another {axis}."
             )
         return size // ranks
 
@@ -79,7 +80,7 @@ class _Splitting:
     def feed_width(self, name: str, default: int | None = None) -> tuple[int, int]:
         """Divide a field of a feed-forward layer."""
         whole = self.size(name, default)
-        self.own[name] = self.divided(whole, name, self.feed_ranks)
+        self.own[name] = self.divided(whole, name, of_feed=True)
         return whole, self.own[name]
 
     def heads(

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
+from bankfull.layers.apart import Feeds
+from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.messages import (
     MasksMessage,
     PlanMessage,
     RankConnection,
+    ReplicateMessage,
     SettleMessage,
     masks_of,
     outcome_message,
     step_plan,
 )
+from bankfull.runtime.device import Device
 from bankfull.runtime.device_runner import DeviceRunner
 
 
-def follow(connection: RankConnection, runner: DeviceRunner, tells: bool = False) -> None:
+def follow(
+    connection: RankConnection, runner: DeviceRunner, tells: bool = False, hot: HotExperts | None = None
+) -> None:
     """Run steps until rank 0 ends the connection. `tells`: whether this rank tells rank 0 the results, which then
-    chooses no tokens itself."""
+    chooses no tokens itself. `hot`: this rank's, if experts are to be copied."""
     flying: deque[Any] = deque()
     newest: Any = None
     while (message := connection.from_leader()) is not None:
@@ -36,3 +43,25 @@ def follow(connection: RankConnection, runner: DeviceRunner, tells: bool = False
                 runner.commit(step, message.tokens)
             elif not (tells and step.plan.work):
                 step.wait()
+        elif isinstance(message, ReplicateMessage) and hot is not None:
+            hot.replicate()
+
+
+class FeedRunner:
+    """Runs the feed-forward layers of steps. It keeps nothing of a sequence."""
+
+    def __init__(self, feeds: Feeds, device: Device) -> None:
+        self.feeds, self.device = feeds, device
+
+    def run(self, tokens: int) -> None:
+        """Run a step of so many tokens."""
+        self.device.launch(partial(self.feeds.run, tokens))
+
+
+def feed(connection: RankConnection, runner: FeedRunner, hot: HotExperts | None = None) -> None:
+    """As `follow`, on a rank of feed-forward layers."""
+    while (message := connection.from_leader()) is not None:
+        if isinstance(message, PlanMessage) and message.work:
+            runner.run(sum(work.count + work.drafts for work in message.work))
+        elif isinstance(message, ReplicateMessage) and hot is not None:
+            hot.replicate()

@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bankfull.layers.apart import SideBuild
 from bankfull.layers.build import Build
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.mesh import MeshSpec
+from bankfull.ops import Sides
+from bankfull.parallel.hot import HotExperts, bytes_of_copies
 from bankfull.parallel.lost import RankLost
+from bankfull.runtime.device import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +53,37 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's place in the mesh: tensor ranks are innermost, then context ranks, then stages."""
+    """A rank's place in the mesh: tensor ranks are innermost, then context ranks, then ranks of feed-forward layers,
+    then stages."""
 
     mesh: MeshSpec
     rank: int
 
     @property
-    def tensor(self) -> int:
-        return self.rank % self.mesh.tp
-
-    @property
     def stage(self) -> int:
         return self.rank // self.mesh.stage_ranks
 
+    @property
+    def feeds(self) -> bool:
+        """Whether this rank runs only feed-forward layers."""
+        return self.rank % self.mesh.stage_ranks >= self.mesh.tp * self.mesh.cp
+
+    def stage_ranks(self) -> list[int]:
+        first = self.stage * self.mesh.stage_ranks
+        return list(range(first, first + self.mesh.stage_ranks))
+
     def tensor_ranks(self) -> list[int]:
-        first = self.rank - self.tensor
-        return list(range(first, first + self.mesh.tp))
+        """The ranks that split the same layers by heads and widths."""
+        mesh, own = self.mesh, self.stage_ranks()
+        if self.feeds:
+            return own[mesh.tp * mesh.cp :]
+        first = (self.rank - own[0]) // mesh.tp * mesh.tp
+        return own[first : first + mesh.tp]
 
     def context_ranks(self) -> list[int]:
-        first = self.stage * self.mesh.stage_ranks + self.tensor
-        return [first + context * self.mesh.tp for context in range(self.mesh.cp)]
+        """The ranks that divide the tokens of the same layers."""
+        mesh, own = self.mesh, self.stage_ranks()
+        return own[(self.rank - own[0]) % mesh.tp : mesh.tp * mesh.cp : mesh.tp]
 
 
 class ProcessRanks:
@@ -172,14 +187,29 @@ class Ranks:
     tensor: ProcessRanks | None
     experts: ExpertRanks | None = None
     context: ProcessRanks | None = None
+    sides: Sides | None = None
+    """Set where feed-forward layers have ranks of their own."""
+
+    def hot(self, device: Device) -> HotExperts | None:
+        """The hot experts of this rank's model, if the mesh has any. It counts from now on."""
+        if not self.place.mesh.hot:
+            return None
+        return HotExperts(() if self.experts is None else self.experts.layers, self.place.mesh.hot, device)
+
+    @property
+    def bytes_of_copies(self) -> int:
+        """Memory that this rank's hot experts will need."""
+        hot = self.place.mesh.hot
+        return 0 if not hot or self.experts is None else bytes_of_copies(self.experts.layers, hot, self.place.mesh.ep)
 
     def stage(self, layers: int) -> Stage | None:
         """This rank's stage of a model with so many layers; None if there is only one."""
         mesh, number = self.place.mesh, self.place.stage
         if mesh.pp == 1:
             return None
-        before = ProcessNeighbour(self.world, self.place.rank - mesh.stage_ranks) if number else None
-        after = ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks) if number < mesh.pp - 1 else None
+        first, last = number == 0 or self.place.feeds, number == mesh.pp - 1 or self.place.feeds
+        before = None if first else ProcessNeighbour(self.world, self.place.rank - mesh.stage_ranks)
+        after = None if last else ProcessNeighbour(self.world, self.place.rank + mesh.stage_ranks)
         return Stage(*mesh.stages(layers)[number], before, after)
 
     def wait_at_most(self, seconds: float) -> None:
@@ -189,7 +219,7 @@ class Ranks:
 
     def build(self, build: Build, layers: int) -> Build:
         """The build of this rank's part of a model with so many layers."""
-        return replace(
+        own = replace(
             build,
             shard=None if self.tensor is None else Shard(self.tensor),
             stage=self.stage(layers),
@@ -197,6 +227,7 @@ class Ranks:
             context=self.context,
             sequence=self.place.mesh.sp,
         )
+        return own if self.sides is None else SideBuild.of(own, self.sides)
 
     @property
     def pages(self) -> ProcessRanks | None:
@@ -241,15 +272,18 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
         )
         world = _group(store, "world", list(range(mesh.ranks)), place.rank, host, device)
         tensor = None
-        if mesh.tp > 1:
-            ranks = place.tensor_ranks()
+        if len(ranks := place.tensor_ranks()) > 1:
             tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
         context = None
         if mesh.cp > 1:
             ranks = place.context_ranks()
             context = _group(store, f"context-{ranks[0]}", ranks, place.rank, host, device)
+        sides = None
+        if mesh.ffn:
+            name = f"sides-{place.stage}"
+            sides = Sides(_group(store, name, place.stage_ranks(), place.rank, host, device), mesh.tp)
         experts = None
-        if mesh.ep > 1:
+        if mesh.ep > 1 and (place.feeds or not mesh.ffn):
             at = mesh.expert_places(place.rank)
             spread, same, width = (
                 None if len(ranks) < 2 else _group(store, f"{name}-{ranks[0]}", list(ranks), place.rank, host, device)
@@ -259,7 +293,7 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {meeting.seconds:g} s ({_first(error)}).") from error
-    return Ranks(place, world, tensor, experts, context)
+    return Ranks(place, world, tensor, experts, context, sides)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:

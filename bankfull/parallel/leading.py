@@ -20,6 +20,7 @@ from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
 from bankfull.parallel.groups import Bounds, Meeting, RankPlace, Ranks, join
 from bankfull.parallel.hosting import rank_command
+from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.lost import RankLost
 from bankfull.parallel.messages import (
     HelloMessage,
@@ -27,6 +28,7 @@ from bankfull.parallel.messages import (
     RankConnection,
     RankReady,
     RankTask,
+    ReplicateMessage,
     SettleMessage,
     encoded,
     masks_message,
@@ -34,7 +36,7 @@ from bankfull.parallel.messages import (
     step_result,
 )
 from bankfull.parallel.reaching import RankHosts
-from bankfull.runtime.device import usable_cores
+from bankfull.runtime.device import Device, usable_cores
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.fingerprint import weights_fingerprint
 
@@ -52,6 +54,7 @@ def lead(
     sched: SchedConfig,
     state: StateConfig,
     max_len: int | None,
+    device: Device,
     own_part: Callable[[RunConfig, Ranks], Made],
 ) -> tuple[Made, Followers]:
     """Start the other ranks of `run.mesh`, and make this rank's part of the model while they make theirs. `path`: where
@@ -65,6 +68,7 @@ def lead(
     try:
         ranks = followers.begin(model, run, sched, state, max_len)
         made = own_part(run, ranks)
+        followers.hot = ranks.hot(device)
         followers.await_ready(weights)
         ranks.wait_at_most(followers.bounds.collective)
     except BaseException as error:
@@ -83,6 +87,8 @@ class Followers:
     def __init__(self, mesh: MeshSpec, device: str, hosts: RankHosts | None = None) -> None:
         """Start the processes, and wait until all have said hello. `hosts`: where they run; None: on this machine."""
         self.mesh, self.apart, self.bounds = mesh, hosts is not None, BOUNDS
+        self.hot: HotExperts | None = None
+        """Of rank 0, until all ranks have copied them."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
         self._end = weakref.finalize(self, _end, self._processes, self.connections)
@@ -168,6 +174,10 @@ class Followers:
     # -- each step, called by the runner
 
     def forward(self, plan: StepPlan) -> None:
+        if self.hot is not None and self.hot.due(plan):
+            self._tell(encoded(ReplicateMessage()))
+            self.hot.replicate()
+            self.hot = None
         self._tell(encoded(plan_message(plan)))
 
     def finish(self, masks: Mapping[int, Any]) -> None:

@@ -103,6 +103,10 @@ class SettleMessage(msgspec.Struct, tag="settle"):
     """Of each work of the step, for stages before the last one."""
 
 
+class ReplicateMessage(msgspec.Struct, tag="replicate"):
+    """Before the next step: hold copies of the experts that were used most."""
+
+
 class LogprobsWire(msgspec.Struct):
     logprob: float
     ids: tuple[int, ...]
@@ -125,7 +129,7 @@ class OutcomeMessage(msgspec.Struct, tag="outcome"):
     completed: list[int]
 
 
-ToFollower = RankTask | PlanMessage | MasksMessage | SettleMessage
+ToFollower = RankTask | PlanMessage | MasksMessage | SettleMessage | ReplicateMessage
 ToLeader = HelloMessage | RankReady | OutcomeMessage
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)

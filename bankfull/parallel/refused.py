@@ -15,10 +15,6 @@ def refuse_layout(run: RunConfig, state: StateConfig) -> None:
     """Refuse what a model over several ranks cannot do yet."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
     named = speculative.then or speculative
-    if mesh.ffn:
-        raise ConfigError(
-            f"The layout {mesh} cannot be run yet, only predicted; leave out ffn, all other axes can run."
-        )
     if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
         raise ConfigError(
             f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
@@ -28,9 +24,9 @@ def refuse_layout(run: RunConfig, state: StateConfig) -> None:
         raise ConfigError(
             f"KV tiers below the device need one rank, and the layout {mesh} has {mesh.ranks}; leave out one."
         )
-    if named.name in HEADS_OF_MODEL and mesh.tp > 1:
+    if named.name in HEADS_OF_MODEL and (mesh.tp > 1 or mesh.ffn):
         raise ConfigError(
-            f"speculative={named.name} reads the model's head, which {mesh} spreads over ranks; use suffix, "
+            f"speculative={named.name} reads the model's head and layers, which {mesh} spreads over ranks; use suffix, "
             "ngram, lookahead or a draft model."
         )
     if named.name in STREAMS and mesh.cp > 1:

@@ -228,7 +228,7 @@ class Configuration:
                 f"the model computes the whole sequence in each step, and {longest} tokens are more than a step of "
                 f"{self.step_tokens}"
             )
-        tokens = self.step_tokens if self.layout is None else self.step_tokens / self.layout.mesh.stage_ranks
+        tokens = self.step_tokens if self.layout is None else self.step_tokens / self.layout.activation_ranks
         aside = self.rank_weights + prepared.step_bytes * tokens
         free = int(site.memory - aside)
         if free <= 0:

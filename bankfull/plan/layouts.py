@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bankfull.limits.layout.dims import ModelDims
-from bankfull.limits.layout.memory import kv_share, most_weights, state_share
+from bankfull.limits.layout.memory import expert_share, kv_share, most_weights, state_share
 from bankfull.limits.layout.wire import exchanges, span
 from bankfull.limits.machine.links import DeviceLink, Interconnect
 from bankfull.mesh import MeshSpec
@@ -31,18 +31,19 @@ class ExchangeTimes:
     with_logits: tuple[float, float, float]
     without: tuple[float, float, float]
     least: tuple[tuple[float, float], ...]
-    """For each stage and link: seconds of the bytes per token and per row."""
+    """For each stage, link and side: seconds of the bytes per token and per row."""
 
 
 def _exchange_times(mesh: MeshSpec, dims: ModelDims, links: Interconnect) -> ExchangeTimes:
     def seconds(tokens: float, rows: float) -> float:
         return sum(one.seconds(mesh, links, REACHED) for one in exchanges(dims, mesh, tokens, rows))
 
-    def bytes_seconds(stage: int, tokens: float, rows: float) -> dict[DeviceLink, float]:
-        found: dict[DeviceLink, float] = {}
+    def bytes_seconds(stage: int, tokens: float, rows: float) -> dict[tuple[DeviceLink, bool], float]:
+        found: dict[tuple[DeviceLink, bool], float] = {}
         for one in exchanges(dims, mesh, tokens, rows, stage):
             link = links.link(span(mesh, one.axis))
-            found[link] = found.get(link, 0.0) + one.sent / link.bytes_per_s
+            by = link, one.by_feeds
+            found[by] = found.get(by, 0.0) + one.sent / link.bytes_per_s
         return found
 
     both, bare = seconds(1, 1), seconds(1, 0)
@@ -50,7 +51,7 @@ def _exchange_times(mesh: MeshSpec, dims: ModelDims, links: Interconnect) -> Exc
     least = []
     for stage in range(mesh.pp):
         tokens, rows = bytes_seconds(stage, 1, 0), bytes_seconds(stage, 0, 1)
-        least += [(tokens.get(link, 0.0), rows.get(link, 0.0)) for link in {**tokens, **rows}]
+        least += [(tokens.get(by, 0.0), rows.get(by, 0.0)) for by in {**tokens, **rows}]
     return ExchangeTimes(
         (both - by_token - by_row, by_token, by_row), (bare - by_token, by_token, 0.0), tuple(dict.fromkeys(least))
     )
@@ -72,6 +73,12 @@ class ParallelLayout:
     def ways(self) -> int:
         """Devices of one replica."""
         return self.mesh.ranks
+
+    @property
+    def activation_ranks(self) -> int:
+        """Ranks that share the activations of a step: of the smaller side."""
+        together = self.mesh.tp * self.mesh.cp
+        return min(together, self.mesh.ffn) if self.mesh.ffn else together
 
     @property
     def weights(self) -> float:
@@ -110,7 +117,7 @@ class ParallelLayout:
         use. Experts that are copied see only the tokens of their ranks."""
         made = features / micro
         made[[STEPS, LOGITS]] = features[[STEPS, LOGITS]]
-        copies = self.mesh.stage_ranks / (self.mesh.ep * self.mesh.expert_tp)
+        copies = self.mesh.feed_ranks / (self.mesh.ep * self.mesh.expert_tp)
         for index, share in enumerate(reversed(shares), 1):
             used = 1 - (1 - share) ** (tokens / (micro * copies))
             made[-index] = features[-index] * used / (1 - (1 - share) ** tokens)
@@ -121,11 +128,15 @@ class ParallelLayout:
 
         `kind`: weights, head, attention, recurrent or rest, by what the operations of the kind work on."""
         mesh = self.mesh
-        every = np.full(width, float(mesh.stage_ranks))
+        every = np.full(width, float(mesh.tp * mesh.cp))
         every[[STEPS, LOGITS]] = mesh.tp
         lasting = every.copy()
         if kind == "weights":
-            every[FIXED_FEATURES + 2 * windows :] = lasting[FIXED_FEATURES + 2 * windows :] = mesh.ep * mesh.expert_tp
+            if mesh.ffn:  # the sides of one batch take turns
+                for feature in (STEPS, TOKENS):
+                    share = self.dims.feed_share(active=feature == TOKENS)
+                    every[feature] = lasting[feature] = 1 / ((1 - share) / mesh.tp + share / mesh.ffn)
+            every[FIXED_FEATURES + 2 * windows :] = lasting[FIXED_FEATURES + 2 * windows :] = self._experts_divided()
         elif kind == "attention":
             lasting[FIXED_FEATURES : FIXED_FEATURES + 2 * windows] = 1 / self._kv_read()
         elif kind == "recurrent":  # each context rank runs the whole scan
@@ -134,6 +145,11 @@ class ParallelLayout:
             every[:] = lasting[:] = mesh.cp * (mesh.tp if mesh.sp == "megatron" else 1)
             every[[STEPS, LOGITS]] = lasting[[STEPS, LOGITS]] = 1
         return lasting, every
+
+    def _experts_divided(self) -> float:
+        """Over how many ranks the experts of a layer are divided, on the rank that has most; hot ones are copied."""
+        shares = [expert_share(own.experts.experts, self.mesh) for own in self.dims.layers if own.experts is not None]
+        return 1 / max(shares, default=1.0)
 
     def _kv_read(self) -> float:
         """Fraction of the K/V of a layer that a rank reads, averaged over layers."""

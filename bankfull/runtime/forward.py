@@ -37,6 +37,11 @@ class Model(Protocol):
     def best(self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any]) -> Tensor: ...
 
 
+def first_layer(model: Model) -> int:
+    """The place of the model's first layer in the layout: a stage of a pipeline begins later."""
+    return getattr(model, "first", 0)
+
+
 def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
     """One meta per layer, made once for all mixers of a class whose states are in the same groups."""
     made: dict[tuple[type, tuple[int | None, ...]], Any] = {}

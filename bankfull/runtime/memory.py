@@ -8,6 +8,9 @@ from bankfull.config import SchedConfig, StateConfig, parse_memory
 from bankfull.errors import ConfigError
 from bankfull.state.spec import Layout
 
+UNLIMITED = 1 << 62
+"""Places that take no bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -62,7 +65,7 @@ def plan_memory(
     if layout.recurrent is not None:
         per_row = (2 + depth) * (1 + drafts)
         slot = layout.recurrent.slot_bytes
-        affordable = budget // slot - 1
+        affordable = budget // slot - 1 if slot else UNLIMITED  # a stage may keep none of the recurrent state
         if affordable < per_row:
             raise ConfigError(
                 f"One sequence needs {per_row} slots of {shown(slot)}, but the memory budget is {shown(budget)}; "
@@ -75,7 +78,7 @@ def plan_memory(
         budget -= (slots + 1) * slot
     frames = 0
     if layout.paged:
-        held = budget // layout.frame_bytes - 1
+        held = budget // layout.frame_bytes - 1 if layout.frame_bytes else UNLIMITED
         frames = min(page_ranks * held, rows * layout.frames_for(length, sched.step_tokens))
         fits = longest(layout, frames, length, sched.step_tokens)
         if fits < min(length, 2) or (max_len is not None and fits < max_len):

@@ -12,7 +12,7 @@ from bankfull.ops.registry import Kit
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.captured import Captured
 from bankfull.runtime.device import Device
-from bankfull.runtime.forward import Eager, Model
+from bankfull.runtime.forward import Eager, Model, first_layer
 from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
@@ -35,7 +35,7 @@ def rehearsal(
     """A step of sequences with `new_tokens` each after `past` earlier ones, all in page 0."""
     storage = Storage(layout, 0, 1, device.torch)
     storage.frames.zero_()
-    eager = Eager(model, layout, storage.layers)
+    eager = Eager(model, layout, storage.layers, first_layer(model))
     sequences, tokens, longest = len(new_tokens), sum(new_tokens), past + max(new_tokens)
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def every_kind(
 ) -> Iterator[Callable[[], None]]:
     """Steps that together launch every kernel of an engine over this model: those that it records, and others. `kit`:
     None where it records none."""
-    eager = Eager(model, layout, Storage(layout, 0, 1, device.torch).layers)
+    eager = Eager(model, layout, Storage(layout, 0, 1, device.torch).layers, first_layer(model))
     if kit is not None and isinstance(forward := device.capture(eager, kit), Captured):
         placed = Rows(rows, SHORT, layout, model.vocab, device.torch, device.ship)
         yield from forward.kinds(placed, widths, device.chooser(kit), tokens)

@@ -138,6 +138,25 @@ class Layout:
         recurrent = self.recurrent if any(None in states for states in groups) else None
         return replace(self, owners=self.owners[first : first + count], groups=groups, recurrent=recurrent)
 
+    def held(self, first: int, last: int) -> Layout:
+        """The layout on a rank that keeps the state of the layers first .. last - 1 only. Groups, tokens of a page and
+        numbers of pages and slots are those of all ranks; the bytes behind them are this rank's."""
+
+        def kept(member: Member) -> bool:
+            return first <= member[0] < last
+
+        paged = tuple(replace(group, members=tuple(filter(kept, group.members))) for group in self.paged)
+        recurrent = self.recurrent
+        if recurrent is not None:
+            own = [pair for pair in zip(recurrent.members, recurrent.tensors, strict=True) if kept(pair[0])]
+            recurrent = RecurrentGroup(tuple(member for member, _ in own), tuple(tensors for _, tensors in own))
+        return replace(self, paged=paged, recurrent=recurrent, frame_bytes=_frame_bytes(paged))
+
+
+def _frame_bytes(paged: Sequence[PagedGroup]) -> int:
+    frame = max((group.token_bytes * group.page_tokens for group in paged), default=0)
+    return -(-frame // FRAME_ALIGN) * FRAME_ALIGN
+
 
 def joined_states(
     first: Sequence[tuple[StateSpec, ...]], second: Sequence[tuple[StateSpec, ...]]
@@ -175,7 +194,6 @@ def layout_of(layers: Sequence[Sequence[StateSpec]], page_tokens: int) -> Layout
     for key in sorted(alike, key=lambda k: -weights[k]):
         multiple = heaviest // weights[key] // multiple * multiple
         paged.append(PagedGroup(tuple(alike[key]), key[0], key[1], page_tokens * multiple))
-    frame = max((g.token_bytes * g.page_tokens for g in paged), default=0)
     group_of = {member: number for number, group in enumerate(paged) for member in group.members}
     owners = tuple(
         tuple(_owner(layers, (layer, number)) for number in range(len(states))) for layer, states in enumerate(layers)
@@ -185,7 +203,7 @@ def layout_of(layers: Sequence[Sequence[StateSpec]], page_tokens: int) -> Layout
         RecurrentGroup(tuple(slots), tuple(slots.values())) if slots else None,
         owners,
         tuple(tuple(group_of.get(owner) for owner in states) for states in owners),
-        -(-frame // FRAME_ALIGN) * FRAME_ALIGN,
+        _frame_bytes(paged),
         page_tokens,
     )
 

@@ -49,7 +49,8 @@ class Storage:
                     for s in specs
                 }
                 self.slots += own[member].values()
-        self.layers: list[LayerStates] = [tuple(own[owner] for owner in owners) for owners in layout.owners]
+        # A layer whose state another rank keeps has no tensors here.
+        self.layers: list[LayerStates] = [tuple(own.get(owner, {}) for owner in owners) for owners in layout.owners]
 
     def _paged_view(self, spec: TensorSpec, page_tokens: int, offset: int) -> Tensor:
         item = ITEM_BYTES[spec.dtype]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bankfull.errors import ConfigError
 from bankfull.limits.layout.dims import AttentionDims, ExpertDims, LayerBytes, LayerDims, ModelDims
 from bankfull.limits.layout.measured import dims_of
-from bankfull.limits.layout.memory import kv_share, most_weights, rank_weights, state_share
+from bankfull.limits.layout.memory import kv_share, most_weights, rank_weights, side_weights, state_share
 from bankfull.limits.layout.wire import WireExchange, exchanges, kv_bytes, sent_bytes, summed
 from bankfull.limits.machine import catalogue
 from bankfull.limits.machine.links import DeviceLink, Interconnect
@@ -72,6 +72,43 @@ def test_all_ranks_together_hold_at_least_the_model_and_none_holds_more(mesh: Me
     assert whole >= MODEL.weight_bytes * (1 - 1e-12)
     assert most_weights(MODEL, mesh) <= MODEL.weight_bytes * (1 + 1e-12)
     assert mesh.ranks * state_share(MODEL, mesh) >= 1 - 1e-12 and state_share(MODEL, mesh) <= 1 + 1e-12
+
+
+def test_feed_forward_ranks_hold_the_feed_forward_layers_and_the_others_hold_the_rest() -> None:
+    for case, mesh in (("llama", MeshSpec(ffn=1)), ("mixtral", MeshSpec(tp=2, ffn=2, ep=2))):
+        dims = dims_of(recipe_of(normalize_config(CASES[case]().config.to_dict()), "cpu"))
+        mixers, feeds = side_weights(dims, mesh, 0)
+        assert most_weights(dims, mesh) == max(mixers, feeds)
+        own = [layer.bytes for layer in dims.layers]
+        copied = sum(one.feed_copied for one in own)
+        assert mesh.ffn * (feeds - copied) == pytest.approx(sum(one.feed + one.experts for one in own))
+        assert (copied > 0) == (case == "mixtral"), "routers are on each of them"
+        whole = mesh.tp * mixers + mesh.ffn * feeds
+        assert dims.weight_bytes <= whole * (1 + 1e-12)
+        if mesh.ranks == 2:
+            assert whole == pytest.approx(dims.weight_bytes)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), TOKENS)
+def test_rows_cross_to_feed_forward_ranks_and_back_in_each_layer_that_has_one(tp: int, ffn: int, tokens: int) -> None:
+    """As docs/parallel.md counts them: T H f numbers there and T H t back, over all senders."""
+    found = exchanges(MODEL, MeshSpec(tp, ffn=ffn), tokens, 1)
+    size = tokens * MODEL.hidden * MODEL.item_bytes
+    crossing = [one for one in found if one.kind == "send"]
+    assert len(crossing) == 2 * (len(MODEL.layers) - 1)
+    assert sum(one.sent * (ffn if one.by_feeds else tp) for one in crossing) == pytest.approx(
+        size * (tp + ffn) * (len(MODEL.layers) - 1)
+    )
+    added = {one.axis: one.count for one in summed(found) if one.what == "sum of a branch"}
+    assert added == {axis: n for axis, n in (("tp", 6.0), ("ffn", 5.0)) if {"tp": tp, "ffn": ffn}[axis] > 1}
+
+
+def test_copies_of_hot_experts_take_memory_and_save_bytes_on_the_wire() -> None:
+    plain, hot = MeshSpec(2, ep=2), MeshSpec(2, ep=2, hot=6)
+    assert most_weights(MODEL, hot) - most_weights(MODEL, plain) == pytest.approx(960.0 * 6 / 60)
+    sent = [[one.sent for one in exchanges(MODEL, mesh, 9, 1) if one.axis == "ep"] for mesh in (plain, hot)]
+    assert sent[1] == pytest.approx([one * (1 - 6 / 60) for one in sent[0]])
+    assert len(sent[0]) == 2
 
 
 @given(meshes(), st.integers(1, 40))

@@ -5,35 +5,34 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy
+from bankfull.layers.apart import Feeds, SideBuild, with_remote_feeds
 from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
+from bankfull.layers.staged import StageDecoder
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.models.splitting import layer_count
-from bankfull.ops import kit_for
+from bankfull.ops import Sides, kit_for
 from bankfull.ops.ranks import RankGroup
-from bankfull.parallel.following import follow
-from bankfull.parallel.groups import RankPlace
-from bankfull.parallel.messages import (
-    _TO_FOLLOWER,
-    HEADER,
-    SettleMessage,
-    encoded,
-    masks_message,
-    plan_message,
-    step_result,
-)
+from bankfull.parallel.following import FeedRunner, feed, follow
+from bankfull.parallel.groups import Bounds, RankPlace
+from bankfull.parallel.hot import HotExperts
+from bankfull.parallel.leading import Followers
+from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
 from bankfull.runtime.device import open_device
 from bankfull.runtime.device_runner import DeviceRunner
-from bankfull.types import StepPlan, StepResult
+from bankfull.state.spec import joined_states, layout_of
 from bankfull.weights.source import open_model
 from tests.kit import Bench
 from tests.parallel.built import expert_ranks
@@ -42,7 +41,7 @@ from tests.tiny import folder_of
 
 
 class QueueConnection:
-    """The follower's end."""
+    """Both ends."""
 
     def __init__(self) -> None:
         self.frames: queue.Queue[bytes | None] = queue.Queue()
@@ -52,6 +51,12 @@ class QueueConnection:
     def send(self, message: Any) -> None:
         self.told.put(message)
 
+    def send_bytes(self, frame: bytes | None) -> None:
+        self.frames.put(frame)
+
+    def from_follower(self, seconds: float) -> Any:
+        return self.told.get(timeout=60)
+
     def from_leader(self, seconds: float | None = None) -> Any:
         if self._taken:
             self.frames.task_done()
@@ -60,30 +65,27 @@ class QueueConnection:
         return None if frame is None else _TO_FOLLOWER.decode(frame[HEADER.size :])
 
 
-class ThreadFollowers:
-    """Rank 0's end."""
+class ThreadFollowers(Followers):
+    """Rank 0's end, over queues."""
 
-    def __init__(self, connections: list[QueueConnection], last: int) -> None:
-        self.connections, self._last = connections, last
-
-    def forward(self, plan: StepPlan) -> None:
-        self._tell(encoded(plan_message(plan)))
-
-    def finish(self, masks: Mapping[int, Any]) -> None:
-        self._tell(encoded(masks_message(masks)))
-
-    def settle(self, tokens: list[list[int]]) -> None:
-        self._tell(encoded(SettleMessage(tokens)))
-
-    def outcome(self) -> StepResult:
-        return step_result(self.connections[self._last].told.get(timeout=60))
-
-    def _tell(self, frame: bytes | None) -> None:
-        for connection in self.connections:
-            connection.frames.put(frame)
+    def __init__(self, mesh: MeshSpec, connections: list[QueueConnection], hot: HotExperts | None) -> None:
+        self.mesh, self.hot, self.bounds = mesh, hot, Bounds()
+        self.connections = connections  # type: ignore[assignment]
 
     def end(self) -> None:
-        self._tell(None)
+        for connection in self.connections:
+            connection.send_bytes(None)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """A rank's part of a model."""
+
+    whole: Build
+    """Of feed-forward layers, before they were split over their ranks."""
+    model: Decoder
+    experts: ExpertRanks | None
+    sides: Sides | None
 
 
 class ThreadMesh:
@@ -99,26 +101,32 @@ class ThreadMesh:
             return None
         return ThreadRank(self.meeting, self.mesh.ranks, number).among(*RankPlace(self.mesh, number).context_ranks())
 
-    def build(self, shape: str, number: int) -> Any:
+    def build(self, shape: str, number: int) -> RankModel:
         mesh, place, files = self.mesh, RankPlace(self.mesh, number), open_model(folder_of(shape))
         world = ThreadRank(self.meeting, mesh.ranks, number)
         stage = None
         if mesh.pp > 1:
-            before = self._border(number - mesh.stage_ranks, number) if place.stage else None
-            after = self._border(number, number + mesh.stage_ranks) if place.stage < mesh.pp - 1 else None
+            first, last = (at == place.stage or place.feeds for at in (0, mesh.pp - 1))
+            before = None if first else self._border(number - mesh.stage_ranks, number)
+            after = None if last else self._border(number, number + mesh.stage_ranks)
             stage = Stage(*mesh.stages(layer_count(files.config))[place.stage], before, after)
-        build = Build(
+        near = place.tensor_ranks()
+        experts = expert_ranks(world, mesh) if mesh.ep > 1 and (place.feeds or not mesh.ffn) else None
+        whole = Build(
             files.source,
             kit_for("cpu", "torch"),
             torch.float32,
             torch.device("cpu"),
             stage=stage,
-            shard=Shard(world.among(*place.tensor_ranks())) if mesh.tp > 1 else None,
-            experts=expert_ranks(world, mesh) if mesh.ep > 1 else None,
             context=world.among(*place.context_ranks()) if mesh.cp > 1 else None,
             sequence=mesh.sp,
         )
-        return build_model(files.config, build)
+        build = replace(whole, shard=Shard(world.among(*near)) if len(near) > 1 else None, experts=experts)
+        if not mesh.ffn:
+            return RankModel(whole, build_model(files.config, build), experts, None)
+        sides = Sides(world.among(*place.stage_ranks()), mesh.tp)
+        model = build_model(files.config, SideBuild.of(build, sides))
+        return RankModel(whole, with_remote_feeds(whole, model, sides) if sides.runs_mixers else model, experts, sides)
 
     def _border(self, before: int, after: int) -> ThreadNeighbour:
         return self.borders.setdefault((before, after), ThreadNeighbour())
@@ -137,44 +145,66 @@ class SplitBench:
         """`strategy`: makes that of a rank, from the ranks that its pages go round."""
         mesh = MeshSpec.parse(layout)
         self.threads = ThreadMesh(mesh)
-        models = [self.threads.build(shape, number) for number in range(mesh.ranks)]
+        parts = [self.threads.build(shape, number) for number in range(mesh.ranks)]
+        self.experts = [part.experts for part in parts]
+        """Of each rank."""
         depth = 0 if mesh.pp == 1 else mesh.pp
-        self.bench = Bench(models[0], open_device("cpu"), depth, strategy=strategy(self.threads.pages(0)), **settings)
+        own = strategy(self.threads.pages(0))
+        self.bench = Bench(parts[0].model, open_device("cpu"), depth, strategy=own, **settings)
         self.bench.engine.scheduler.stages = mesh.pp
         self.bench.poison = self._poison  # type: ignore[method-assign]
-        self._connections = [QueueConnection() for _ in models[1:]]
+        self._connections = [QueueConnection() for _ in parts[1:]]
         self.errors: list[BaseException] = []
-        self._threads, self.runners = [], [self.bench.runner]
+        self._threads: list[threading.Thread] = []
+        self.runners = [self.bench.runner]
         first = self.bench.runner
         first.chooses = mesh.pp == 1
         last = mesh.ranks - mesh.stage_ranks
-        for number, (model, connection) in enumerate(zip(models[1:], self._connections, strict=True), 1):
-            own = strategy(self.threads.pages(number))
-            own.prepare(model)
-            runner = DeviceRunner(
-                model,
-                first.layout,
-                open_device("cpu"),
-                own,
-                rows=self.bench.sched.rows,
-                max_len=self.bench.max_len,
-                frames=self.bench.frames if first.layout.paged else 0,
-                slots=self.bench.slots,
-                step_tokens=self.bench.sched.step_tokens or 0,
-                guesses=0 if self.bench.lookup is None else self.bench.lookup.most,
-            )
+        hot = [
+            HotExperts(() if one is None else one.layers, mesh.hot, first.device) if mesh.hot else None
+            for one in self.experts
+        ]
+        for number, (part, connection) in enumerate(zip(parts[1:], self._connections, strict=True), 1):
+            if RankPlace(mesh, number).feeds:
+                assert part.sides is not None
+                feeds = Feeds(part.whole, part.model, part.sides)
+                self._start(feed, connection, FeedRunner(feeds, open_device("cpu")), hot[number])
+                continue
+            runner = self._runner(part.model, strategy(self.threads.pages(number)))
             self.runners.append(runner)
             runner.chooses = number >= last
-            thread = threading.Thread(target=self._follow, args=(connection, runner, mesh.pp > 1 and number == last))
-            thread.start()
-            self._threads.append(thread)
-        self.followers = ThreadFollowers(self._connections, last - 1)
+            self._start(follow, connection, runner, mesh.pp > 1 and number == last, hot[number])
+        self.followers = ThreadFollowers(mesh, self._connections, hot[0])
         first.followers = self.followers
         self._poison()
 
-    def _follow(self, connection: QueueConnection, runner: DeviceRunner, tells: bool) -> None:
+    def _runner(self, model: Decoder, strategy: Strategy) -> DeviceRunner:
+        bench = self.bench
+        strategy.prepare(model)
+        layout = layout_of(joined_states(model.states(), strategy.states()), bench.state.page_tokens)
+        if isinstance(model, StageDecoder):
+            layout = layout.held(model.first, model.first + len(model.blocks))
+        return DeviceRunner(
+            model,
+            layout,
+            open_device("cpu"),
+            strategy,
+            rows=bench.sched.rows,
+            max_len=bench.max_len,
+            frames=bench.frames if layout.paged else 0,
+            slots=bench.slots,
+            step_tokens=bench.sched.step_tokens or 0,
+            guesses=0 if bench.lookup is None else bench.lookup.most,
+        )
+
+    def _start(self, work: Callable[..., None], *given: Any) -> None:
+        thread = threading.Thread(target=self._follow, args=(work, *given))
+        thread.start()
+        self._threads.append(thread)
+
+    def _follow(self, work: Callable[..., None], *given: Any) -> None:
         try:
-            follow(connection, runner, tells)  # type: ignore[arg-type]
+            work(*given)
         except BaseException as error:
             self.errors.append(error)
             self.threads.meeting.leave()

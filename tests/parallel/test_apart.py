@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bankfull.errors import ConfigError
 from bankfull.layers.apart import Feeds, RemoteFeed, SideBuild, with_remote_feeds
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
@@ -16,6 +17,7 @@ from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Shard
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
+from bankfull.models.splitting import rank_config
 from bankfull.ops import Sides, Unnormed, cross, kit_for
 from bankfull.weights.source import open_model
 from tests.models.cases import CASES
@@ -152,3 +154,9 @@ def test_fewer_tokens_than_ranks_cross_too(tokens: int) -> None:
         assert torch.equal(found, x[:0] if sides.runs_mixers else x)
 
     on_ranks(5, work)
+
+
+def test_a_width_that_ranks_cannot_share_is_refused_by_the_name_of_their_axis() -> None:
+    config = open_model(even_model("llama")[0]).config
+    with pytest.raises(ConfigError, match=r"intermediate_size of \d+ cannot be split evenly over 5 ranks; .* ffn"):
+        rank_config(config, 1, 5, False)

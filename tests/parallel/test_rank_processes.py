@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +16,15 @@ import pytest
 from bankfull import LLM, SamplingParams
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
-from bankfull.parallel import leading
+from bankfull.parallel import hot, leading
 from bankfull.parallel.groups import Bounds
 from bankfull.parallel.leading import Followers
 from bankfull.parallel.lost import RankLost
 from bankfull.parallel.messages import RankReady, encoded
+from bankfull.runtime.refused import refuse_feed_ranks_without_use
 from bankfull.serve.engine.exchange_end import ExchangeEnd
 from bankfull.serve.engine.wire import ExchangeEnds
-from tests.tiny import folder_of, speaking_folder
+from tests.tiny import folder_of, reference_of, speaking_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["The river runs", "The engine", "its channel, and"]
@@ -93,17 +96,80 @@ def test_processes_that_divide_tokens_give_those_of_one(mesh: str) -> None:
     followers_of(divided).close()
 
 
-def test_experts_and_tokens_over_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
-    shutil.copytree(folder_of("experts"), tmp_path, dirs_exist_ok=True)
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts")
+    shutil.copytree(folder_of("experts"), path, dirs_exist_ok=True)
     for file in speaking_folder().glob("token*"):
-        shutil.copy(file, tmp_path)
+        shutil.copy(file, path)
+    return path
+
+
+def numbers(llm: LLM) -> list[list[int]]:
+    """Tokens of a model whose vocabulary is not the tokenizer's."""
     prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10]}, {"prompt_token_ids": [40, 3, 60]}]
     how = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, ignore_eos=True)
-    found = []
-    for mesh in ("", "tp=2,ep=2", "tp=2,ep=2,sp=on"):
-        llm = LLM(str(tmp_path), dtype="float32", rows=4, parallel=mesh)
-        found.append([list(output.outputs[0].token_ids) for output in llm.generate(prompts, how)])
-    assert found[0] == found[1] == found[2]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, how)]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(experts: Path) -> list[list[int]]:
+    return numbers(LLM(str(experts), dtype="float32", rows=4))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "tp=2,ep=2,hot=2",
+        "tp=2,sp=on",
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in ("tp=2,ffn=2", "ffn=2,ep=2,hot=1", "pp=2,ffn=1", "tp=2,ep=2,sp=on")
+        ),
+    ],
+)
+def test_experts_and_tokens_over_ranks_give_the_tokens_of_one_process(
+    mesh: str, experts: Path, of_one_process: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot, "COUNTED_TOKENS", 12)  # of rank 0, which decides for all
+    llm = LLM(str(experts), dtype="float32", rows=4, parallel=mesh)
+    assert (followers_of(llm).hot is not None) == ("hot" in mesh)
+    assert numbers(llm) == of_one_process
+    assert followers_of(llm).hot is None, "experts were copied in one of the steps"
+
+
+def test_a_rank_of_feed_forward_layers_gives_the_tokens_of_one_process_and_its_loss_ends_the_replica(
+    experts: Path, of_one_process: list[list[int]]
+) -> None:
+    llm = LLM(str(experts), dtype="float32", rows=4, parallel="ffn=1")
+    assert numbers(llm) == of_one_process
+    (process,) = followers_of(llm)._processes
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(RankLost) as problem:
+        numbers(llm)
+    assert "Timed out" not in str(problem.value)
+
+
+@pytest.mark.full
+def test_ranks_of_feed_forward_layers_end_with_rank_0(experts: Path) -> None:
+    code = f"""
+import time
+from bankfull import LLM
+llm = LLM({str(experts)!r}, dtype="float32", rows=4, parallel="ffn=1")
+print(llm.loaded.engine.runner.followers._processes[0].pid, flush=True)
+time.sleep(600)
+"""
+    leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert leader.stdout is not None
+    feeding = int(leader.stdout.readline())
+    os.kill(feeding, 0)  # it runs
+    leader.kill()
+    leader.wait()
+    until = time.monotonic() + 60
+    while Path(f"/proc/{feeding}/cmdline").exists() and Path(f"/proc/{feeding}/cmdline").read_bytes():
+        assert time.monotonic() < until, "a rank outlives rank 0"
+        time.sleep(0.1)
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula(split: LLM) -> None:
@@ -246,7 +312,6 @@ def test_a_model_that_other_ranks_do_not_find_ends_the_start(monkeypatch: pytest
         ({"parallel": "tp=2", "speculative": "chain:medusa:heads"}, "medusa reads the model's head"),
         ({"parallel": "cp=2", "speculative": "streaming:streams"}, "whose tokens cp=2 divides"),
         ({"parallel": "cp=3,sp=ulysses"}, "4 heads.*cannot be divided over 3 context ranks"),
-        ({"parallel": "ffn=1"}, "cannot be run yet"),
         ({"parallel": "pp=3"}, "3 stages, but the model has only 2 layers"),
         ({"parallel": "pp=2", "speculative": "lookahead"}, "which the first of the 2 stages does not have"),
     ],
@@ -254,3 +319,8 @@ def test_a_model_that_other_ranks_do_not_find_ends_the_start(monkeypatch: pytest
 def test_a_layout_that_cannot_run_is_refused(options: dict[str, object], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         LLM(str(speaking_folder()), **options)  # type: ignore[arg-type]
+
+
+def test_ranks_for_feed_forward_layers_that_a_model_does_not_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ffn=1 gives feed-forward layers ranks of their own, but this model has"):
+        refuse_feed_ranks_without_use(reference_of("mamba"), MeshSpec(ffn=1))

@@ -55,7 +55,9 @@ def test_a_mesh_of_one_rank_takes_the_time_of_one_device(step: StepShape) -> Non
     assert joined.least(step) == pytest.approx(alone.least(step))
 
 
-@given(STEPS, st.sampled_from(["tp=2", "pp=2", "cp=2", "tp=2,pp=2", "tp=2,cp=2", "tp=2,sp=on", "cp=2,sp=ulysses"]))
+@given(
+    STEPS, st.sampled_from(["tp=2", "pp=2", "cp=2", "tp=2,pp=2", "tp=2,cp=2", "tp=2,sp=on", "cp=2,sp=ulysses", "ffn=2"])
+)
 def test_a_step_on_ranks_is_never_faster_than_its_limit_or_than_all_of_them(step: StepShape, text: str) -> None:
     mesh = MeshSpec.parse(text)
     alone, joined = times(None), times(mesh)
@@ -63,7 +65,22 @@ def test_a_step_on_ranks_is_never_faster_than_its_limit_or_than_all_of_them(step
     assert joined.least(step) >= alone.least(step) / mesh.ranks * (1 - 1e-9)
 
 
-@given(STEPS, st.sampled_from(["tp=2", "tp=2,pp=2", "cp=2"]))
+@given(STEPS, st.sampled_from([1, 2, 4]))
+def test_a_step_is_no_faster_with_feed_forward_layers_on_ranks_of_their_own(step: StepShape, ranks: int) -> None:
+    """The sides of one batch take turns: twice the ranks do the same work in the same time, and rows cross."""
+    together, apart = times(MeshSpec(ranks)), times(MeshSpec(ranks, ffn=ranks))
+    assert apart.likely(step) > together.likely(step)
+    assert apart.spent(step).terms == pytest.approx(together.spent(step).terms)
+    assert apart.spent(step).exchange > together.spent(step).exchange
+
+
+def test_more_feed_forward_ranks_shorten_only_the_feed_forward_layers() -> None:
+    step = StepShape.prefill(64)
+    found = [float(times(MeshSpec(ffn=ranks)).spent(step).terms.sum()) for ranks in (1, 2, 4)]
+    assert found[0] > found[1] > found[2] > found[0] / 2
+
+
+@given(STEPS, st.sampled_from(["tp=2", "tp=2,pp=2", "cp=2", "ffn=2"]))
 def test_a_faster_link_makes_no_step_slower(step: StepShape, text: str) -> None:
     fast = replace(LINK, bytes_per_s=1e12, start_seconds=1e-9, hop_seconds=1e-9)
     mesh = MeshSpec.parse(text)

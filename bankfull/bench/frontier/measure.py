@@ -19,9 +19,10 @@ from bankfull.layers.build import Build
 from bankfull.limits.quality.evaluate import KeptReference, Quality, dequantized, evaluate_kept, keep_reference
 from bankfull.limits.quality.recall import RecallPrompt, recall, recall_prompts
 from bankfull.limits.statistics import per_second
-from bankfull.loading import Assembled, assemble, refuse_pages_without_use
+from bankfull.loading import Assembled, assemble
 from bankfull.ops.reference.rounded_pages import pages_name
 from bankfull.runtime.device import Device
+from bankfull.runtime.refused import refuse_pages_without_use
 from bankfull.sample.params import SamplingParams
 from bankfull.text.load import load_tokenizer
 from bankfull.text.tokenizer import Tokenizer

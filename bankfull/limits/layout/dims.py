@@ -35,7 +35,7 @@ class LayerBytes:
     """Bytes of one layer's weights, by how a layout places them, and of its state."""
 
     split: float = 0.0
-    """Split over tensor ranks."""
+    """Split over tensor ranks: all of these, those of the feed-forward layer included."""
     copied: float = 0.0
     """The same on all ranks of a stage: norms, routers, projections to latents."""
     kv: float = 0.0
@@ -46,6 +46,10 @@ class LayerBytes:
     """Paged state per token."""
     sequence_state: float = 0.0
     """Recurrent state per sequence."""
+    feed: float = 0.0
+    """Of `split`, what the feed-forward layer has: split over its own ranks, if there are any."""
+    feed_copied: float = 0.0
+    """Of `copied`, the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,11 @@ class LayerDims:
     width: int = 0
     """Inner width of a dense feed-forward layer."""
     bytes: LayerBytes = field(default_factory=LayerBytes)
+
+    @property
+    def fed(self) -> bool:
+        """Whether there is a feed-forward layer."""
+        return bool(self.width or self.experts is not None or self.bytes.feed)
 
     def facts(self, layers: int) -> MeshFacts:
         """What a mesh must divide."""
@@ -91,6 +100,16 @@ class ModelDims:
             # Layers without experts do not stand in the way of those that have some.
             mesh.check(facts if facts.experts or not experts else _without_experts(facts, mesh))
 
+    def feed_share(self, active: bool) -> float:
+        """Fraction of the layers' matrices that is in feed-forward layers: without routed experts, or with those that
+        are `active` for a token."""
+        routed = [
+            layer.bytes.experts * layer.experts.per_token / layer.experts.experts if active and layer.experts else 0.0
+            for layer in self.layers
+        ]
+        whole = sum(layer.bytes.split + layer.bytes.kv for layer in self.layers) + sum(routed)
+        return (sum(layer.bytes.feed for layer in self.layers) + sum(routed)) / whole if whole else 0.0
+
     @property
     def weight_bytes(self) -> float:
         """Of the whole model, each tensor once."""
@@ -105,5 +124,5 @@ class ModelDims:
 
 
 def _without_experts(facts: MeshFacts, mesh: MeshSpec) -> MeshFacts:
-    """As many experts as ranks, which always divide."""
-    return MeshFacts(facts.layers, facts.heads, facts.kv_heads, mesh.ep, facts.widths)
+    """So many experts that ranks always divide them, and not all are hot."""
+    return MeshFacts(facts.layers, facts.heads, facts.kv_heads, mesh.ep * (1 + mesh.hot), facts.widths)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from bankfull.layers.apart import OF_FEEDS
 from bankfull.layers.attention import Attention
 from bankfull.layers.decoder import Block
 from bankfull.layers.experts import Experts
@@ -55,11 +56,13 @@ def dims_of(recipe: Recipe) -> ModelDims:
 
 def _parts(name: str, shape: tuple[int, ...], layer: LayerDims) -> Iterator[tuple[str, float]]:
     """How a tensor is placed, with the share of it that is."""
-    own = layer.attention
+    own, of_feed = layer.attention, OF_FEEDS.search(name) is not None
     if ROUTED.search(name):
         yield "experts", 1.0
     elif len(shape) == 1 or COPIED.search(name):
         yield "copied", 1.0
+        if of_feed:
+            yield "feed_copied", 1.0
     elif own is not None and own.kv_heads and KEYS.search(name):
         yield "kv", 1.0
     elif own is not None and own.kv_heads and FUSED.search(name):
@@ -68,6 +71,8 @@ def _parts(name: str, shape: tuple[int, ...], layer: LayerDims) -> Iterator[tupl
         yield "split", 1 - keys
     else:
         yield "split", 1.0
+        if of_feed:
+            yield "feed", 1.0
 
 
 def _layer(block: Block) -> LayerDims:

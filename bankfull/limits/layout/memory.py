@@ -7,22 +7,41 @@ from bankfull.mesh import MeshSpec
 
 
 def rank_weights(dims: ModelDims, mesh: MeshSpec, stage: int) -> float:
-    """Bytes of weights on each rank of a stage. A head that is the embedding lies on the first and on the last one."""
+    """Bytes of weights on each rank of a stage; on those with most, where feed-forward layers have ranks of their own.
+    A head that is the embedding lies on the first stage and on the last one."""
+    mixers, feeds = side_weights(dims, mesh, stage)
+    return max(mixers, feeds) if mesh.ffn else mixers + feeds
+
+
+def side_weights(dims: ModelDims, mesh: MeshSpec, stage: int) -> tuple[float, float]:
+    """Bytes of weights of a stage on a rank with mixers, and on one with feed-forward layers."""
     first, last = mesh.stages(len(dims.layers))[stage]
-    found = sum(_layer_weights(layer, mesh) for layer in dims.layers[first:last])
+    mixers = sum(_mixer_weights(layer, mesh) for layer in dims.layers[first:last])
     begins, ends = stage == 0, stage == mesh.pp - 1
     if begins or (ends and not dims.head_bytes):
-        found += dims.embedding_bytes / mesh.tp
+        mixers += dims.embedding_bytes / mesh.tp
     if ends:
-        found += dims.head_bytes / mesh.tp
-    return found + (dims.copied_bytes if begins or ends else 0.0)
+        mixers += dims.head_bytes / mesh.tp
+    mixers += dims.copied_bytes if begins or ends else 0.0
+    return mixers, sum(_feed_weights(layer, mesh) for layer in dims.layers[first:last])
 
 
-def _layer_weights(layer: LayerDims, mesh: MeshSpec) -> float:
+def _mixer_weights(layer: LayerDims, mesh: MeshSpec) -> float:
     own = layer.bytes
     heads = 0 if layer.attention is None else layer.attention.kv_heads
     keys = own.kv / (min(mesh.tp, heads) if heads else 1)
-    return own.split / mesh.tp + own.copied + keys + own.experts / (mesh.ep * mesh.expert_tp)
+    return (own.split - own.feed) / mesh.tp + own.copied - own.feed_copied + keys
+
+
+def _feed_weights(layer: LayerDims, mesh: MeshSpec) -> float:
+    own = layer.bytes
+    experts = 0.0 if layer.experts is None else own.experts * expert_share(layer.experts.experts, mesh)
+    return own.feed / mesh.feed_tp + own.feed_copied + experts
+
+
+def expert_share(experts: int, mesh: MeshSpec) -> float:
+    """Fraction of the bytes of a layer's experts on the rank that has most: its own, and all hot ones of others."""
+    return min(1.0, 1 / mesh.ep + mesh.hot / experts) / mesh.expert_tp
 
 
 def most_weights(dims: ModelDims, mesh: MeshSpec) -> float:

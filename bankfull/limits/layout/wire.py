@@ -13,12 +13,16 @@ the collective, h the hidden size, b the bytes of a number.
 | context | all-to-all of results with log-sum-exp | attention layer | (p-1)/p n heads (result + 1) 4 |
 | context, sp=ulysses | all-to-all of queries, keys, values; of results | attention layer | (p-1)/p of a rank's tokens |
 | expert | all-to-all to experts, and back | layer with experts | (p-1)/p of a rank's tokens x experts per token |
+| feed-forward | send from t ranks to f, and back | feed-forward layer | n h b f/t there, n h b t/f back |
+
+Where feed-forward layers have ranks of their own, these ranks add up the branches of their layers, and exchange tokens
+with experts. Tokens of hot experts stay where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bankfull.limits.layout.dims import AttentionDims, LayerDims, ModelDims
 from bankfull.limits.machine.links import Interconnect
@@ -43,6 +47,8 @@ class WireExchange:
     """Bytes: of the tensor (all-reduce, reduce-scatter), of the gathered one (all-gather), of what one rank holds
     (all-to-all), of the message (send)."""
     count: float = 1.0
+    by_feeds: bool = False
+    """Whether only the ranks of feed-forward layers send it."""
 
     @property
     def sent_once(self) -> float:
@@ -87,8 +93,9 @@ def exchanges(
 
 
 def sent_bytes(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int = 0) -> float:
-    """Bytes that each rank of a stage sends in a step."""
-    return sum(one.sent for one in exchanges(dims, mesh, tokens, rows, stage))
+    """Bytes that each rank of a stage sends in a step, of the side that sends more."""
+    found = exchanges(dims, mesh, tokens, rows, stage)
+    return max(sum(one.sent for one in found if one.by_feeds == side) for side in (False, True))
 
 
 def _of_stage(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int) -> Iterator[WireExchange]:
@@ -117,21 +124,28 @@ def _of_layer(dims: ModelDims, layer: LayerDims, mesh: MeshSpec, tokens: float) 
     hidden = own * dims.hidden * dims.item_bytes
     if layer.attention is not None:
         yield from _of_attention(dims, layer.attention, mesh, tokens)
-    routed = layer.experts is not None and mesh.ep > 1
-    added = layer.branches - routed
+    routed, apart = layer.experts is not None and mesh.ep > 1, mesh.ffn > 0 and layer.fed
+    added = 1 if apart else layer.branches - routed
     if mesh.sp == "megatron":
         yield WireExchange("tp", "tokens of all ranks", ALL_GATHER, mesh.tp, hidden, added)
         yield WireExchange("tp", "sum of a branch", REDUCE_SCATTER, mesh.tp, hidden, added)
     else:
         yield WireExchange("tp", "sum of a branch", ALL_REDUCE, mesh.tp, hidden, added)
+    if apart:
+        ways = mesh.ffn / mesh.tp
+        yield WireExchange("ffn", "rows to feed-forward ranks", SEND, mesh.stage_ranks, hidden * ways)
+        yield WireExchange("ffn", "rows back", SEND, mesh.stage_ranks, hidden / ways, by_feeds=True)
+        if not routed:
+            yield WireExchange("ffn", "sum of a branch", ALL_REDUCE, mesh.ffn, hidden, by_feeds=True)
     if routed and layer.experts is not None:
         # Each rank of the stage routes its share of the tokens; a split expert has them on all of its ranks.
-        copies = tokens / mesh.stage_ranks * layer.experts.per_token * mesh.expert_tp
-        size = copies * dims.hidden * dims.item_bytes
-        yield WireExchange("ep", "tokens to experts", ALL_TO_ALL, mesh.ep, size)
-        yield WireExchange("ep", "results of experts", ALL_TO_ALL, mesh.ep, size)
+        copies = tokens / mesh.feed_ranks * layer.experts.per_token * mesh.expert_tp
+        size = copies * dims.hidden * dims.item_bytes * max(0.0, 1 - mesh.hot / layer.experts.experts)
+        yield WireExchange("ep", "tokens to experts", ALL_TO_ALL, mesh.ep, size, by_feeds=apart)
+        yield WireExchange("ep", "results of experts", ALL_TO_ALL, mesh.ep, size, by_feeds=apart)
         if mesh.sp != "megatron":
-            yield WireExchange("tp", "results of all ranks", ALL_GATHER, mesh.tp, hidden)
+            axis = "ffn" if apart else "tp"
+            yield WireExchange(axis, "results of all ranks", ALL_GATHER, mesh.feed_tp, hidden, by_feeds=apart)
 
 
 def _of_attention(dims: ModelDims, own: AttentionDims, mesh: MeshSpec, tokens: float) -> Iterator[WireExchange]:
@@ -162,6 +176,6 @@ def summed(found: Sequence[WireExchange]) -> list[WireExchange]:
     """Equal collectives together."""
     counts: dict[WireExchange, float] = {}
     for one in found:
-        same = WireExchange(one.axis, one.what, one.kind, one.ranks, one.size)
+        same = replace(one, count=1.0)
         counts[same] = counts.get(same, 0.0) + one.count
-    return [WireExchange(o.axis, o.what, o.kind, o.ranks, o.size, count) for o, count in counts.items() if count]
+    return [replace(one, count=count) for one, count in counts.items() if count]
