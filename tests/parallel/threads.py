@@ -32,7 +32,8 @@ class Meeting:
             return self._parts.setdefault(ranks, Meeting(len(ranks)))
 
     def exchange(self, index: int, x: Any) -> list[Any]:
-        self._given[index] = x
+        # A copy, as over a wire: a rank may write to its own tensor while a slower one still reads what it was given.
+        self._given[index] = [part.clone() for part in x] if isinstance(x, list) else x.clone()
         self._barrier.wait()
         found = list(self._given)
         self._barrier.wait()
