@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -57,15 +57,15 @@ NO_FEEDS = ("mamba", "mamba2")
 """Models without feed-forward layers."""
 
 
+def fits(shape: str, mesh: str) -> bool:
+    """Others are refused (test_stages.py, test_rank_processes.py)."""
+    return not ("pp" in mesh and shape in ONE_STAGE) and not ("ffn" in mesh and shape in NO_FEEDS)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mesh"), [pair for pair in product(SHAPES, MESHES) if fits(*pair)])
 def test_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bool) -> None:
-    if "pp" in mesh and shape in ONE_STAGE:
-        pytest.skip("tests/parallel/test_stages.py: such layers stay in one stage")
-    if "ffn" in mesh and shape in NO_FEEDS:
-        pytest.skip("tests/parallel/test_rank_processes.py: such ranks are refused")
     sched = SchedConfig(rows=3, step_tokens=7 if cached else 64)
     with SplitBench(shape, mesh, sched=sched, state=StateConfig(page_tokens=4, prefix_cache=cached)) as bench:
         asked = prompts(1)
