@@ -189,6 +189,12 @@ class Ranks:
     context: ProcessRanks | None = None
     sides: Sides | None = None
     """Set where feed-forward layers have ranks of their own."""
+    keeping: ProcessRanks | None = None
+    """The ranks that keep state of sequences, which are all but those of feed-forward layers; None: only this one."""
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over the ranks that keep state: of pages, for example."""
+        return list(numbers) if self.keeping is None else self.keeping.least(numbers)
 
     def hot(self, device: Device) -> HotExperts | None:
         """The hot experts of this rank's model, if the mesh has any. It counts from now on."""
@@ -278,8 +284,11 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
         if mesh.cp > 1:
             ranks = place.context_ranks()
             context = _group(store, f"context-{ranks[0]}", ranks, place.rank, host, device)
-        sides = None
+        sides, keeping = None, world
         if mesh.ffn:
+            holders = [rank for rank in range(mesh.ranks) if not RankPlace(mesh, rank).feeds]
+            apart = place.feeds or len(holders) == 1
+            keeping = None if apart else _group(store, "keeping", holders, place.rank, host, device)
             name = f"sides-{place.stage}"
             sides = Sides(_group(store, name, place.stage_ranks(), place.rank, host, device), mesh.tp)
         experts = None
@@ -293,7 +302,7 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {meeting.seconds:g} s ({_first(error)}).") from error
-    return Ranks(place, world, tensor, experts, context, sides)
+    return Ranks(place, world, tensor, experts, context, sides, keeping)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:

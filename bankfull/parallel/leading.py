@@ -7,6 +7,7 @@ import select
 import socket
 import subprocess
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from bankfull.parallel.messages import (
     RankConnection,
     RankReady,
     RankTask,
+    ReplicatedMessage,
     ReplicateMessage,
     SettleMessage,
     encoded,
@@ -89,6 +91,8 @@ class Followers:
         self.mesh, self.apart, self.bounds = mesh, hosts is not None, BOUNDS
         self.hot: HotExperts | None = None
         """Of rank 0, until all ranks have copied them."""
+        self._outcomes: deque[OutcomeMessage] = deque()
+        """Results that came before they were asked for."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
         self._end = weakref.finalize(self, _end, self._processes, self.connections)
@@ -175,10 +179,19 @@ class Followers:
 
     def forward(self, plan: StepPlan) -> None:
         if self.hot is not None and self.hot.due(plan):
-            self._tell(encoded(ReplicateMessage()))
-            self.hot.replicate()
+            self._replicate(self.hot)
             self.hot = None
         self._tell(encoded(plan_message(plan)))
+
+    def _replicate(self, hot: HotExperts) -> None:
+        """All ranks copy their hot experts. None waits in a collective for one that still reads them."""
+        self._tell(encoded(ReplicateMessage()))
+        hot.replicate()
+        for connection in self.connections:
+            while not isinstance(found := connection.from_follower(self.bounds.load), ReplicatedMessage):
+                if not isinstance(found, OutcomeMessage):
+                    raise RankLost(f"{connection.name} has ended while it copied experts.")
+                self._outcomes.append(found)
 
     def finish(self, masks: Mapping[int, Any]) -> None:
         self._tell(encoded(masks_message(masks)))
@@ -187,6 +200,8 @@ class Followers:
         self._tell(encoded(SettleMessage(tokens)))
 
     def outcome(self) -> StepResult:
+        if self._outcomes:
+            return step_result(self._outcomes.popleft())
         last = self.connections[self.mesh.ranks - self.mesh.stage_ranks - 1]
         found = last.from_follower(self.bounds.step)
         if not isinstance(found, OutcomeMessage):

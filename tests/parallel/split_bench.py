@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +70,7 @@ class ThreadFollowers(Followers):
     """Rank 0's end, over queues."""
 
     def __init__(self, mesh: MeshSpec, connections: list[QueueConnection], hot: HotExperts | None) -> None:
-        self.mesh, self.hot, self.bounds = mesh, hot, Bounds()
+        self.mesh, self.hot, self.bounds, self._outcomes = mesh, hot, Bounds(), deque()
         self.connections = connections  # type: ignore[assignment]
 
     def end(self) -> None:

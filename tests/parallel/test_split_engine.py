@@ -55,7 +55,8 @@ def prompts(seed: int) -> list[list[int]]:
     return [shared + [rng.randrange(3, 90) for _ in range(rng.randrange(1, 9))] for _ in range(3)]
 
 
-MESHES = ("tp=2", "pp=2", "pp=3", "tp=2,pp=2", "ffn=1", "tp=2,ffn=2", "pp=2,ffn=1")
+MESHES = ("tp=2", "pp=2", "pp=3", "tp=2,pp=2")
+APART = ("ffn=1", "tp=2,ffn=2", "pp=2,ffn=1")
 CONTEXTS = ("cp=2", "cp=3", "cp=2,sp=ulysses", "tp=2,cp=2", "cp=2,pp=2", "tp=2,cp=2,sp=on")
 SCATTERED = ("tp=2,sp=on", "tp=2,pp=2,sp=on")
 EXPERTS = (
@@ -85,8 +86,6 @@ def answers(shape: str, mesh: str, cached: bool, **more: Any) -> int:
     """Checks the tokens of three sequences with preemption; the number of accepted drafts."""
     if "pp" in mesh and shape in ONE_STAGE:
         pytest.skip("tests/parallel/test_stages.py: such layers stay in one stage")
-    if "ffn" in mesh and shape in NO_FEEDS:
-        pytest.skip("tests/parallel/test_rank_processes.py: such ranks are refused")
     sched = SchedConfig(rows=3, step_tokens=more.pop("chunk", 7) if cached else 64)
     with SplitBench(shape, mesh, sched=sched, state=StateConfig(page_tokens=4, prefix_cache=cached), **more) as bench:
         asked = prompts(1)
@@ -110,6 +109,16 @@ def test_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bo
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("mesh", APART)
+@pytest.mark.parametrize(
+    "shape", some([shape for shape in SHAPES if shape not in NO_FEEDS], "llama", "experts", "hybrid")
+)
+def test_feed_forward_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bool) -> None:
+    answers(shape, mesh, cached)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("mesh", CONTEXTS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in WITHOUT_ATTENTION])
 def test_context_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bool) -> None:
@@ -124,7 +133,7 @@ def test_experts_get_the_tokens_that_ranks_have_divided(shape: str, mesh: str) -
     answers(shape, mesh, cached=True)
 
 
-@pytest.mark.parametrize("mesh", some([*MESHES, *CONTEXTS, *SCATTERED], "tp=2,pp=2", "cp=2", "cp=2,pp=2"))
+@pytest.mark.parametrize("mesh", some([*MESHES, *APART, *CONTEXTS, *SCATTERED], "tp=2,pp=2", "tp=2,ffn=2", "cp=2", "cp=2,pp=2"))
 def test_drafts_that_the_host_finds_are_verified_on_every_rank(mesh: str) -> None:
     prompt = [5, 6, 7, 8] * 6
     expected, _ = naive.generate(reference_of("llama"), prompt, 16, CPU)
@@ -211,7 +220,7 @@ def sampled(mesh: str, **settings: Any) -> dict[Any, list[int]]:
         return dict(bench.tokens)
 
 
-@pytest.mark.parametrize("mesh", some([*MESHES, *CONTEXTS, *SCATTERED], "tp=2,pp=2", "cp=2"))
+@pytest.mark.parametrize("mesh", some([*MESHES, *APART, *CONTEXTS, *SCATTERED], "tp=2,pp=2", "tp=2,ffn=2", "cp=2"))
 def test_sampled_tokens_and_masks_are_those_of_one_rank(mesh: str) -> None:
     found = sampled(mesh)
     assert found == sampled("tp=1") and len({tuple(tokens) for tokens in found.values()}) == 3
