@@ -35,7 +35,7 @@ NOT_RUN = (
     (r"docker ", "needs a Docker engine"),
     (r"LLaDA-8B|SDAR-4B", "needs a checkpoint of several GB"),
     (
-        r"make (test-gpu|bench-gpu)|benchmarks\.gpu (?!--list)|benchmarks\.gpu\.|--device cuda|bankfull tune",
+        r"make (test|test-multi|bench)-gpu|benchmarks\.gpu (?!--list)|benchmarks\.gpu\.|--device cuda|bankfull tune",
         "needs a GPU",
     ),
     (r"make test(\s|$)", "takes 20 minutes; CI runs it"),

@@ -17,6 +17,7 @@ import typer
 from bankfull import __version__
 from bankfull.cli.options import flat
 from bankfull.errors import BankfullError
+from bankfull.parallel.lost import RankLost
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS = (
@@ -88,6 +89,9 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         return int(code or 0)
     except BankfullError as error:
         return _refuse(error)
+    except RankLost as error:  # no error in the input, and none in this process
+        _refuse(error)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except typer.Abort:

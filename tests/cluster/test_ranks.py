@@ -67,6 +67,7 @@ def _ready(server: ClusterServer) -> bool:
 
 
 @pytest.mark.full
+@pytest.mark.cluster
 def test_streams_leave_a_replica_whose_rank_is_killed(tmp_path: Path, expected: str) -> None:
     options = ("--replicas", "2", "--replica-cpus", "1", "--parallel", "tp=2", "--routing", "round-robin")
     with serving(tmp_path / "data", *options) as server:

@@ -52,17 +52,19 @@ begun = time.monotonic()
 try:
     llm = LLM(wanted["model"], dtype="float32", rows=4, threads=1, parallel=wanted["parallel"])
     tell(tokens=tokens(12))
-    while sys.stdin.readline():
+    for line in sys.stdin:
         begun = time.monotonic()
-        tell(running=True)
-        while True:  # until a rank is lost
+        tell(going=line.strip())
+        if line.strip() == "watch":
+            tell(lost=llm.loaded.engine.runner.followers.wait_lost(), seconds=time.monotonic() - begun)
+        while line.strip() == "run":  # until a rank is lost
             tokens(64)
 except RankLost as error:
     tell(lost=str(error), seconds=time.monotonic() - begun)
 except ConfigError as error:
     tell(refused=str(error))
 """
-"""Rank 0. It writes tokens, and after a line of input it goes on until a rank is lost."""
+"""Rank 0. It writes tokens. At the word `run` it goes on until a rank is lost, at `watch` it waits for that idly."""
 
 
 class Program:
@@ -82,9 +84,9 @@ class Program:
         found: dict[str, Any] = json.loads(self.line())
         return found
 
-    def write(self) -> None:
+    def order(self, word: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
 
     def end(self) -> None:

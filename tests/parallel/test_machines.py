@@ -85,8 +85,8 @@ def test_a_link_that_breaks_in_a_step_ends_in_one_sentence(two: Network, paralle
         front, host = led(two, begun, parallel, seconds=SECONDS)
         assert front.told()["tokens"]
         [rank] = children(host.process.pid)
-        front.write()
-        assert front.told()["running"]
+        front.order("run")
+        assert front.told() == {"going": "run"}
         if way == "cut":
             two.cut(1)
         else:
@@ -95,6 +95,18 @@ def test_a_link_that_breaks_in_a_step_ends_in_one_sentence(two: Network, paralle
         assert "did not answer within" in told["lost"] or "has ended" in told["lost"]
         assert "\n" not in told["lost"]
         assert front.process.wait(60) == 0, "nothing waits for the lost rank"
+
+
+@pytest.mark.full
+def test_a_machine_that_is_cut_off_is_noticed_while_nothing_runs(two: Network) -> None:
+    with programs() as begun:
+        front, host = led(two, begun, "tp=2")
+        assert front.told()["tokens"]
+        front.order("watch")
+        assert front.told() == {"going": "watch"}
+        two.cut(1)
+        assert front.told()["lost"] == f"rank 1 on {platform.node()} has ended."
+        until(lambda: not children(host.process.pid))  # on the other side, too
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bankfull import LLM, SamplingParams
+from bankfull.cli.app import run_command
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
 from bankfull.parallel import hot, leading
@@ -288,6 +289,14 @@ def test_a_rank_that_ends_at_once_is_named(talking: list[bytes], monkeypatch: py
     with pytest.raises(RankLost, match=r"^rank 1 ended before it began\.$"):
         Followers(MeshSpec.parse("tp=2"), "cpu")
     assert not any(map(alive, begun))
+
+
+def test_a_command_whose_rank_is_lost_ends_with_one_sentence(
+    talking: list[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["run", "The river", "--model", str(speaking_folder()), "--dtype", "float32", "--parallel", "tp=2"]
+    assert run_command(asked) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("rank 1 ended before it began.")
 
 
 @pytest.mark.full

@@ -133,7 +133,9 @@ def test_experts_get_the_tokens_that_ranks_have_divided(shape: str, mesh: str) -
     answers(shape, mesh, cached=True)
 
 
-@pytest.mark.parametrize("mesh", some([*MESHES, *APART, *CONTEXTS, *SCATTERED], "tp=2,pp=2", "tp=2,ffn=2", "cp=2", "cp=2,pp=2"))
+@pytest.mark.parametrize(
+    "mesh", some([*MESHES, *APART, *CONTEXTS, *SCATTERED], "tp=2,pp=2", "tp=2,ffn=2", "cp=2", "cp=2,pp=2")
+)
 def test_drafts_that_the_host_finds_are_verified_on_every_rank(mesh: str) -> None:
     prompt = [5, 6, 7, 8] * 6
     expected, _ = naive.generate(reference_of("llama"), prompt, 16, CPU)
