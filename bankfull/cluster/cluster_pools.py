@@ -24,6 +24,7 @@ from bankfull.cluster.messages import (
     ReplicaPlaced,
     StartCluster,
 )
+from bankfull.cluster.placed_replicas import shown_replicas
 from bankfull.errors import ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
@@ -234,24 +235,9 @@ class ClusterPools(SeparateSet):
         raise ConfigError(FIXED)
 
     def status(self) -> dict[str, Any]:
-        views = {view.name: view for view in self.views()}
         up = self.up
         return {
-            "replicas": [
-                {
-                    "name": name,
-                    "state": view.state if (view := views.get(name)) else "starting",
-                    "node": placed.node,
-                    "address": f"{placed.host}:{placed.port}",
-                    "running": view.load.running if view and view.load is not None else 0,
-                    "waiting": view.load.waiting if view and view.load is not None else 0,
-                    "rows": view.rows if view else 0,
-                    "hit_rate": view.hit_rate if view else None,
-                    "weights": view.weights if view else "",
-                    "restarts": (view.restarts if view else 0) + placed.restarts,
-                }
-                for name, placed in self._placed.items()
-            ],
+            "replicas": shown_replicas(self._placed, self.views()),
             "wanted": str(len(self._members)),
             "starting": len(self._members) - len(self._placed),
             "problem": "",

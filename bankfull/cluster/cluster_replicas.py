@@ -24,6 +24,7 @@ from bankfull.cluster.messages import (
     ReplicaPlaced,
     StartCluster,
 )
+from bankfull.cluster.placed_replicas import shown_replicas
 from bankfull.cluster.rolling_update import FOREVER, RollingUpdate
 from bankfull.errors import ConfigError, ModelError
 from bankfull.fleet.attainment import SloMeter
@@ -439,24 +440,9 @@ class ClusterReplicas(ReplicaSet):
 
     def status(self) -> dict[str, Any]:
         """For `bankfull cluster status`."""
-        views = {view.name: view for view in self.views()}
         up = self.up
         return {
-            "replicas": [
-                {
-                    "name": name,
-                    "state": views[name].state if name in views else "starting",
-                    "node": placed.node,
-                    "address": f"{placed.host}:{placed.port}",
-                    "running": view.load.running if (view := views.get(name)) and view.load is not None else 0,
-                    "waiting": view.load.waiting if view and view.load is not None else 0,
-                    "rows": view.rows if view else 0,
-                    "hit_rate": view.hit_rate if view else None,
-                    "weights": view.weights if view else "",
-                    "restarts": (view.restarts if view else 0) + placed.restarts,
-                }
-                for name, placed in self._placed.items()
-            ],
+            "replicas": shown_replicas(self._placed, self.views()),
             "wanted": str(self.bounds),
             "starting": self._expected,
             "problem": self._problem,

@@ -330,6 +330,7 @@ def test_connections_that_prove_nothing_are_few_and_do_not_stay(
         while connection.recv(256):
             pass  # the greeting, then the end
         connection.close()
+    monkeypatch.undo()
     with carrier(listener.address) as sockets:
         sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))
 
@@ -376,6 +377,20 @@ def test_a_receiver_that_reads_nothing_is_given_up_in_time_and_rests(monkeypatch
             sockets.carry(0, "pages", 1, b"name", memoryview(bytes(24 << 20)))
         with pytest.raises(DamagedPlace, match="a moment ago"):
             sockets.carry(0, "pages", 1, b"name", memoryview(PAGE))
+
+
+def known_then_dripping(connection: socket.socket) -> None:
+    """Proves itself, and reads a little now and then."""
+    known_then_deaf(connection)
+    while connection.recv(64):
+        time.sleep(0.005)
+
+
+def test_a_receiver_that_reads_slowly_is_given_up_although_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_carrier, "PAGE_SECONDS", 0.1)
+    timeout = pytest.raises(DamagedPlace, match="no answer in time")
+    with pretending(known_then_dripping) as address, carrier(address) as sockets, timeout:
+        sockets.carry(0, "pages", 1, b"name", memoryview(bytes(24 << 20)))
 
 
 def test_a_receiver_that_never_greets_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
