@@ -44,7 +44,7 @@ from bankfull.runtime.denoised import suited_state, suited_steps, suited_strateg
 from bankfull.runtime.device import Device, open_device, usable_cores
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
-from bankfull.runtime.memory import UNLIMITED, Sizes, plan_memory, shown
+from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.refused import (
     refuse_eviction_without_use,
     refuse_feed_ranks_without_use,
@@ -211,7 +211,6 @@ def load_feeds(name: str, run: RunConfig, sched: SchedConfig, max_len: int | Non
     if device.kind != "cpu":  # the ranks with mixers measure the memory of these steps
         for size in measured_steps(suited_steps(model, sched.suited(**device.suits), sched.step_tokens, max_len)):
             device.peak(partial(feeds.run, sum(size)))
-    ranks.world.least([UNLIMITED] * 4)  # this rank has no pages, slots, rows and sequences that could be too few
     return FeedRunner(feeds, device)
 
 
@@ -290,7 +289,7 @@ def assemble(
         share=device.share,
     )
     if ranks is not None:  # all have the same pages, as many as the one with the least memory
-        frames, slots, rows, length = ranks.world.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
+        frames, slots, rows, length = ranks.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
         sizes = Sizes(frames, slots, rows, length, sizes.notices)
     refuse_short_context(sizes.max_len, strategy)
     refuse_eviction_without_use(layout_of(model.states(), state.page_tokens), build.kv_evict, sizes.max_len)

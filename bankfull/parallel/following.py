@@ -12,6 +12,7 @@ from bankfull.parallel.messages import (
     MasksMessage,
     PlanMessage,
     RankConnection,
+    ReplicatedMessage,
     ReplicateMessage,
     SettleMessage,
     masks_of,
@@ -45,6 +46,7 @@ def follow(
                 step.wait()
         elif isinstance(message, ReplicateMessage) and hot is not None:
             hot.replicate()
+            connection.send(ReplicatedMessage())
 
 
 class FeedRunner:
@@ -65,3 +67,4 @@ def feed(connection: RankConnection, runner: FeedRunner, hot: HotExperts | None 
             runner.run(sum(work.count + work.drafts for work in message.work))
         elif isinstance(message, ReplicateMessage) and hot is not None:
             hot.replicate()
+            connection.send(ReplicatedMessage())

@@ -156,6 +156,13 @@ class Ranks:
     sides: Sides | None = None
     """Set where feed-forward layers have ranks of their own."""
 
+    keeping: ProcessRanks | None = None
+    """The ranks that keep state of sequences, which are all but those of feed-forward layers; None: only this one."""
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over the ranks that keep state: of pages, for example."""
+        return list(numbers) if self.keeping is None else self.keeping.least(numbers)
+
     def build(self, whole: Build, layers: int) -> Build:
         """This rank's part of a model with so many layers."""
         shard = None if self.tensor is None else Shard(self.tensor)
@@ -204,8 +211,11 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
         tensor = None
         if len(ranks := place.tensor_ranks()) > 1:
             tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
-        sides = None
+        sides, keeping = None, world
         if mesh.ffn:
+            holders = [rank for rank in range(mesh.ranks) if not RankPlace(mesh, rank).feeds]
+            apart = place.feeds or len(holders) == 1
+            keeping = None if apart else _group(store, "keeping", holders, place.rank, host, device)
             name = f"sides-{place.stage}"
             sides = Sides(_group(store, name, place.stage_ranks(), place.rank, host, device), mesh.tp)
         experts = None
@@ -219,7 +229,7 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
             experts = ExpertRanks(spread, same, width)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {SECONDS:g} s ({_first(error)}).") from error
-    return Ranks(place, world, tensor, experts, sides)
+    return Ranks(place, world, tensor, experts, sides, keeping)
 
 
 def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:

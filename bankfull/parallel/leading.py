@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from bankfull.parallel.messages import (
     RankConnection,
     RankReady,
     RankTask,
+    ReplicatedMessage,
     ReplicateMessage,
     SettleMessage,
     encoded,
@@ -51,6 +53,8 @@ class Followers:
         self.mesh = mesh
         self.hot: HotExperts | None = None
         """Of rank 0, until all ranks have copied them."""
+        self._outcomes: deque[OutcomeMessage] = deque()
+        """Results that came before they were asked for."""
         secret = secrets.token_hex(16)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
@@ -105,10 +109,19 @@ class Followers:
 
     def forward(self, plan: StepPlan) -> None:
         if self.hot is not None and self.hot.due(plan):
-            self._tell(encoded(ReplicateMessage()))
-            self.hot.replicate()
+            self._replicate(self.hot)
             self.hot = None
         self._tell(encoded(plan_message(plan)))
+
+    def _replicate(self, hot: HotExperts) -> None:
+        """All ranks copy their hot experts. None waits in a collective for one that still reads them."""
+        self._tell(encoded(ReplicateMessage()))
+        hot.replicate()
+        for rank, connection in enumerate(self.connections, 1):
+            while not isinstance(found := connection.from_follower(START_SECONDS), ReplicatedMessage):
+                if not isinstance(found, OutcomeMessage):
+                    raise RankLost(f"rank {rank} has ended while it copied experts.")
+                self._outcomes.append(found)
 
     def finish(self, masks: Mapping[int, Any]) -> None:
         self._tell(encoded(masks_message(masks)))
@@ -117,6 +130,8 @@ class Followers:
         self._tell(encoded(SettleMessage(tokens)))
 
     def outcome(self) -> StepResult:
+        if self._outcomes:
+            return step_result(self._outcomes.popleft())
         last = self.connections[self.mesh.ranks - self.mesh.stage_ranks - 1]
         found = last.from_follower(STEP_SECONDS)
         if not isinstance(found, OutcomeMessage):

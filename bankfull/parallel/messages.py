@@ -100,6 +100,10 @@ class ReplicateMessage(msgspec.Struct, tag="replicate"):
     """Before the next step: hold copies of the experts that were used most."""
 
 
+class ReplicatedMessage(msgspec.Struct, tag="replicated"):
+    """A follower has its copies."""
+
+
 class LogprobsWire(msgspec.Struct):
     logprob: float
     ids: tuple[int, ...]
@@ -123,7 +127,7 @@ class OutcomeMessage(msgspec.Struct, tag="outcome"):
 
 
 ToFollower = RankTask | PlanMessage | MasksMessage | SettleMessage | ReplicateMessage
-ToLeader = HelloMessage | RankReady | OutcomeMessage
+ToLeader = HelloMessage | RankReady | OutcomeMessage | ReplicatedMessage
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
 _TO_LEADER = msgspec.msgpack.Decoder(ToLeader)

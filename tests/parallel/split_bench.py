@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -65,7 +66,7 @@ class ThreadFollowers(Followers):
     """Rank 0's end, over queues."""
 
     def __init__(self, mesh: MeshSpec, connections: list[QueueConnection], hot: HotExperts | None) -> None:
-        self.mesh, self.hot = mesh, hot
+        self.mesh, self.hot, self._outcomes = mesh, hot, deque()
         self.connections = connections  # type: ignore[assignment]
 
     def end(self) -> None:

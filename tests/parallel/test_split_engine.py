@@ -50,11 +50,16 @@ def prompts(seed: int) -> list[list[int]]:
     return [shared + [rng.randrange(3, 90) for _ in range(rng.randrange(1, 9))] for _ in range(3)]
 
 
-MESHES = ["tp=2", "pp=2", "pp=3", "tp=2,pp=2", "ffn=1", "tp=2,ffn=2", "pp=2,ffn=1"]
+MESHES = ["tp=2", "pp=2", "pp=3", "tp=2,pp=2"]
+APART = ["ffn=1", "tp=2,ffn=2", "pp=2,ffn=1"]
 ONE_STAGE = ("shared",)
 """Models whose layers share keys and values across the borders of stages."""
 NO_FEEDS = ("mamba", "mamba2")
 """Models without feed-forward layers."""
+QUICK = ("llama", "experts", "hybrid")
+FED = [
+    pytest.param(shape, marks=[] if shape in QUICK else pytest.mark.full) for shape in SHAPES if shape not in NO_FEEDS
+]
 
 
 @pytest.mark.covering(1)
@@ -62,10 +67,20 @@ NO_FEEDS = ("mamba", "mamba2")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bool) -> None:
+    check_tokens(shape, mesh, cached)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("mesh", APART)
+@pytest.mark.parametrize("shape", FED)
+def test_feed_forward_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bool) -> None:
+    check_tokens(shape, mesh, cached)
+
+
+def check_tokens(shape: str, mesh: str, cached: bool) -> None:
     if "pp" in mesh and shape in ONE_STAGE:
         pytest.skip("tests/parallel/test_stages.py: such layers stay in one stage")
-    if "ffn" in mesh and shape in NO_FEEDS:
-        pytest.skip("tests/parallel/test_rank_processes.py: such ranks are refused")
     sched = SchedConfig(rows=3, step_tokens=7 if cached else 64)
     with SplitBench(shape, mesh, sched=sched, state=StateConfig(page_tokens=4, prefix_cache=cached)) as bench:
         asked = prompts(1)
@@ -78,7 +93,7 @@ def test_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: str, cached: bo
             assert bench.tokens[name, 0] == expected
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [*MESHES, "tp=2,ffn=2"])
 def test_drafts_that_the_host_finds_are_verified_on_every_rank(mesh: str) -> None:
     prompt = [5, 6, 7, 8] * 6
     expected, _ = naive.generate(reference_of("llama"), prompt, 16, CPU)
@@ -93,7 +108,7 @@ def test_drafts_that_the_host_finds_are_verified_on_every_rank(mesh: str) -> Non
 def test_sampled_tokens_and_masks_are_those_of_one_rank() -> None:
     params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, logit_bias={4: 2.0}, repetition_penalty=1.2, seed=7)
     found = []
-    for mesh in ("tp=1", *MESHES):
+    for mesh in ("tp=1", *MESHES, "tp=2,ffn=2"):
         with SplitBench("llama", mesh, sched=SchedConfig(rows=2, step_tokens=32)) as bench:
             bench.add("a", [9, 8, 7, 6, 5], 20, params=params, seed=7)
             bench.run()
