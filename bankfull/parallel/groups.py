@@ -284,7 +284,8 @@ def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: 
         if mesh.cp > 1:
             ranks = place.context_ranks()
             context = _group(store, f"context-{ranks[0]}", ranks, place.rank, host, device)
-        sides, keeping = None, world
+        sides: Sides | None = None
+        keeping: ProcessRanks | None = world
         if mesh.ffn:
             holders = [rank for rank in range(mesh.ranks) if not RankPlace(mesh, rank).feeds]
             apart = place.feeds or len(holders) == 1
