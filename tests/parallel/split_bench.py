@@ -31,7 +31,7 @@ from bankfull.parallel.messages import (
     plan_message,
     step_result,
 )
-from bankfull.runtime.device import open_device
+from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.source import open_model
@@ -132,14 +132,16 @@ class SplitBench:
         shape: str,
         layout: str = "tp=1",
         strategy: Callable[[RankGroup | None], Strategy] = lambda pages: Plain(),
+        device: Callable[[], Device] = Cpu,
         **settings: Any,
     ) -> None:
-        """`strategy`: makes that of a rank, from the ranks that its pages go round."""
+        """`strategy`: makes that of a rank, from the ranks that its pages go round. `device`: makes that of a rank."""
         mesh = MeshSpec.parse(layout)
         self.threads = ThreadMesh(mesh)
         models = [self.threads.build(shape, number) for number in range(mesh.ranks)]
-        depth = 0 if mesh.pp == 1 else mesh.pp
-        self.bench = Bench(models[0], open_device("cpu"), depth, strategy=strategy(self.threads.pages(0)), **settings)
+        own_device = device()
+        depth = own_device.depth if mesh.pp == 1 else mesh.pp
+        self.bench = Bench(models[0], own_device, depth, strategy=strategy(self.threads.pages(0)), **settings)
         self.bench.engine.scheduler.stages = mesh.pp
         self.bench.poison = self._poison  # type: ignore[method-assign]
         self._connections = [QueueConnection() for _ in models[1:]]
@@ -154,7 +156,7 @@ class SplitBench:
             runner = DeviceRunner(
                 model,
                 first.layout,
-                open_device("cpu"),
+                device(),
                 own,
                 rows=self.bench.sched.rows,
                 max_len=self.bench.max_len,
