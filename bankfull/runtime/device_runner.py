@@ -125,8 +125,8 @@ class DeviceRunner:
         drafts = max(strategy.width(0), guesses) if strategy.trees else 0
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts, strategy.mask)
         move = move_tokens.body if kit is None else kit.bind(move_tokens)
-        spread_pages = isinstance(self.storage, SpreadStorage)
-        self._move = self.storage.move if spread_pages else partial(move, self.storage.frames)
+        storage = self.storage
+        self._move = storage.move if isinstance(storage, SpreadStorage) else partial(move, storage.frames)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
         self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
         """`run_model` if it replays recorded steps. Checked once, since a protocol check is too slow for every step."""

@@ -31,7 +31,7 @@ from bankfull.parallel.groups import Bounds, RankPlace
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.leading import Followers
 from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
-from bankfull.runtime.device import open_device
+from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.state.spec import joined_states, layout_of
 from bankfull.weights.source import open_model
@@ -141,17 +141,19 @@ class SplitBench:
         shape: str,
         layout: str = "tp=1",
         strategy: Callable[[RankGroup | None], Strategy] = lambda pages: Plain(),
+        device: Callable[[], Device] = Cpu,
         **settings: Any,
     ) -> None:
-        """`strategy`: makes that of a rank, from the ranks that its pages go round."""
+        """`strategy`: makes that of a rank, from the ranks that its pages go round. `device`: makes that of a rank."""
         mesh = MeshSpec.parse(layout)
         self.threads = ThreadMesh(mesh)
         parts = [self.threads.build(shape, number) for number in range(mesh.ranks)]
         self.experts = [part.experts for part in parts]
         """Of each rank."""
-        depth = 0 if mesh.pp == 1 else mesh.pp
+        own_device = device()
+        depth = own_device.depth if mesh.pp == 1 else mesh.pp
         own = strategy(self.threads.pages(0))
-        self.bench = Bench(parts[0].model, open_device("cpu"), depth, strategy=own, **settings)
+        self.bench = Bench(parts[0].model, own_device, depth, strategy=own, **settings)
         self.bench.engine.scheduler.stages = mesh.pp
         self.bench.poison = self._poison  # type: ignore[method-assign]
         self._connections = [QueueConnection() for _ in parts[1:]]
@@ -169,9 +171,9 @@ class SplitBench:
             if RankPlace(mesh, number).feeds:
                 assert part.sides is not None
                 feeds = Feeds(part.whole, part.model, part.sides)
-                self._start(feed, connection, FeedRunner(feeds, open_device("cpu")), hot[number])
+                self._start(feed, connection, FeedRunner(feeds, device()), hot[number])
                 continue
-            runner = self._runner(part.model, strategy(self.threads.pages(number)))
+            runner = self._runner(part.model, device(), strategy(self.threads.pages(number)))
             self.runners.append(runner)
             runner.chooses = number >= last
             self._start(follow, connection, runner, mesh.pp > 1 and number == last, hot[number])
@@ -179,7 +181,7 @@ class SplitBench:
         first.followers = self.followers
         self._poison()
 
-    def _runner(self, model: Decoder, strategy: Strategy) -> DeviceRunner:
+    def _runner(self, model: Decoder, device: Device, strategy: Strategy) -> DeviceRunner:
         bench = self.bench
         strategy.prepare(model)
         layout = layout_of(joined_states(model.states(), strategy.states()), bench.state.page_tokens)
@@ -188,7 +190,7 @@ class SplitBench:
         return DeviceRunner(
             model,
             layout,
-            open_device("cpu"),
+            device,
             strategy,
             rows=bench.sched.rows,
             max_len=bench.max_len,

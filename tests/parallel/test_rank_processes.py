@@ -25,6 +25,7 @@ from bankfull.parallel.messages import RankReady, encoded
 from bankfull.runtime.refused import refuse_feed_ranks_without_use
 from bankfull.serve.engine.exchange_end import ExchangeEnd
 from bankfull.serve.engine.wire import ExchangeEnds
+from tests.models.diffusion import make_speaking
 from tests.tiny import folder_of, reference_of, speaking_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -95,6 +96,15 @@ def test_processes_that_divide_tokens_give_those_of_one(mesh: str) -> None:
     assert len(runner.storage.frames) == 1 + -(-divided.loaded.sizes.frames // spread)
     assert divided.loaded.sizes.frames == alone.loaded.sizes.frames
     followers_of(divided).close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=2,sp=ulysses", "tp=2,sp=on"])
+def test_blocks_of_a_diffusion_model_are_those_of_one_process(mesh: str, tmp_path: Path) -> None:
+    folder = make_speaking(tmp_path / "sdar")
+    how = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    alone, divided = (LLM(str(folder), max_model_len=128, dtype="float32", parallel=layout) for layout in ("", mesh))
+    assert tokens(divided, how) == tokens(alone, how)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ops.ranks import RankGroup
 from bankfull.runtime import naive
+from bankfull.runtime.fake import Late
 from bankfull.runtime.spread_storage import SpreadStorage
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.source import open_model
@@ -177,6 +179,15 @@ def test_trees_and_draft_models_work_over_pages_of_several_ranks(shape: str, mes
     accepted = answers(shape, mesh, True, chunk=30, strategy=lambda pages: OWN[strategy](pages, shape))
     if strategy not in ("lookahead", "jacobi"):
         assert accepted > 15
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("strategy", ["draft-tree", "trees", "chains"])
+@pytest.mark.parametrize("mesh", some(["cp=2", "tp=2", "cp=2,sp=ulysses", "tp=2,sp=on"], "cp=2"))
+def test_ranks_run_behind_the_host_on_devices_that_are_late(mesh: str, strategy: str) -> None:
+    """Equal seeds: a rank that waits in a collective gets the others' work."""
+    late = partial(Late, 5, apart=True)
+    assert answers("llama", mesh, True, chunk=20, device=late, strategy=lambda pages: OWN[strategy](pages, "llama"))
 
 
 HEADS: dict[str, tuple[str, Callable[[], Strategy]]] = {
