@@ -90,8 +90,8 @@ class Mlfq(FirstCome):
 
     def giving_way(self, head: Sequence, running: list[Sequence], beyond: list[Sequence] | None) -> list[Sequence]:
         level = self._jobs[head].level
-        able = (s for s in running if not _fruitless(s))
-        return [s for s in able if s.batch > head.batch or (s.batch == head.batch and self._jobs[s].level > level)]
+        below = (s for s in running if s.batch > head.batch or (s.batch == head.batch and self._jobs[s].level > level))
+        return [s for s in below if not _fruitless(s)]
 
     def victim(self, needy: Sequence, able: list[Sequence], holdings: Holdings | None) -> Sequence | None:
         return super().victim(needy, able, None)
@@ -112,13 +112,13 @@ class Mlfq(FirstCome):
             if spent:
                 self._move(job, job.level + 1)
                 self.demotions += 1
-            if spent or _fruitless(seq) == (job.before is None):
+            if spent or ((seq.fruitless or job.before is not None) and _fruitless(seq) == (job.before is None)):
                 changed.append(seq)
         return changed + (self._promoted(now) if now - self._oldest >= self.starvation else [])
 
     def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
         """Up to the step that uses up a quantum, or after which a sequence may be promoted."""
-        if any(map(_fruitless, running)):
+        if any(seq.fruitless and _fruitless(seq) for seq in running):
             return 1  # with its next token it may give way
         before = begun
         budgets = [(job.used, self.quantum_of(job.level)) for job in map(self._jobs.__getitem__, running)]
