@@ -194,9 +194,9 @@ def policies(
     print_table(policy_table(found, f"simulated: {title}"))
     print(f"steps: {model}. good: within {stretch:g}x of the time on an idle engine.")
     if measured is not None:
+        if (warning := unsteady(measured.slowdowns)) is not None:
+            print(warning)
         print(agreed)
-        if (said_so := unsteady(measured.slowdowns)) is not None:
-            print(said_so)
 
 
 def _placed(
