@@ -207,8 +207,8 @@ class Engine(Generic[RunnerKind]):
         drafts = {owners[row]: drafts for row, drafts in result.drafts.items() if row in owners}
         if self.depth > 0:
             drafts.update({key: self._host_drafts(key) for key in self._guessed})
-        for output in outputs:
-            self.totals.sampled += len(output.tokens)
+        self.totals.sampled += sum(len(output.tokens) for output in outputs)
+        for output in outputs if self._grammars else ():
             try:
                 # A complete grammar ends its sequence: only an end token could follow, and those may be ignored.
                 ends = Finish.STOP if self._grammars.advance(output, drafts) else None

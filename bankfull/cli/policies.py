@@ -121,12 +121,13 @@ def policies(
     """Compare scheduling policies on one traffic: completion times, first tokens, blocking, goodput, preemptions.
 
     The simulator runs the engine's own scheduler and memory manager on a device that only models time. With --engine
-    the same jobs run on the model, in real time; the recorded step times are fitted and simulated, and both are shown.
+    the same jobs run on the model, in real time. The recorded step times are fitted, and simulated on a machine that is
+    always equally fast; and simulated at the speed that the machine had under each policy, to compare both.
     """
     from bankfull.cli.terminal import print_table, progress
     from bankfull.limits.charts import save
     from bankfull.limits.charts.output import check_path
-    from bankfull.plan.policies.compare import agreement, contenders, figures, policy_chart, policy_table
+    from bankfull.plan.policies.compare import agreement, contenders, figures, policy_chart, policy_table, unsteady
     from bankfull.plan.policies.simulator import SimulatedEngine, saturation
     from bankfull.plan.policies.step_model import StepModel
 
@@ -142,10 +143,10 @@ def policies(
     asked = traffic.traffic(64 if on_engine else 10_000)
     compared = contenders(base, names or [])
     model = StepModel() if step_times is None else StepModel.parse(step_times)
-    measured: list[PolicyFigures] = []
-    rate = 0.0
+    measured: EngineRuns | None = None
     if on_engine:
-        rate, model, measured = _on_engine(engine, base, compared, asked, traffic.load, stretch)
+        measured = _on_engine(engine, base, compared, asked, traffic.load, stretch)
+        rate, model, compared, memory_tokens = measured.rate, measured.model, measured.compared, measured.memory_tokens
     else:
         few = replace(asked, jobs=min(asked.jobs, SATURATION_JOBS))
         rate = traffic.load * saturation(replace(base, policy="fcfs"), model, few)
@@ -169,8 +170,8 @@ def policies(
     engines = f"{replicas} x {base.rows} rows" if replicas > 1 else f"{base.rows} rows"
     title = f"{asked}, {traffic.load:g} of fcfs's saturation ({rate:.3g}/s), {engines}"
     if chart is not None:
-        save(policy_chart(measured or found, title), chart)
-    agreed = agreement(measured, found) if measured else None
+        save(policy_chart(measured.figures if measured else found, title), chart)
+    agreed = agreement(measured.figures, measured.replayed) if measured else None
     if json:
         said: dict[str, Any] = {
             "traffic": str(asked),
@@ -181,16 +182,20 @@ def policies(
             "step_model": {name: getattr(model, name) for name in ("step", "row", "context", "prompt")},
             "simulated": [one.as_json() for one in found],
         }
-        if agreed is not None:
-            said["measured"] = [one.as_json() for one in measured]
+        if measured is not None and agreed is not None:
+            said["measured"] = [one.as_json() for one in measured.figures]
+            said["replayed"] = [one.as_json() for one in measured.replayed]
+            said["slowdowns"] = measured.slowdowns
             said["same_order"], said["largest_error"] = agreed.same_order, agreed.largest_error
         print(json_text.dumps(said))
         return
-    if measured:
-        print_table(policy_table(measured, f"on {engine.model}: {title}"))
+    if measured is not None:
+        print_table(policy_table(measured.figures, f"on {engine.model}: {title}"))
     print_table(policy_table(found, f"simulated: {title}"))
     print(f"steps: {model}. good: within {stretch:g}x of the time on an idle engine.")
-    if agreed is not None:
+    if measured is not None:
+        if (warning := unsteady(measured.slowdowns)) is not None:
+            print(warning)
         print(agreed)
 
 
@@ -245,6 +250,24 @@ def compared_base(engine: EngineOptions) -> SchedConfig:
     return SchedConfig(rows=engine.rows or ROWS, step_tokens=engine.step_tokens or STEP_TOKENS, **given)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRuns:
+    """The policies on the model, and what the simulator takes from there."""
+
+    rate: float
+    """Jobs per second that arrived."""
+    model: StepModel
+    compared: dict[str, SchedConfig]
+    """The schedulers, with no more rows than the engine has."""
+    memory_tokens: int
+    """Tokens whose state fits into the engine's memory; 0 if it has no pages."""
+    figures: list[PolicyFigures]
+    replayed: list[PolicyFigures]
+    """The same runs in the simulator, at the speed that the machine had in each."""
+    slowdowns: dict[str, float]
+    """Recorded step times of each policy over modelled ones."""
+
+
 def _on_engine(
     engine: EngineOptions,
     base: SchedConfig,
@@ -252,12 +275,12 @@ def _on_engine(
     asked: JobTraffic,
     load: float,
     stretch: float,
-) -> tuple[float, StepModel, list[PolicyFigures]]:
-    """The arrival rate, the step times, and the figures of the policies on the model."""
+) -> EngineRuns:
     from bankfull.cli.terminal import progress
     from bankfull.plan.policies.compare import figures
-    from bankfull.plan.policies.measure import measure, scheduled
-    from bankfull.plan.policies.simulator import saturation
+    from bankfull.plan.policies.machine_speed import MachineSpeed, slowdown
+    from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
+    from bankfull.plan.policies.simulator import SimulatedEngine, saturation
     from bankfull.plan.policies.step_model import fit
 
     options = replace(engine, scheduling=USUAL_SCHEDULING, rows=base.rows, step_tokens=base.step_tokens)
@@ -277,20 +300,25 @@ def _on_engine(
     _, records = measure(own, few.draw(float("inf")), few, vocab)
     rate = load * saturation(fcfs, fit(records), replace(asked, jobs=SATURATION_JOBS))
     jobs, runs = asked.draw(rate), {}
-    records = []
     with progress("jobs", asked.jobs * len(compared)) as advance:
         for number, (name, sched) in enumerate(compared.items()):
             own, before = scheduled(own, sched), number * asked.jobs
-            runs[name], seen = measure(
+            runs[name] = measure(
                 own,
                 jobs,
                 asked,
                 vocab,
                 lambda done, _, name=name, before=before: advance(before + done, name),  # type: ignore[misc]
             )
-            records += seen
-    model = fit(records)
-    return rate, model, [figures(name, run, model, stretch) for name, run in runs.items()]
+    model = fit([one for _, records in runs.values() for one in records])
+    found = EngineRuns(rate, model, compared, memory_tokens(own.scheduler.state, asked), [], [], {})
+    for name, (run, records) in runs.items():
+        speed = MachineSpeed(model, records)
+        made = SimulatedEngine(compared[name], model, asked, memory_tokens=found.memory_tokens, speed=speed)
+        found.figures.append(figures(name, run, model, stretch))
+        found.replayed.append(figures(name, made.run(jobs), model, stretch))
+        found.slowdowns[name] = slowdown(model, records)
+    return found
 
 
 def tradeoff(

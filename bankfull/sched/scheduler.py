@@ -311,7 +311,7 @@ class Scheduler:
             reserved = self._insist(seq, upto, step)
             if reserved is None:
                 return False
-        step.prompts |= not seq.batch and (missing > 1 or seq.start < seq.prompt_len)
+        step.prompts = step.prompts or (not seq.batch and (missing > 1 or seq.start < seq.prompt_len))
         step.give(seq, Work(seq.row, seq.start, size, most, sample), reserved)
         if size > 1:
             self._filling.append(seq)
@@ -322,7 +322,7 @@ class Scheduler:
     def _share_of(self, seq: Sequence, missing: int, budget: int) -> int:
         """Tokens of `seq` that this step may compute if memory allows; 0 when it has to wait or has enough."""
         request = seq.request
-        if request.generates and seq.known >= request.limit:
+        if request.generates and seq.start + missing >= request.limit:
             return 0  # the token that ends it is already in flight
         size = missing if missing < budget else budget
         if size > 1 and seq.start < seq.prompt_len:

@@ -48,7 +48,8 @@ class Sketch:
     def give(self, seq: Sequence, work: Work, reserved: Reserved) -> None:
         """Make `work` part of the step, in the places reserved for it."""
         work.slots = reserved.slots
-        self.plan.pages.extend(PageEdit(group, seq.row, first, pages) for group, first, pages in reserved.pages)
+        if reserved.pages:
+            self.plan.pages.extend(PageEdit(group, seq.row, first, pages) for group, first, pages in reserved.pages)
         self.plan.work.append(work)
         self.served.append(seq)
         self.fixed.add(seq.row)

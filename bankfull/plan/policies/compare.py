@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -140,7 +140,7 @@ def policy_chart(found: Sequence[PolicyFigures], title: str) -> Chart:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """An engine and the simulator that was fed with its step times."""
+    """An engine and the simulator that was fed with its recorded step times."""
 
     same_order: bool
     """Whether the policies have the same order by mean job completion time; those that differ by less than `TIE` on
@@ -151,11 +151,26 @@ class Agreement:
     def __str__(self) -> str:
         order = "the same order" if self.same_order else "another order"
         return (
-            f"The simulator gives {order} by mean job completion time; it differs by at most {self.largest_error:.1%}."
+            f"Fed with the recorded step times, the simulator gives {order} by mean job completion time, which differs "
+            f"by at most {self.largest_error:.1%}."
         )
 
 
 TIE = 0.05
+STEADY = 1.1
+"""A machine is steady if its mean speeds under all policies are within this factor."""
+
+
+def unsteady(slowdowns: Mapping[str, float]) -> str | None:
+    """A sentence if the machine was slower under one policy than under another; None if it was steady."""
+    slowest, fastest = (choose(slowdowns, key=slowdowns.__getitem__) for choose in (max, min))
+    factor = slowdowns[slowest] / slowdowns[fastest]
+    if factor <= STEADY:
+        return None
+    return (
+        f"The same steps took {factor:.2g} times as long under {slowest} as under {fastest}, because the machine did "
+        "other work, too: compare the policies in the simulated table, or on an idle machine."
+    )
 
 
 def agreement(measured: Sequence[PolicyFigures], simulated: Sequence[PolicyFigures]) -> Agreement:

@@ -10,11 +10,12 @@ from typing import Any, cast
 from bankfull.config import SchedConfig
 from bankfull.engine import Engine
 from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
-from bankfull.plan.policies.simulator import Advance, JobRun, swapped_bytes
+from bankfull.plan.policies.simulator import PAGE_TOKENS, Advance, JobRun, swapped_bytes
 from bankfull.plan.policies.step_model import StepRecord
 from bankfull.plan.simulate import RequestTimes
 from bankfull.plan.step_timer import GREEDY
 from bankfull.runtime.rows import Job
+from bankfull.state.manager import StateManager
 from bankfull.types import Request, StepPlan
 
 LONGEST_SLEEP = 0.01
@@ -25,6 +26,12 @@ def scheduled(engine: Engine[Any], sched: SchedConfig, clock: Callable[[], float
     engine.scheduler.state.forget(everywhere=True)
     scheduler = engine.scheduler.successor(sched, clock)
     return Engine(scheduler, engine.runner, engine.strategy, engine.depth, clock=clock)
+
+
+def memory_tokens(state: StateManager, traffic: JobTraffic) -> int:
+    """Tokens whose state fits into the pages of an engine that can run the traffic; 0 if it has no pages."""
+    each = sum(1 / group.page_tokens for group in state.layout.paged)
+    return max(int(state.pages.size / each), traffic.most_tokens + PAGE_TOKENS) if each else 0
 
 
 def measure(
@@ -64,7 +71,7 @@ def measure(
         ended_at = clock()
         now = ended_at - begun
         if planned and planned[-1].work:
-            records.append(StepRecord.of(planned[-1].work, ended_at - before))
+            records.append(StepRecord.of(planned[-1].work, ended_at - before, before - begun))
         planned.clear()
         for output in outputs:
             number = cast(int, output.request)

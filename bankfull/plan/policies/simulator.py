@@ -15,6 +15,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
+from bankfull.plan.policies.machine_speed import MachineSpeed
 from bankfull.plan.policies.step_model import StepModel
 from bankfull.plan.simulate import Clock, FakeRunner, RequestTimes
 from bankfull.sched.scheduler import Scheduler
@@ -23,7 +24,7 @@ from bankfull.sched.stride import plain_steps, take_plain_steps
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.state.tiers import LowerTier, Tiers
-from bankfull.types import Output, Request, Tier
+from bankfull.types import Output, Request, Tier, Work
 
 PAGE_TOKENS = 16
 PARKED = 8
@@ -70,12 +71,13 @@ class SimulatedEngine:
         memory_tokens: int = 0,
         host_tokens: int = 0,
         token_bytes: int = 1,
+        speed: MachineSpeed | None = None,
         stepped: bool = False,
     ) -> None:
         """`host_tokens`: a tier below the device, whose copies run beside the steps; `token_bytes`: of a token's
-        state."""
+        state; `speed`: of the machine in the course of the run, if it is not the model's all the time."""
         self.clock = Clock()
-        self._model, self._traffic, self._stepped = model, traffic, stepped
+        self._model, self._traffic, self._speed, self._stepped = model, traffic, speed, stepped
         self._state = state_of(sched, traffic, memory_tokens, self.clock)
         if host_tokens:
             lower = LowerTier(Tier.HOST, host_tokens // PAGE_TOKENS, 0, eager=False, rate=0)
@@ -93,12 +95,16 @@ class SimulatedEngine:
         self.scheduler.pace.forecast = model.prefill
         # The engine's own check counts all pages whenever it becomes idle; `run` does so once.
         self._check, self._state.check = self._state.check, lambda: None  # type: ignore[method-assign]
-        self._runner = FakeRunner(self.clock, model.of, lambda request, position: 0)
+        self._runner = FakeRunner(self.clock, self._step_seconds, lambda request, position: 0)
         self._engine: Engine[FakeRunner] = Engine(self.scheduler, self._runner, Plain(), 0, clock=self.clock)
         self._run = JobRun([], 0.0, 0, 0, 0)
         self._coming: deque[TrafficJob] = deque()
         self._horizon = float("inf")
         """Time up to which all arrivals are known."""
+
+    def _step_seconds(self, work: Sequence[Work]) -> float:
+        seconds = self._model.of(work)
+        return seconds if self._speed is None else self._speed.seconds(self.clock.now, seconds)
 
     @property
     def unfinished(self) -> int:
@@ -181,6 +187,17 @@ class SimulatedEngine:
             )  # those of strides were not received one by one
             self._run.ends.append(number)
 
+    def _plain_ends(self, running: Sequence[Running], most: int, arrival: float) -> list[float]:
+        """When the next plain steps end: at most so many, up to the first one that ends after `arrival`."""
+        rows, now, speed, ends = len(running), self.clock.now, self._speed, list[float]()
+        context, seconds_of = sum(seq.start for seq in running) + rows, self._model.seconds
+        while len(ends) < most and now < arrival:
+            seconds = seconds_of(rows, context, 0)
+            now += seconds if speed is None else speed.seconds(now, seconds)
+            context += rows
+            ends.append(now)
+        return ends
+
     def _stride(self) -> bool:
         """Take plain steps up to the next arrival; False if the next step is not plain."""
         scheduler, policy = self.scheduler, self.scheduler.policy
@@ -189,12 +206,8 @@ class SimulatedEngine:
             return False
         arrival = min(self._horizon, self._coming[0].time if self._coming else float("inf"))
         running = scheduler._running
-        rows, begun = len(running), self.clock.now
-        context, now, ends = sum(seq.start + 1 for seq in running), begun, list[float]()
-        while len(ends) < most and now < arrival:
-            now = now + self._model.seconds(rows, context, 0)
-            context += rows
-            ends.append(now)
+        begun = self.clock.now
+        ends = self._plain_ends(running, most, arrival)
         del ends[policy.steps_to_change(running, begun, ends) :]
         steps, last = len(ends), ends[-1]
         for seq in running:

@@ -23,10 +23,16 @@ class StepRecord:
     prompt: int
     """Prompt tokens."""
     seconds: float
+    begun: float = 0.0
+    """Seconds from the beginning of the run."""
+
+    @property
+    def ended(self) -> float:
+        return self.begun + self.seconds
 
     @staticmethod
-    def of(work: Sequence[Work], seconds: float) -> StepRecord:
-        return StepRecord(*shape_of(work), seconds)
+    def of(work: Sequence[Work], seconds: float, begun: float) -> StepRecord:
+        return StepRecord(*shape_of(work), seconds, begun)
 
 
 def shape_of(work: Sequence[Work]) -> tuple[int, int, int]:

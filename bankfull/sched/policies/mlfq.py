@@ -28,8 +28,9 @@ from bankfull.types import Request, StepPlan
 SPREAD = 2.0**40
 """Ranks of one queue: more sequences than ever join one."""
 MOST_FRUITLESS = 2
-"""A sequence that was preempted so often without a new token keeps its row until it has one: where memory is short, it
-would lose what it has computed each time, and never get any."""
+"""A sequence that was preempted so often without a new token goes before all queues, and keeps its row, until it has
+one. Where memory is short, it would lose what it has computed each time: queues that change their order faster than a
+prompt is computed would preempt all sequences in turns, and none would ever get a token."""
 DEEPEST = 12
 """The last queue; its sequences stay in it."""
 
@@ -43,6 +44,12 @@ class QueuedJob:
     """Time at which it was served last, or joined."""
     used: float = 0.0
     """Seconds of its quantum."""
+    before: int | None = None
+    """Its place before all queues; None for a sequence that is in its queue."""
+
+
+def _fruitless(sequence: Sequence) -> bool:
+    return sequence.fruitless >= MOST_FRUITLESS and len(sequence.tokens) <= sequence.entered
 
 
 class Mlfq(FirstCome):
@@ -72,15 +79,19 @@ class Mlfq(FirstCome):
         job = self._jobs.get(sequence)
         if job is None:
             job = self._jobs[sequence] = QueuedJob(self.first_level(sequence), next(self._places), now)
-        return job.level * SPREAD + job.place
+        if not _fruitless(sequence):
+            job.before = None
+        elif job.before is None:  # the first one keeps its place, and so gets its token
+            job.before = next(self._places)
+        return job.level * SPREAD + job.place if job.before is None else job.before - SPREAD
 
     def first_level(self, sequence: Sequence) -> int:
         return 0
 
     def giving_way(self, head: Sequence, running: list[Sequence], beyond: list[Sequence] | None) -> list[Sequence]:
         level = self._jobs[head].level
-        able = (s for s in running if s.fruitless < MOST_FRUITLESS or len(s.tokens) > s.entered)
-        return [s for s in able if s.batch > head.batch or (s.batch == head.batch and self._jobs[s].level > level)]
+        below = (s for s in running if s.batch > head.batch or (s.batch == head.batch and self._jobs[s].level > level))
+        return [s for s in below if not _fruitless(s)]
 
     def victim(self, needy: Sequence, able: list[Sequence], holdings: Holdings | None) -> Sequence | None:
         return super().victim(needy, able, None)
@@ -97,15 +108,17 @@ class Mlfq(FirstCome):
             for each in seconds:
                 job.used += each
             job.since = now
-            if job.used >= self.quantum_of(job.level) and job.level < DEEPEST:
+            spent = job.used >= self.quantum_of(job.level) and job.level < DEEPEST
+            if spent:
                 self._move(job, job.level + 1)
                 self.demotions += 1
+            if spent or ((seq.fruitless or job.before is not None) and _fruitless(seq) == (job.before is None)):
                 changed.append(seq)
         return changed + (self._promoted(now) if now - self._oldest >= self.starvation else [])
 
     def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
         """Up to the step that uses up a quantum, or after which a sequence may be promoted."""
-        if any(s.fruitless >= MOST_FRUITLESS and len(s.tokens) <= s.entered for s in running):
+        if any(seq.fruitless and _fruitless(seq) for seq in running):
             return 1  # with its next token it may give way
         before = begun
         budgets = [(job.used, self.quantum_of(job.level)) for job in map(self._jobs.__getitem__, running)]

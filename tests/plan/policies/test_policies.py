@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from bankfull.errors import ConfigError
 from bankfull.llm import LLM
 from bankfull.plan.policies.compare import CONTENDERS, agreement, contenders, figures, policy_chart
 from bankfull.plan.policies.jobs import JobTraffic
-from bankfull.plan.policies.measure import measure, scheduled
+from bankfull.plan.policies.machine_speed import MachineSpeed
+from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
 from bankfull.plan.policies.simulator import JobRun, SimulatedEngine, saturation
 from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
 from bankfull.plan.simulate import Clock, RequestTimes
@@ -38,16 +40,19 @@ def simulated(name: str, traffic: JobTraffic, rate: float, base: SchedConfig = B
     st.sampled_from([5.0, 20.0, 80.0]),
     st.sampled_from([0, 3000]),
     st.sampled_from([1, 3]),
+    st.booleans(),
 )
 def test_strides_equal_single_steps(
-    name: str, seed: int, rows: int, rate: float, memory_tokens: int, keys: int
+    name: str, seed: int, rows: int, rate: float, memory_tokens: int, keys: int, busy: bool
 ) -> None:
     """Identical times, blocking, ends and counters, to the last bit."""
     traffic = JobTraffic(jobs=40, seed=seed, shortest=4, longest=200, keys=keys)
     base = SchedConfig(rows=rows, step_tokens=64, quantum_ms=20.0, starvation=0.5)
     memory = max(memory_tokens, traffic.most_tokens + 64) if memory_tokens else 0
+    speed = MachineSpeed(MODEL, [StepRecord(2, 90, 0, 0.03 + 0.01 * (at % 5), 0.1 * at) for at in range(50)])
     fast, slow = (
-        simulated(name, traffic, rate, base, stepped=stepped, memory_tokens=memory) for stepped in (False, True)
+        simulated(name, traffic, rate, base, stepped=stepped, memory_tokens=memory, speed=speed if busy else None)
+        for stepped in (False, True)
     )
     for one, other in zip(fast.times, slow.times, strict=True):
         assert (one.first, one.last, one.tokens, one.blocked) == (other.first, other.last, other.tokens, other.blocked)
@@ -92,46 +97,69 @@ def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: i
 
 
 class TimedRunner:
-    """A runner that computes, on a clock that moves by the model's time of each step."""
+    """A runner that computes, on a clock that moves by the model's time of each step. `slow`: the clock's time -> how
+    many times longer a step takes then."""
 
-    def __init__(self, runner: Any, clock: Clock, model: StepModel) -> None:
-        self._runner, self._clock, self._model = runner, clock, model
+    def __init__(self, runner: Any, clock: Clock, model: StepModel, slow: Callable[[float], float]) -> None:
+        self._runner, self._clock, self._model, self._slow = runner, clock, model, slow
 
     def forward(self, plan: StepPlan) -> Any:
         if plan.work:
-            self._clock.now += self._model.of(plan.work)
+            self._clock.now += self._model.of(plan.work) * self._slow(self._clock.now)
         return self._runner.forward(plan)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
 
-def test_the_simulator_fed_with_an_engines_step_times_gives_its_order_and_its_completion_times() -> None:
+def busy_for_a_while(now: float) -> float:
+    """Other programs come and go, every few seconds and every few steps."""
+    return (1.0 + 2.0 * (now % 7.0 < 3.0)) * (1.0 + 0.5 * (now % 0.11 < 0.03))
+
+
+@pytest.mark.parametrize("slow", [lambda now: 1.0, busy_for_a_while], ids=["a steady machine", "a busy machine"])
+def test_the_simulator_fed_with_an_engines_step_times_gives_its_order_and_its_completion_times(
+    slow: Callable[[float], float],
+) -> None:
     traffic = JobTraffic(jobs=40, shortest=4, longest=60, prompts=(20, 40), shared=8)
     llm = LLM(str(speaking_folder()), memory="2MiB", rows=4, step_tokens=64, max_model_len=128)
     base, truth, clock = SchedConfig(rows=4, step_tokens=64), StepModel(4e-3, 1e-3, 1e-6, 1e-4), Clock()
     own: Any = llm.loaded.engine
-    own.runner = TimedRunner(own.runner, clock, truth)
+    own.runner = TimedRunner(own.runner, clock, truth, slow)
 
     def sleep(seconds: float) -> None:
         clock.now += max(seconds, 1e-6)  # rounding must not stop the clock
 
-    rate = 0.9 * saturation(base, truth, replace(traffic, jobs=400))
-    jobs, records, compared = traffic.draw(rate), list[StepRecord](), contenders(base, ())
+    rate = 0.5 * saturation(base, truth, replace(traffic, jobs=400))
+    jobs, compared = traffic.draw(rate), contenders(base, ())
     measured = {}
     for name, sched in compared.items():
         own = scheduled(own, sched, clock)
-        measured[name], seen = measure(own, jobs, traffic, llm.loaded.frontend.vocab, clock=clock, sleep=sleep)
-        records += seen
-    model = fit(records)
-    runs = {name: SimulatedEngine(sched, model, traffic).run(jobs) for name, sched in compared.items()}
+        measured[name] = measure(own, jobs, traffic, llm.loaded.frontend.vocab, clock=clock, sleep=sleep)
+    model = fit([record for _, records in measured.values() for record in records])
+    memory = memory_tokens(own.scheduler.state, traffic)
+    runs = {
+        name: SimulatedEngine(
+            sched, model, traffic, memory_tokens=memory, speed=MachineSpeed(model, measured[name][1])
+        ).run(jobs)
+        for name, sched in compared.items()
+    }
     found = agreement(
-        [figures(name, run, model, 3.0) for name, run in measured.items()],
+        [figures(name, run, model, 3.0) for name, (run, _) in measured.items()],
         [figures(name, run, model, 3.0) for name, run in runs.items()],
     )
     assert found.same_order and found.largest_error < 0.1, found
-    assert model.step == pytest.approx(truth.step, rel=0.05) and model.prompt == pytest.approx(truth.prompt, rel=0.05)
     assert len({round(run.times[-1].e2e, 6) for run in runs.values()}) > 1, "the policies differ"
+    steady = {name: SimulatedEngine(sched, model, traffic, memory_tokens=memory) for name, sched in compared.items()}
+    alike = agreement(
+        [figures(name, run, model, 3.0) for name, (run, _) in measured.items()],
+        [figures(name, engine.run(jobs), model, 3.0) for name, engine in steady.items()],
+    )
+    if slow is busy_for_a_while:
+        assert alike.largest_error > 0.1, "the machine's speed matters"
+        return
+    assert alike.same_order and alike.largest_error < 0.1, alike
+    assert model.step == pytest.approx(truth.step, rel=0.05) and model.prompt == pytest.approx(truth.prompt, rel=0.05)
 
 
 def test_step_times_are_recovered_and_no_term_is_negative() -> None:
