@@ -283,7 +283,11 @@ def test_a_rank_of_another_version_is_refused(talking: list[bytes], monkeypatch:
 def test_a_rank_that_cannot_load_ends_the_start_and_no_process_is_left(
     talking: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leading, "BOUNDS", Bounds(begin=3.0))
+    def nobody_came(*args: object) -> None:
+        raise RankLost("the ranks did not meet.")
+
+    monkeypatch.setattr(leading, "join", nobody_came)
+    monkeypatch.setattr(leading, "BOUNDS", Bounds(word=30.0))
     talking += [
         encoded(leading.HelloMessage(leading.bankfull.__version__, "there")),
         encoded(RankReady("The weights are not readable; copy them again.", refused=True)),
