@@ -171,7 +171,7 @@ def assemble_leader(
     from bankfull.parallel.leading import lead
     from bankfull.parallel.refused import refuse_layout
 
-    refuse_layout(run, state)
+    refuse_layout(run, state, files.config)
     run = replace(run, device=device.kind)
 
     def own_part(run: RunConfig, ranks: Ranks) -> Assembled:

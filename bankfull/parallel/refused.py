@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bankfull.config import RunConfig, SpeculativeChoice, StateConfig
 from bankfull.errors import ConfigError
+from bankfull.models.registry import Config, family_of
+from bankfull.models.splitting import rank_config, stages_of
 
 HEADS_OF_MODEL = ("medusa", "eagle", "mtp", "streaming", "tree-streaming")
 """Speculation with the model's own head, or with parts trained for it."""
@@ -11,8 +13,8 @@ STREAMS = ("streaming", "tree-streaming")
 """Speculation that runs the model's top layers again, for its streams."""
 
 
-def refuse_layout(run: RunConfig, state: StateConfig) -> None:
-    """Refuse what a model over several ranks cannot do yet."""
+def refuse_layout(run: RunConfig, state: StateConfig, config: Config) -> None:
+    """Refuse what a model over several ranks cannot do yet, and sizes that do not divide, before a rank is started."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
     named = speculative.then or speculative
     if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
@@ -34,3 +36,7 @@ def refuse_layout(run: RunConfig, state: StateConfig) -> None:
             f"speculative={named.name} runs streams through the model's top layers, whose tokens {mesh} divides over "
             "ranks; use suffix, ngram, lookahead, eagle or a draft model."
         )
+    family_of(config)
+    if mesh.tp > 1 or mesh.ffn:
+        rank_config(config, mesh.tp, mesh.feed_tp, mesh.ep > 1)
+    stages_of(config, mesh.pp)
