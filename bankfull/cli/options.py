@@ -166,8 +166,9 @@ class EngineOptions:
         typer.Option(
             metavar="AXIS=RANKS[,AXIS=RANKS]",
             help="Split the model over ranks, each a process with its own device or its share of the cores: tp "
-            "(heads, widths and the vocabulary), pp (layers, in stages), ep (experts, over tensor ranks) and sp=on "
-            "(tokens, between split layers), as in tp=2,pp=2,ep=2.",
+            "(heads, widths and the vocabulary), pp (layers, in stages), ep (experts, over tensor ranks), hot (copies "
+            "of the experts used most), ffn (feed-forward layers, on ranks of their own) and sp=on (tokens, between "
+            "split layers), as in tp=2,pp=2,ep=2.",
             show_default="one rank",
         ),
     ] = ""

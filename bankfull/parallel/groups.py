@@ -211,7 +211,8 @@ def join(place: RankPlace, host: str, port: int, device: str) -> Ranks:
         tensor = None
         if len(ranks := place.tensor_ranks()) > 1:
             tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
-        sides, keeping = None, world
+        sides: Sides | None = None
+        keeping: ProcessRanks | None = world
         if mesh.ffn:
             holders = [rank for rank in range(mesh.ranks) if not RankPlace(mesh, rank).feeds]
             apart = place.feeds or len(holders) == 1
