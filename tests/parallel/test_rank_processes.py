@@ -20,6 +20,8 @@ from bankfull.parallel import hot
 from bankfull.parallel.groups import RankLost
 from bankfull.parallel.leading import Followers
 from bankfull.runtime.refused import refuse_feed_ranks_without_use
+from bankfull.serve.engine.exchange_end import ExchangeEnd
+from bankfull.serve.engine.wire import ExchangeEnds
 from tests.tiny import folder_of, reference_of, speaking_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -133,6 +135,11 @@ time.sleep(600)
     while Path(f"/proc/{feeding}/cmdline").exists() and Path(f"/proc/{feeding}/cmdline").read_bytes():
         assert time.monotonic() < until, "a rank outlives rank 0"
         time.sleep(0.1)
+
+
+def test_state_that_is_split_over_ranks_is_not_handed_to_another_engine(split: LLM) -> None:
+    with pytest.raises(ConfigError, match="hands over the state of one rank, and --parallel splits it"):
+        ExchangeEnd(split, ExchangeEnds([], 0), print)
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula(split: LLM) -> None:

@@ -33,6 +33,10 @@ class ExchangeEnd:
                 "--separate has no use for a diffusion model: its blocks are computed again in every step, so there is "
                 "no finished state to hand over; serve it without."
             )
+        if engine.runner.followers is not None:
+            raise ConfigError(
+                "--separate hands over the state of one rank, and --parallel splits it over several; leave out one."
+            )
         if not state.prefix_cache:
             raise ConfigError("--separate needs the prefix cache, by which state is found: leave it on.")
         self._say, self._address_of = say, address_of
