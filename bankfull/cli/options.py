@@ -167,8 +167,9 @@ class EngineOptions:
             metavar="AXIS=RANKS[,AXIS=RANKS]",
             help="Split the model over ranks, each a process with its own device or its share of the cores: tp "
             "(heads, widths and the vocabulary), pp (layers, in stages), cp (tokens and KV pages), ep (experts, over "
-            "the tp and cp ranks), sp=on (tokens, between layers that tp splits) and sp=ulysses (cp ranks exchange "
-            "tokens for heads), as in tp=2,pp=2,ep=2.",
+            "the tp and cp ranks), hot (copies of the experts used most), ffn (feed-forward layers, on ranks of their "
+            "own), sp=on (tokens, between layers that tp splits) and sp=ulysses (cp ranks exchange tokens for heads), "
+            "as in tp=2,pp=2,ep=2.",
             show_default="one rank",
         ),
     ] = ""

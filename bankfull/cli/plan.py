@@ -54,7 +54,8 @@ def plan(
     parallel: Annotated[
         str | None,
         typer.Option(
-            help="Layout of each replica over several devices: tp=2,pp=2 (also cp, ep, sp=on), or auto to try several.",
+            help="Layout of each replica over several devices: tp=2,pp=2 (also cp, ep, sp=on, ffn, hot), or auto to "
+            "try several.",
             show_default="one device, and more only where one is too small",
         ),
     ] = None,

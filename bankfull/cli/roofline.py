@@ -56,7 +56,7 @@ def roofline(
     parallel: Annotated[
         str | None,
         typer.Option(
-            help="Also predict a layout over several of the device: tp=2,pp=2 (also cp, ep, sp=on).",
+            help="Also predict a layout over several of the device: tp=2,pp=2 (also cp, ep, sp=on, ffn, hot).",
             show_default=False,
         ),
     ] = None,
