@@ -73,7 +73,8 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux reports resident memory")
 def test_committed_memory_is_there_and_keeps_what_was_written(memory: Any) -> None:
     size = 64 << 20
-    buffer = torch.empty(size, dtype=torch.uint8)
+    # Fresh pages: an allocator may give back memory that earlier tests have used, and that is there already.
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     buffer[1 << 20 : (1 << 20) + 10000] = 7
     before = resident()
     if not extension.required().commit_memory(buffer.data_ptr(), size):

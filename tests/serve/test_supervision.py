@@ -35,6 +35,7 @@ from tests.tiny import speaking_folder
 OWNERS = {
     # file: {what is started: (how often, who owns it)}
     "aio.py": {"Thread": (1, "AsyncEngine: its end is every caller's error, then and later")},
+    "cluster/cluster_pools.py": {"create_task": (1, "ClusterPools._ended: the server ends with the reason")},
     "cluster/cluster_replicas.py": {"create_task": (1, "ClusterReplicas._ended: the server ends with the reason")},
     "cluster/manager_process.py": {"create_subprocess_exec": (1, "ClusterReplicas._supervise: started again")},
     "cluster/replica.py": {"Thread": (1, "the replica's process, which ends with it and is started again by Ray")},
@@ -75,7 +76,7 @@ OWNERS = {
     "serve/data/store.py": {"ThreadPoolExecutor": (1, "Store: a failure is raised where the work is awaited")},
     "serve/supervise.py": {"create_task": (2, "Supervisor: begun again, and told of; test_supervise.py ends them")},
     "serve/engine/worker.py": {
-        "Thread": (1, "the engine process, which ends with the reason and is started again"),
+        "Thread": (2, "the engine process, which ends with the reason and is started again"),
     },
     "text/render_process.py": {"Popen": (1, "RenderProcess: another is started with the next call")},
     "weights/fetch.py": {"Popen": (1, "fetch, which waits for it")},
