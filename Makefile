@@ -4,6 +4,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+# Some tests wait more than they compute: for processes that start, restart or time out.
+TEST_WORKERS ?= 3
 BENCH_OPTIONS ?=
 GPU_OPTIONS ?=
 SERVE_OPTIONS ?=
@@ -110,10 +112,10 @@ lint: tools ## Style, formatting, types and import rules
 	$(BIN)/lint-imports
 
 test: tools lint ## Lint, then the quick tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs -m "not full"
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -rs -m "not full"
 
 test-full: tools lint ## Lint, then every test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -rs
 
 # Each of these tests starts its own Ray, so they run one after another.
 test-cluster: tools ## Replicas on several Ray nodes: joining, node failures, version skew; make test has a short one
