@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import socket
 import struct
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import bankfull
 from bankfull.errors import BankfullError
+
+log = logging.getLogger("bankfull.serve")
 
 PROTOCOL = 1
 """Version of the messages in `wire` and of this handshake. Both ends must have the same."""
@@ -28,6 +34,10 @@ NONCE, SESSION, MAC = 32, 16, 32
 HANDSHAKE_SECONDS = 5.0
 """Time for the whole handshake."""
 VERSION_BYTES = 32
+MOST_UNKNOWN = 8
+"""Connections in their handshake; further ones are closed at once."""
+ACCEPT_PAUSE = 0.25
+"""Seconds before connections are accepted again, when that has failed."""
 
 CONTROL: Final = b"C"
 """Opens a session: the gateway sends its heartbeats, and reads commands."""
@@ -124,6 +134,78 @@ def tune(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 15_000)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class HandshakeListener(ABC):
+    """Accepts connections, and serves those whose other end knows the token. Runs on one event loop."""
+
+    name = "listener"
+    """In the log."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+        self._listening: socket.socket | None = None
+        self._unknown = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Listen, and return the address. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, port), family=family, backlog=MOST_UNKNOWN)
+        self._listening.setblocking(False)
+        self._begin(self._accept(self._listening))
+        address: tuple[str, int] = self._listening.getsockname()[:2]
+        return address
+
+    async def close(self) -> None:
+        """End all connections, and listen no more."""
+        if self._listening is not None:
+            self._listening.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @abstractmethod
+    async def serve(self, connection: socket.socket, wanted: Wanted) -> None:
+        """Serve a connection with a proof, which is closed afterwards. An OSError ends it in silence."""
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("A connection of the %s has failed.", self.name, exc_info=error)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as error:  # too many open files, or a connection that has gone meanwhile
+                log.error("The %s cannot accept a connection: %s.", self.name, error)
+                await asyncio.sleep(ACCEPT_PAUSE)
+                continue
+            if self._unknown >= MOST_UNKNOWN:
+                connection.close()
+                continue
+            self._unknown += 1
+            self._begin(self._admit(connection))
+
+    async def _admit(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):  # includes TimeoutError
+            try:
+                connection.setblocking(False)
+                tune(connection)
+                wanted = await answer(connection, self._token)
+            finally:
+                self._unknown -= 1
+            if wanted is None:
+                log.warning("A connection to the %s was refused: it has another token or version.", self.name)
+            else:
+                await self.serve(connection, wanted)
 
 
 def _check_versions(protocol: int, version: bytes) -> None:

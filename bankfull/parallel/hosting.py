@@ -11,18 +11,12 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
-from bankfull.handshake import ACCEPTED, RANK, answer, reply, tune
+from bankfull.handshake import ACCEPTED, RANK, HandshakeListener, Wanted, reply
 
 log = logging.getLogger("bankfull.parallel")
-
-MOST_UNKNOWN = 8
-"""Connections in their handshake; further ones are closed at once."""
-PAUSE = 0.25
-"""Seconds before connections are accepted again, when that has failed."""
 
 
 def rank_command(socket_number: int) -> list[str]:
@@ -31,25 +25,16 @@ def rank_command(socket_number: int) -> list[str]:
     return [sys.executable, "-P", "-m", "bankfull.rank", str(socket_number)]
 
 
-class RankHost:
-    """Runs on one event loop, with one rank at a time. `environment` replaces the variables of the rank's process."""
+class RankHost(HandshakeListener):
+    """Has one rank at a time. `environment` replaces the variables of the rank's process."""
+
+    name = "host of a rank"
 
     def __init__(self, token: bytes, environment: Mapping[str, str] | None = None) -> None:
-        self._token, self._environment = token, environment
-        self._listening: socket.socket | None = None
+        super().__init__(token)
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
-        self._unknown = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Listen, and return the address. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listening = socket.create_server((host, port), family=family, backlog=MOST_UNKNOWN)
-        self._listening.setblocking(False)
-        self._begin(self._accept(self._listening))
-        address: tuple[str, int] = self._listening.getsockname()[:2]
-        return address
 
     @property
     def pid(self) -> int | None:
@@ -59,51 +44,13 @@ class RankHost:
 
     async def close(self) -> None:
         """End the rank, and listen no more."""
-        if self._listening is not None:
-            self._listening.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().close()
         await self._end()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("A connection to the host of a rank has failed.", exc_info=error)
-
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listening)
-            except OSError as error:  # too many open files, or a connection that has gone meanwhile
-                log.error("The host of a rank cannot accept a connection: %s.", error)
-                await asyncio.sleep(PAUSE)
-                continue
-            if self._unknown >= MOST_UNKNOWN:
-                connection.close()
-                continue
-            self._unknown += 1
-            self._begin(self._serve(connection))
-
-    async def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):  # includes TimeoutError
-            try:
-                connection.setblocking(False)
-                tune(connection)
-                wanted = await answer(connection, self._token)
-            finally:
-                self._unknown -= 1
-            if wanted is None:
-                log.warning("A connection to the host of a rank was refused: it has another token or version.")
-            elif wanted.purpose == RANK:
-                async with self._starting:
-                    await self._run(connection, wanted.proof)
+    async def serve(self, connection: socket.socket, wanted: Wanted) -> None:
+        if wanted.purpose == RANK:
+            async with self._starting:
+                await self._run(connection, wanted.proof)
 
     async def _run(self, connection: socket.socket, proof: bytes) -> None:
         """Start the process. One that runs belongs to an engine before: its replica has only one. The reply goes first,

@@ -39,8 +39,14 @@ OWNERS = {
     "cluster/cluster_replicas.py": {"create_task": (1, "ClusterReplicas._ended: the server ends with the reason")},
     "cluster/manager_process.py": {"create_subprocess_exec": (1, "ClusterReplicas._supervise: started again")},
     "cluster/replica.py": {"Thread": (1, "the replica's process, which ends with it and is started again by Ray")},
+    "handshake.py": {"create_task": (1, "HandshakeListener, which logs a failure; the other end opens another one")},
     "loading.py": {"ThreadPoolExecutor": (1, "load, which waits for it")},
     "ops/triton/ahead.py": {"ThreadPoolExecutor": (1, "compile_ahead, which waits for it")},
+    "parallel/hosting.py": {
+        "create_subprocess_exec": (1, "rank 0: the end of a rank ends its engine, which starts all")
+    },
+    "parallel/leading.py": {"Popen": (1, "rank 0: the end of a rank ends its engine, which starts all")},
+    "parallel/reaching.py": {"ThreadPoolExecutor": (1, "RankHosts.connect, which waits for it")},
     "runtime/mover.py": {
         "Thread": (1, "Mover: a transfer's failure is told to the scheduler, which computes it again")
     },
@@ -65,7 +71,7 @@ OWNERS = {
     },
     "serve/engine/gateway.py": {
         "create_subprocess_exec": (1, "the session: its end ends the server's connection, and Link starts another"),
-        "create_task": (2, "the gateway, which logs a failure; the session, whose control connection it reads"),
+        "create_task": (1, "the session, whose control connection it reads"),
     },
     "serve/guard/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},
     "serve/api/openai/completions.py": {"ensure_future": (2, "the request whose prompts they run")},
@@ -78,6 +84,7 @@ OWNERS = {
     "serve/engine/worker.py": {
         "Thread": (2, "the engine process, which ends with the reason and is started again"),
     },
+    "state/page_listener.py": {"Thread": (2, "PageListener: what does not arrive through it is computed again")},
     "text/render_process.py": {"Popen": (1, "RenderProcess: another is started with the next call")},
     "weights/fetch.py": {"Popen": (1, "fetch, which waits for it")},
 }
@@ -99,10 +106,13 @@ SERVED = (
     "loading.py",
     "loop.py",
     "engine.py",
+    "handshake.py",
     "ops",
+    "parallel",
     "runtime",
     "sample",
     "serve",
+    "state",
     "text",
     "weights",
 )

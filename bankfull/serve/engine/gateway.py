@@ -15,9 +15,8 @@ import os
 import socket
 import struct
 import subprocess
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from bankfull.handshake import (
     ACCEPTED,
@@ -27,10 +26,9 @@ from bankfull.handshake import (
     IN_USE,
     NO_SESSION,
     REPLY,
+    HandshakeListener,
     Wanted,
-    answer,
     reply,
-    tune,
 )
 from bankfull.progress import SharedProgress, watched_file
 from bankfull.serve.engine.process import worker_command
@@ -39,8 +37,6 @@ log = logging.getLogger("bankfull.serve")
 
 HEARTBEAT_SECONDS = 0.25
 """Time between two heartbeats. The end of the engine process is sent at once."""
-MOST_UNKNOWN = 8
-"""Connections in their handshake; further ones are closed at once."""
 KILL = b"K"
 """The one command of a server."""
 PROBE = b"P"
@@ -52,83 +48,28 @@ HEARTBEAT = struct.Struct("<qQi")
 """Process number, progress counter, exit status."""
 
 
-class Gateway:
-    """Runs on one event loop. `environment` replaces the variables of the engine process."""
+class Gateway(HandshakeListener):
+    """`environment` replaces the variables of the engine process."""
+
+    name = "gateway"
 
     def __init__(self, token: bytes, environment: Mapping[str, str] | None = None) -> None:
-        self._token, self._environment = token, environment
-        self._listening: socket.socket | None = None
+        super().__init__(token)
+        self._environment = environment
         self._session: EngineSession | None = None
-        self._unknown = 0
-        self._tasks: set[asyncio.Task[None]] = set()
         self.sessions = 0
         """Sessions so far."""
-
-    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Listen, and return the address. Raises OSError."""
-        listening = socket.create_server((host, port), backlog=MOST_UNKNOWN)
-        listening.setblocking(False)
-        self._listening = listening
-        self._begin(self._accept(listening))
-        address: tuple[str, int] = listening.getsockname()[:2]
-        return address
 
     @property
     def engine_pid(self) -> int | None:
         """The engine process that runs now."""
         return self._session.pid if self._session is not None else None
 
-    async def close(self) -> None:
-        """End the session and its engine, and listen no more."""
-        if self._listening is not None:
-            self._listening.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("A connection of the gateway has failed.", exc_info=error)
-
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listening)
-            except OSError as error:  # too many open files, or a connection that has gone meanwhile
-                log.error("The gateway cannot accept a connection: %s.", error)
-                await asyncio.sleep(HEARTBEAT_SECONDS)
-                continue
-            if self._unknown >= MOST_UNKNOWN:
-                connection.close()
-                continue
-            self._unknown += 1
-            self._begin(self._serve(connection))
-
-    async def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                tune(connection)
-                wanted = await answer(connection, self._token)
-                if wanted is None:
-                    log.warning("A connection to the gateway was refused: it has another token or version.")
-            except OSError:  # includes TimeoutError
-                wanted = None
-            finally:
-                self._unknown -= 1
-            if wanted is None:
-                return
-            with suppress(OSError):
-                if wanted.purpose == CONTROL:
-                    await self._control(connection, wanted)
-                elif wanted.purpose == ENGINE:
-                    await self._engine(connection, wanted)
+    async def serve(self, connection: socket.socket, wanted: Wanted) -> None:
+        if wanted.purpose == CONTROL:
+            await self._control(connection, wanted)
+        elif wanted.purpose == ENGINE:
+            await self._engine(connection, wanted)
 
     async def _control(self, connection: socket.socket, wanted: Wanted) -> None:
         if self._session is not None and self._session.leaving:

@@ -16,7 +16,7 @@ import uvloop
 import bankfull
 from bankfull import SamplingParams, handshake
 from bankfull.errors import ModelError
-from bankfull.handshake import CONTROL, ENGINE, HandshakeRefused, call
+from bankfull.handshake import CONTROL, ENGINE, MOST_UNKNOWN, HandshakeRefused, call
 from bankfull.serve.engine import gateway as gateway_module
 from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine import remote as remote_module
@@ -344,7 +344,7 @@ def test_garbage_and_half_handshakes_reach_nothing_and_block_nothing(monkeypatch
 def test_unknown_connections_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     async def knock() -> None:
         async with gateway() as (made, address):
-            held = [await connect(address) for _ in range(gateway_module.MOST_UNKNOWN)]
+            held = [await connect(address) for _ in range(MOST_UNKNOWN)]
             await until(lambda: made._unknown == len(held))
             with await connect(address) as one_more:
                 assert await closed(one_more)
