@@ -121,7 +121,7 @@ class Bench:
             self.folder = tempfile.TemporaryDirectory()
             sizes = {"pages": pages, "slots": slots}, {"pages": layout.frame_bytes, "slots": slot}
             disk = DiskStore(Path(self.folder.name), bytes(32), {}, *sizes)
-            lower.append(LowerTier(Tier.DISK, pages, slots, eager=True))
+            lower.append(LowerTier(Tier.DISK, pages, slots))
         self.runner.mover = Mover(self.runner.storage, self.device, rates := TransferRates(), host, disk)
         manager.tiers = Tiers(
             manager.pages,

@@ -237,7 +237,7 @@ def test_write_behind_keeps_to_its_rate(tmp_path: Path) -> None:
     started = 0
     for _ in range(1000):  # one second in steps of a millisecond
         now += 1e-3
-        while tier.may_write(page, now):
+        while tier.may_write(page, now, 1e9):
             tier.wrote(page)
             tier.writing = 0
             started += page

@@ -36,6 +36,10 @@ CHUNK_BYTES = 1 << 30
 two."""
 TOGETHER = 16
 """Copies between device and host whose end is reported together."""
+RUNG_TOGETHER = 8
+"""Transfers of a store that end before a waiting engine is woken, unless no other one is queued: each time it runs a
+whole step in Python, for which the store's threads wait."""
+STORE_PATIENCE = 4
 TRIAL_BYTES = 64 << 20
 """Copied once in each direction at the start, to measure the rate."""
 COMPLAINTS_SECONDS = 60.0
@@ -169,13 +173,13 @@ class Mover:
         return completed, failed
 
     def wait(self, seconds: float) -> None:
-        """Wait until a transfer has ended, at most this long."""
+        """Wait until a transfer has ended, at most this long; for a store a few times as long."""
         if self._ended:
             return
         if self._copying:
             self._copying[0][1].wait(seconds)
         elif any(self._queued.values()):
-            self._ring.wait(seconds)
+            self._ring.wait(STORE_PATIENCE * seconds)
             self._ring.clear()
 
     def close(self) -> None:
@@ -239,7 +243,8 @@ class Mover:
                 seconds = (time.monotonic() - begun) / together
                 self._rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)
             self._ended.append((tier, transfer.id, succeeded))
-            self._ring.set()
+            if len(self._ended) >= RUNG_TOGETHER or tasks.empty():
+                self._ring.set()
             if told is not None:
                 told(transfer.id, succeeded, tasks.empty())
 

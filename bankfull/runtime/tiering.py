@@ -160,7 +160,7 @@ def _disk(
     others = make_room(root, store.path, max(0, size - held_bytes(store)))
     if others > size:
         log.warning("%s of other models in %s are in use and cannot be deleted.", shown(others), root)
-    tier = LowerTier(Tier.DISK, pages, slots, eager=True, rate=parse_bytes("kv_disk_rate", config.kv_disk_rate) or 0)
+    tier = LowerTier(Tier.DISK, pages, slots, rate=parse_bytes("kv_disk_rate", config.kv_disk_rate) or 0)
     oldest = 0.0 if config.kv_disk_age is None else time.time() - 3600 * config.kv_disk_age
     for kind, pool in (("pages", tier.pages), ("slots", tier.slots)):
         pool.adopt((entry.place, key_from_disk(entry.key)) for entry in store.files[kind].entries(oldest))

@@ -37,11 +37,16 @@ class AdmissionRoom:
         """Tokens that must fit when the sequence enters: the known ones, with the masks of a diffusion model."""
         return len(seq.tokens) if self._canvas is None else self._canvas.end(seq)
 
-    def fitting(self, seq: Sequence, waiting: WaitingQueue) -> Match | None:
-        """What it starts from, if it has room; if need be, those that wait give back what they hold, itself last."""
-        while (lack := self.lack(seq, match := self.match(seq))) != (0, 0):
-            if not (
-                self._aside.yield_memory(waiting, seq) or self._aside.yield_memory(waiting) or self._unpinned(*lack)
+    def fitting(self, seq: Sequence, waiting: WaitingQueue, overtakes: bool) -> Match | None:
+        """What it starts from, if it has room; if need be, those that wait give back what they hold, itself last. One
+        that overtakes others leaves them what they hold, and what is on its way to them."""
+        aside = self._aside
+        if aside.lacks_room(seq, waiting, bool(self._running)):
+            return None
+        promised = aside.promised() if overtakes else 0
+        while (lack := self.lack(seq, match := self.match(seq), promised)) != (0, 0):
+            if overtakes or not (
+                aside.yield_memory(waiting, seq) or aside.yield_memory(waiting) or self._unpinned(*lack)
             ):
                 return None
         return match
@@ -53,13 +58,13 @@ class AdmissionRoom:
             return False
         return state.pins.relieve(pages, slots)
 
-    def lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
-        """Pages and slots that are missing for it."""
+    def lack(self, seq: Sequence, match: Match, promised: int = 0) -> tuple[int, int]:
+        """Pages and slots that are missing for it, if so many pages are promised to others."""
         # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.
         reach, headroom = self.reach(seq), len(self._running)
         if self._policy.reserves_limit:
             reach, headroom = seq.request.limit, sum(map(self._growth, self._running))
-        return self._state.lack(match, reach, self._config.step_tokens, headroom)
+        return self._state.lack(match, reach, self._config.step_tokens, headroom + promised)
 
     def _growth(self, seq: Sequence) -> int:
         """Pages that a running sequence may still need."""

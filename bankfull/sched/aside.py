@@ -15,7 +15,7 @@ from typing import Protocol
 
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import StateManager
-from bankfull.state.tiers import Fetch, Key
+from bankfull.state.tiers import Key
 
 AHEAD = 4
 """Waiting sequences whose prefixes are fetched, beyond those that free rows could admit."""
@@ -128,7 +128,9 @@ class Aside:
         assert tiers is not None
         length, keys = self._wanted(seq)
         if all(tiers.device_pool(key).find(key) is not None for key in keys):
-            seq.sought = True
+            if keys:
+                seq.fetch = tiers.fetch(keys, length, 0.0)  # so that others do not evict it meanwhile
+            seq.sought = not keys or seq.fetch is not None
             return
         have = state.match(seq.chain, seq.tokens, length).length
         seconds, computed = tiers.seconds_up(keys), self.prices.prefill(have, length)
@@ -157,7 +159,12 @@ class Aside:
         return length, state.keys_for(seq.chain, length) if length else []
 
     def awaits(self, seq: Sequence) -> bool:
-        """Whether the sequence should not be admitted yet."""
+        """Whether the sequence should not be admitted yet, because its prefix is on its way."""
+        if seq.fetch is not None and seq.fetch.short and seq.fetch.done:
+            self._give_back(seq)
+            seq.sought = False
+        if not seq.sought:
+            self._seek_now(seq)
         fetch = seq.fetch
         if fetch is None or fetch.done:
             return False
@@ -167,6 +174,30 @@ class Aside:
         self._give_back(seq)
         return False
 
+    def lacks_room(self, seq: Sequence, waiting: Iterable[Sequence], runs: bool) -> bool:
+        """Whether the sequence should wait, because its prefix is below and has no room on the device yet. Others that
+        run (`runs`), leave the device or hold something will make room."""
+        tiers = self._state.tiers
+        while tiers is not None and not seq.sought and seq.request.reuse:
+            if runs or tiers.swapping:
+                return True
+            if not self.yield_memory(waiting, seq):
+                return False
+            self._seek_now(seq)
+        return seq.fetch is not None and not seq.fetch.done
+
+    def _seek_now(self, seq: Sequence) -> None:
+        """For one that was not looked at ahead, because its turn comes early or there was no room."""
+        tiers = self._state.tiers
+        if tiers is not None and not tiers.swapping and seq.request.reuse:
+            self._seek(seq)
+            tiers.advance()
+
+    def promised(self) -> int:
+        """Pages that prefixes on their way will take."""
+        tiers = self._state.tiers
+        return 0 if tiers is None else tiers.promised(self._state.pages)
+
     def _give_back(self, seq: Sequence) -> None:
         if seq.fetch is not None:
             assert self._state.tiers is not None
@@ -174,10 +205,14 @@ class Aside:
             seq.fetch = None
 
     def yield_memory(self, waiting: Iterable[Sequence], to: Sequence | None = None) -> bool:
-        """Give back what sequences other than `to` hold while they wait; False if they hold nothing."""
-        holders: list[Fetch] = []
+        """Give back what the last sequence other than `to` that holds something while it waits holds; False if none
+        does."""
+        last = None
         for seq in waiting:
-            if seq is not to and seq.fetch is not None:
-                holders.append(seq.fetch)
-                self._give_back(seq)
-        return bool(holders)
+            if seq.fetch is not None and seq is not to:
+                last = seq
+        if last is None:
+            return False
+        self._give_back(last)
+        last.sought = False  # what is evicted meanwhile is fetched again
+        return True

@@ -358,7 +358,7 @@ class Scheduler:
         sequence overtakes another."""
         if step.batch and any(not seq.batch and seq.parent is None for seq in self._waiting):
             return
-        index = 0
+        index, overtakes = 0, False
         while step.budget > 0 and self._free_rows:
             found = self._waiting.admissible(index, step.quota, tenant)
             if found is None:
@@ -370,12 +370,12 @@ class Scheduler:
                 return
             if seq.parked is not None and seq.parked.step > self.state.pages.settled:
                 return  # a step in flight may still write beside its tokens
-            if seq.fetch is not None and self.aside.awaits(seq):  # others may overtake it
+            if self.state.tiers is not None and self.aside.awaits(seq):  # others may overtake it
                 self._blocking.end(seq)
-                index += 1
+                index, overtakes = index + 1, True
                 continue
             self._blocking.begin(seq)
-            if (match := self._room.fitting(seq, self._waiting)) is None:
+            if (match := self._room.fitting(seq, self._waiting, overtakes)) is None:
                 return
             if not seq.admitted:
                 seq.cached = min(match.length, seq.prompt_len)

@@ -1,18 +1,18 @@
 """Tiers below the device: pinned host memory, an exchange and a file, each a pair of pools, with the same keys as the
 device.
 
-Content moves down by write-behind: to the disk as soon as it is published, to the host when its eviction is near, and a
-parked sequence's state at once. It moves up for a sequence that waits (`Fetch`): pages of the device are taken, filled
-beside the steps, and published there, so that admission finds the prefix on the device. A key names the same content
-everywhere, so the copies of a tier need no other bookkeeping than its pools. Nothing moves down to the exchange:
-another engine fills it (`state.expected`), and `state.shipping` fills those of other engines.
+Content moves down by write-behind, as soon as it is published: when the device needs a place, a copy of what it holds
+is already below, however many places are needed at once. It moves up for a sequence that waits (`Fetch`): pages of the
+device are taken, filled beside the steps, and published there, so that admission finds the prefix on the device. A key
+names the same content everywhere, so the copies of a tier need no other bookkeeping than its pools. Nothing moves down
+to the exchange: another engine fills it (`state.expected`), and `state.shipping` fills those of other engines.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 
 Key = tuple[int | str, bytes]
 """A paged group's number, or SLOT, and the name of a block of the chain."""
-IN_FLIGHT_BYTES = 64 << 20
-"""Bytes of one tier's write-behind that are under way at once: more would delay the transfers that somebody waits
-for."""
+IN_FLIGHT_BYTES, IN_FLIGHT_SECONDS = 64 << 20, 0.03
+"""One tier's write-behind that is under way at once, whichever is more: with still more, transfers that somebody waits
+for would be delayed."""
 NEAR = 0.125
-"""Content is copied to the host when fewer than this fraction of the device's places are free."""
+"""Fraction of the device's places that shall be free, or have a copy on the host and be evicted first."""
 STARTED_AT_ONCE = 64
-"""Transfers to the device that one plan starts."""
+"""Transfers of one direction that a plan starts. A plan that follows upon more published pages starts as many: copies
+must keep up with prefill."""
+PREPARED_AT_ONCE = 256
+"""Places whose eviction one plan prepares."""
 PAUSE_SECONDS = 10.0
 """A tier that could not be written, because it is full for example, is left alone for this time."""
 
@@ -83,10 +86,10 @@ class TierTraffic:
 
 
 class LowerTier:
-    """`eager`: content is copied as soon as it is published. `rate`: bytes per second of write-behind; 0 = no limit."""
+    """`rate`: bytes per second of write-behind; 0 = no limit."""
 
-    def __init__(self, tier: Tier, pages: int, slots: int, *, eager: bool = False, rate: float = 0.0) -> None:
-        self.tier, self.eager, self.rate = tier, eager, rate
+    def __init__(self, tier: Tier, pages: int, slots: int, *, rate: float = 0.0) -> None:
+        self.tier, self.rate = tier, rate
         self.pages, self.slots = Pool(pages), Pool(slots)
         self.traffic = TierTraffic()
         self.writing = 0
@@ -116,9 +119,10 @@ class LowerTier:
     def next_wish(self) -> Key:
         return self._dirty.popleft()
 
-    def may_write(self, nbytes: int, now: float) -> bool:
-        """Whether so many bytes of write-behind may start now."""
-        if now < self._paused_until or (self.writing and self.writing + nbytes > IN_FLIGHT_BYTES):
+    def may_write(self, nbytes: int, now: float, measured: float) -> bool:
+        """Whether so many bytes of write-behind may start now. `measured`: bytes per second of copies to it."""
+        most = max(IN_FLIGHT_BYTES, IN_FLIGHT_SECONDS * measured)
+        if now < self._paused_until or (self.writing and self.writing + nbytes > most):
             return False
         if not self.rate:
             return True
@@ -157,6 +161,8 @@ class Fetch:
     """Content whose transfer has not started."""
     pending: int = 0
     """Transfers under way that it waits for."""
+    short: bool = False
+    """Whether the device had no room for all of it."""
     released: bool = False
 
     @property
@@ -184,8 +190,8 @@ class Tiers:
         self._pages, self._slots, self._moves, self._clock = pages, slots, moves, clock
         self._page_bytes, self._slot_bytes = page_bytes, slot_bytes
         self.lasting = [tier for tier in self.lower if tier.tier != Tier.EXCHANGE]
-        self._eager = [tier for tier in self.lasting if tier.eager]
-        self._near = [tier for tier in self.lasting if not tier.eager]
+        self._near = [tier for tier in self.lasting if tier.tier == Tier.HOST]
+        """Fast enough to make room for somebody who waits."""
         self.shipping: Shipping | None = None
         """Set in an engine that computes prompts for others."""
         self.erase: Callable[[], None] | None = None
@@ -197,7 +203,7 @@ class Tiers:
         self._arriving: dict[Key, list[Fetch]] = {}
         """Keys on their way to the device, and the fetches that wait for them."""
         for pool in (pages, slots):
-            pool.fresh = deque() if self._eager else None
+            pool.fresh = deque() if self.lasting else None
 
     def bytes_in(self, tier: LowerTier) -> tuple[int, int]:
         """Bytes that a tier holds, and that it could hold."""
@@ -223,34 +229,43 @@ class Tiers:
 
     def write_behind(self) -> None:
         """Start the copies whose time has come; the next plan carries them."""
-        now = self._clock()
+        now, published = self._clock(), 0
         if self.shipping is not None:
             self.shipping.advance()
         for pool in (self._pages, self._slots):
             while pool.fresh:
                 key = pool.fresh.popleft()
                 if not key[1].startswith(PRIVATE):  # type: ignore[index]
-                    for tier in self._eager:
+                    published += 1
+                    for tier in self.lasting:
                         tier.wish(key)  # type: ignore[arg-type]
         for tier in self.lower:
-            while tier.wishes() and tier.may_write(self.bytes_of(tier.wishes()[0]), now):
-                self._copy_down(tier, tier.next_wish())
+            self._grant(tier, max(STARTED_AT_ONCE, published), now)
         for tier in self._near:
-            for pool, nbytes in ((self._pages, self._page_bytes), (self._slots, self._slot_bytes)):
-                self._copy_oldest(tier, pool, nbytes, now)
+            for pool in (self._pages, self._slots):
+                self._prepare_eviction(tier, pool, now)
 
-    def _copy_oldest(self, tier: LowerTier, pool: Pool, nbytes: int, now: float) -> None:
-        """Copy what the device will evict soon."""
+    def _grant(self, tier: LowerTier, most: int, now: float) -> None:
+        """Start copies that were wished for, in the order of the wishes."""
+        until = len(self._moves) + most
+        measured = self.rates.of(Tier.DEVICE, tier.tier)
+        while tier.wishes() and len(self._moves) < until:
+            if not tier.may_write(self.bytes_of(tier.wishes()[0]), now, measured):
+                return
+            self._copy_down(tier, tier.next_wish())
+
+    def _prepare_eviction(self, tier: LowerTier, pool: Pool, now: float) -> None:
+        """Let the device evict first what has a copy; of what will be evicted soon and has none, because the tier
+        forgot it or could not take it, start one."""
         lack = int(NEAR * pool.size) + 1 - pool.clean
         if lack <= 0 or not pool.size:
             return
-        for place in pool.next_evicted(min(lack, max(1, IN_FLIGHT_BYTES // nbytes))):
-            if not tier.may_write(nbytes, now):
-                return
+        measured = self.rates.of(Tier.DEVICE, tier.tier)
+        for place in pool.next_evicted(min(lack, PREPARED_AT_ONCE)):
             key = pool.key_of(place)
             if key is None or tier.find(key) is not None:  # type: ignore[arg-type]
                 pool.evict_first(place)
-            elif not self._copy_down(tier, key):  # type: ignore[arg-type]
+            elif not tier.may_write(self.bytes_of(key), now, measured) or not self._copy_down(tier, key):  # type: ignore[arg-type]
                 return
 
     def _copy_down(self, tier: LowerTier, key: Key) -> bool:
@@ -262,12 +277,13 @@ class Tiers:
         taken = below.take(1)
         if taken is None:
             return False
+        leaves = tier in self._near and not pool.references(place)
         pool.share(place)
-        pool.leaving += not tier.eager
+        pool.leaving += leaves
         tier.wrote(nbytes)
 
         def ended(succeeded: bool) -> None:
-            pool.leaving -= not tier.eager
+            pool.leaving -= leaves
             tier.writing -= nbytes
             if succeeded:
                 tier.traffic.written += nbytes
@@ -278,7 +294,7 @@ class Tiers:
                 tier.pause(self._clock())
             below.drop(taken[0], -1)
             pool.drop(place, -1)
-            if succeeded and not tier.eager:
+            if succeeded and leaves:
                 pool.evict_first(place)
 
         src, dst = TierAddress(Tier.DEVICE, place), TierAddress(tier.tier, taken[0])
@@ -301,9 +317,8 @@ class Tiers:
         before = len(self._moves)
         while self._leaving and len(self._moves) < before + STARTED_AT_ONCE:
             key, place = self._leaving.popleft()
-            fits = all(self._copy_down(tier, key) for tier in self._near)
             self._let_go(key, place)
-            if not fits:
+            if not all(self._copy_down(tier, key) for tier in self._near):
                 self._let_stay()
         return len(self._moves) > before
 
@@ -323,6 +338,11 @@ class Tiers:
         return bool(self._near) and any(
             pool.size and pool.clean < NEAR * pool.size for pool in (self._pages, self._slots)
         )
+
+    @property
+    def swapping(self) -> bool:
+        """Whether content leaves the device for the host to make room."""
+        return bool(self._leaving) or any(pool.leaving for pool in (self._pages, self._slots))
 
     @property
     def waits(self) -> bool:
@@ -387,7 +407,7 @@ class Tiers:
             else:
                 return None
         for pool in (self._pages, self._slots):
-            taken = sum(1 for key in lacking if self.device_pool(key) is pool and key not in self._arriving)
+            taken = self.promised(pool) + self._absent(lacking, pool)
             if taken > pool.available - sum(1 for own, place in there if own is pool and pool.is_cached(place)):
                 return None
         made = Fetch(length, expected, self._clock(), todo=lacking)
@@ -396,6 +416,13 @@ class Tiers:
             made.held.append((pool, place))
         self._fetches.append(made)
         return made
+
+    def promised(self, pool: Pool) -> int:
+        """Places of the device that fetches will take."""
+        return sum(self._absent(fetch.todo, pool) for fetch in self._fetches)
+
+    def _absent(self, keys: Iterable[Key], pool: Pool) -> int:
+        return sum(self.device_pool(key) is pool and key not in self._arriving for key in keys)
 
     def advance(self) -> None:
         """Start the next copies of the fetches. Only a few start in each plan, so that the device copies while the host
@@ -420,6 +447,7 @@ class Tiers:
             self._arriving[key].append(fetch)
         elif self.find(key) is None or not pool.available:
             fetch.todo.clear()  # what comes after it is worth nothing
+            fetch.short = not pool.available
         else:
             fetch.pending += 1
             self._arriving[key] = [fetch]

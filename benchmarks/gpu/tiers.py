@@ -2,13 +2,18 @@
 
 One engine with random weights. Each figure stands beside its limit: the rate of plain copies between pinned memory and
 the device, and the rate at which the same file is read without the engine.
+
+`--turns`: conversations whose contexts exceed the pool four times take turns, several at a time, with a host tier of
+four times the pool. Cached prompt tokens as a share of what an unbounded cache gives.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,16 +37,15 @@ from benchmarks.gpu.engine import Session, Setup, Trace
 
 PIECE = 2 << 20
 """Bytes of a plain copy: about a page of an 8B model."""
+TURNS_AT_ONCE = 8
+ANSWER_TOKENS = 16
 
 
 class TieredSession(Session):
     """A session whose engine has tiers."""
 
     def __init__(self, setup: Setup, device: str, **tiers: str) -> None:
-        self.setup = setup
-        import random
-
-        self._random = random.Random(0)
+        self.setup, self._random = setup, random.Random(0)
         opened = open_device(device)
         dtype = getattr(torch, setup.dtype)
         files = random_model(setup.shape, shape_config(setup.shape), dtype, opened.torch)
@@ -64,6 +68,12 @@ class TieredSession(Session):
         """Run until nothing moves."""
         while self.engine.busy:
             self.engine.step()
+
+    def forget_host(self) -> None:
+        """The host tier loses what write-behind has copied there."""
+        for tier in self.state.tiers.lower:
+            if tier.tier == Tier.HOST:
+                tier.forget()
 
 
 def first_token(session: TieredSession, prompt: Sequence[int]) -> tuple[float, int]:
@@ -143,7 +153,8 @@ def measure_host(session: TieredSession, length: int, reps: int, report: dict[st
         reach = (length - 1) // state.layout.block_tokens * state.layout.block_tokens
         keys = session.keys(prompt, reach)
         nbytes = sum(tiers.bytes_of(key) for key in keys)
-        session.settle()  # the disk's write-behind
+        session.settle()  # write-behind
+        session.forget_host()
         begun = perf_counter()
         tiers.swap_out(keys)
         session.settle()
@@ -188,6 +199,7 @@ def measure_disk(session: TieredSession, length: int, reps: int, report: dict[st
         plain.append(disk_rate(data, nbytes, page))
         drop_file_cache(data)
         state.forget()
+        session.forget_host()
         rates.append(nbytes / restore_seconds(session, keys, reach))
     report["disk"] = {
         "bytes": nbytes,
@@ -195,14 +207,8 @@ def measure_disk(session: TieredSession, length: int, reps: int, report: dict[st
         "plain read GB/s": 1e-9 * median(plain),
         "restore GB/s": 1e-9 * median(rates),
         "% of the plain rate": 100 * median(rates) / median(plain),
-        "predicted GB/s": 1e-9 * tiers.rates.of(*_tiers("disk")),
+        "predicted GB/s": 1e-9 * tiers.rates.of(Tier.DISK, Tier.DEVICE),
     }
-
-
-def _tiers(name: str) -> tuple[Any, Any]:
-    from bankfull.types import Tier
-
-    return Tier[name.upper()], Tier.DEVICE
 
 
 def moved_bytes(session: TieredSession) -> int:
@@ -226,8 +232,7 @@ def measure_company(session: TieredSession, length: int, report: dict[str, Any])
             return
         if holding:
             tiers.release(holding.pop())
-            for tier in tiers.lower:
-                tier.forget()
+            session.forget_host()
             tiers.swap_out(keys)
         else:
             for key in keys:
@@ -258,6 +263,52 @@ def measure_company(session: TieredSession, length: int, report: dict[str, Any])
     }
 
 
+def hits(session: TieredSession, conversations: int, rounds: int, growth: int) -> float:
+    """Cached prompt tokens as a share of all. Each round sends every conversation's next turn, `TURNS_AT_ONCE` at a
+    time."""
+    known = session.prompts(conversations, growth)
+    cached = total = 0
+    entered: dict[Any, int] = {}
+    note = lambda plan: [entered.setdefault(enter.request, enter.computed) for enter in plan.enter]  # noqa: E731
+    session.engine.on_launch.append(note)
+    for _ in range(rounds):
+        for first in range(0, conversations, TURNS_AT_ONCE):
+            own = known[first : first + TURNS_AT_ONCE]
+            entered.clear()
+            trace = session.run(own, ANSWER_TOKENS)
+            cached += sum(entered.values())
+            total += sum(map(len, own))
+            for (_, number, _), token in zip(trace.tokens, trace.ids, strict=True):
+                own[number].append(token)
+            for prompt in own:
+                prompt += session.prompt(growth - ANSWER_TOKENS)
+    session.engine.on_launch.remove(note)
+    return cached / total
+
+
+def measure_turns(setup: Setup, device: str, conversations: int, rounds: int, growth: int) -> dict[str, float]:
+    tokens = conversations * rounds * growth
+    found = {}
+    pool = 0
+    for name in ("unbounded", "device alone", "with a host tier"):
+        memory = {"memory": str(pool)} if pool else {}
+        if name == "with a host tier":
+            memory["kv_host"] = str(4 * pool)
+        session = TieredSession(setup, device, **memory)
+        if not pool:
+            pool = tokens * session.state.layout.token_bytes // 4
+        begun = perf_counter()
+        found[f"hit rate, {name}, %"] = 100 * hits(session, conversations, rounds, growth)
+        found[f"seconds, {name}"] = perf_counter() - begun
+        if (mover := session.engine.runner.mover) is not None:
+            mover.close()
+        del session, mover
+        gc.collect()
+        torch.cuda.empty_cache()
+    share = found["hit rate, with a host tier, %"] / found["hit rate, unbounded, %"]
+    return {"context tokens": tokens, "pool, GB": 1e-9 * pool, **found, "of the unbounded cache's, %": 100 * share}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.tiers", description=__doc__)
     parser.add_argument("--shape", default="llama-3-8b")
@@ -267,10 +318,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--host", default="4GiB", help="0 = none")
     parser.add_argument("--disk", default="4GiB", help="0 = none")
+    parser.add_argument("--turns", type=int, default=0, metavar="N", help="only the turns of N conversations")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of a conversation")
+    parser.add_argument("--growth", type=int, default=512, help="new tokens of a turn")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     setup = Setup(asked.shape, dtype=asked.dtype, rows=32, max_len=asked.tokens + 512)
     report: dict[str, Any] = {"shape": asked.shape, "tokens": asked.tokens}
+    if asked.turns:
+        report["turns"] = measure_turns(setup, asked.device, asked.turns, asked.rounds, asked.growth)
+    else:
+        measure_prefix(asked, setup, report)
+    for part, found in report.items():
+        if isinstance(found, dict):
+            print(part)
+            for name, value in found.items():
+                print(f"  {name:32} {value:,.5g}")
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+def measure_prefix(asked: argparse.Namespace, setup: Setup, report: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiers = {}
         if asked.host != "0":
@@ -286,22 +355,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure_host(session, asked.tokens, asked.reps, report)
             measure_company(session, asked.tokens, report)
         if asked.disk != "0":
-            if asked.host != "0":
-                for tier in session.state.tiers.lower:
-                    if tier.tier.name == "HOST":
-                        tier.forget()
             measure_disk(session, asked.tokens, asked.reps, report)
         mover = session.engine.runner.mover
         assert mover is not None
         mover.close()
-    for part, found in report.items():
-        if isinstance(found, dict):
-            print(part)
-            for name, value in found.items():
-                print(f"  {name:32} {value:,.5g}")
-    if asked.json:
-        asked.json.write_text(json.dumps(report, indent=1))
-    return 0
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def test_two_tenants_with_the_same_prefix_both_keep_it_and_both_can_give_it_up()
 
 def tiered(sched: Scheduler, tier: Tier, pages: int) -> LowerTier:
     state = sched.state
-    lower = LowerTier(tier, pages, 0, eager=tier == Tier.DISK)
+    lower = LowerTier(tier, pages, 0)
     state.tiers = Tiers(state.pages, state.slots, [lower], state.moves, page_bytes=100, slot_bytes=0)
     return lower
 

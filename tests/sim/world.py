@@ -93,8 +93,7 @@ class World:
         if made is None:
             return None
         lower = [
-            LowerTier(tier, pages, slots if recurrent else 0, eager=tier == Tier.DISK, rate=rate)
-            for tier, pages, slots, rate in made.lower
+            LowerTier(tier, pages, slots if recurrent else 0, rate=rate) for tier, pages, slots, rate in made.lower
         ]
         self.state.tiers = Tiers(
             self.state.pages,
