@@ -32,7 +32,7 @@ def gated_linear_outliers(make: Maker) -> Case:
     weight = make.weight(weight.scheme, 2 * make.size(1, 40), weight.shape[1])
     bias = None if bias is None else make.normal(weight.shape[0])
     kind = make.pick.choice(("silu", "gelu"))
-    return _with_outliers(make, Case((x, weight, bias, kind), make.dtype))
+    return replace(_with_outliers(make, Case((x, weight, bias, kind), make.dtype)), provided=torch.int8)
 
 
 def _normed(make: Maker, *rest: str) -> Case:
@@ -51,7 +51,7 @@ def normed_linear_outliers(make: Maker) -> Case:
 
 
 def normed_gated_linear_outliers(make: Maker) -> Case:
-    return _normed(make, "silu")
+    return replace(_normed(make, "silu"), provided=torch.int8)
 
 
 GENERATORS: dict[str, Callable[[Maker], Case]] = {

@@ -262,6 +262,7 @@ def edges() -> Two:
         for keep in (False, True):
             call = partial(launch_rotate_and_write, q, k, v, *pages, slots, (angles, angles), None, keep)
             made.append((f"{q_dtype} queries of {size}, {dtype} pages, values of {values}, {keep}", call))
+    made += over_rounded_pages(torch.float32, ([40], 100))
     made += sparse(((torch.float32, 16), Mask(5, 4, global_tokens=3)), ((DTYPE, 128), Mask(8, stride=8)))
     for name in ("int4_g128", "int4_g32", "q4_k", "int8_row"):
         for groups in (1, 3):
@@ -296,6 +297,12 @@ def sparse_kinds() -> Two:
 
 def rounded_pages() -> Two:
     """Attention of an 8B model over rounded keys and values, and their writes: decodes, and a prompt's chunk."""
+    made = over_rounded_pages(DTYPE, ([1] * 64, 4095), ([2000], 100))
+    return made, made
+
+
+def over_rounded_pages(queries: torch.dtype, *steps: tuple[list[int], int]) -> list[Launch]:
+    """`steps`: new tokens of each sequence, and tokens before them."""
     made: list[Launch] = []
     kv, size = 8, 128
     for name, dtype in ROUNDED.items():
@@ -304,18 +311,18 @@ def rounded_pages() -> Two:
         pages = torch.empty(300, 16, kv, stored, dtype=dtype, device=META)
         held = torch.empty(300, 16, *scales, dtype=kind, device=META)
         write, attend = OPERATIONS[f"write_pages_{name}"], OPERATIONS["paged_attention"]
-        for counts, past in (([1] * 64, 4095), ([2000], 100)):
+        for counts, past in steps:
             starts = np.concatenate(([0], np.cumsum(counts)))
             lengths = np.array(counts) + past
             table = torch.empty(len(counts), 300, dtype=torch.int64, device=META)
             slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=META)
             small = (torch.empty(len(n), dtype=torch.int32, device=META) for n in (starts, lengths))
             meta = PagedMeta(starts, lengths, table, slots, 16, *small)
-            new, q = (torch.empty(len(slots), n, size, dtype=DTYPE, device=META) for n in (kv, 4 * kv))
+            new, q = (torch.empty(len(slots), n, size, dtype=queries, device=META) for n in (kv, 4 * kv))
             made.append((f"write {name}", partial(write.providers["triton"].run, new, pages, held, slots)))
             args = (q, pages, pages, meta, size**-0.5, None, None, held, held)
             made.append((f"attend {name} {counts[0]}", partial(attend.providers["triton"].run, *args)))
-    return made, made
+    return made
 
 
 def linear_recurrences() -> Two:

@@ -435,7 +435,7 @@ def launch_prefill(
     padded, padded_values = (max(32 if paired else 16, power_of_two(n)) for n in (size, numbers))
     rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
     if scales is not None and values.dtype is not torch.int8:  # these conversions need registers
-        block //= 2
+        block = max(16, block // 2)  # at least what a product needs
     packed = groups if groups <= rows else 1
     tiles = tiles_of(rows // packed)
     k_scales, v_scales = scales or (None, None)
