@@ -31,9 +31,9 @@ IN_FLIGHT_BYTES, IN_FLIGHT_SECONDS = 64 << 20, 0.03
 for would be delayed."""
 NEAR = 0.125
 """Fraction of the device's places that shall be free, or have a copy on the host and be evicted first."""
-STARTED_AT_ONCE = 64
-"""Transfers of one direction that a plan starts. A plan that follows upon more published pages starts as many: copies
-must keep up with prefill."""
+STARTED_FIRST, STARTED_AT_ONCE = 16, 64
+"""Transfers of one direction that a plan starts: few if the device copies nothing yet, so that it begins early. A plan
+that follows upon more published pages starts as many: copies must keep up with prefill."""
 PREPARED_AT_ONCE = 256
 """Places whose eviction one plan prepares."""
 PAUSE_SECONDS = 10.0
@@ -315,7 +315,8 @@ class Tiers:
     def swap_more(self) -> bool:
         """Start the next copies of what is swapped out, as few at once as in `advance`. True if one has started."""
         before = len(self._moves)
-        while self._leaving and len(self._moves) < before + STARTED_AT_ONCE:
+        most = STARTED_AT_ONCE if any(tier.writing for tier in self._near) else STARTED_FIRST
+        while self._leaving and len(self._moves) < before + most:
             key, place = self._leaving.popleft()
             self._let_go(key, place)
             if not all(self._copy_down(tier, key) for tier in self._near):
@@ -427,7 +428,7 @@ class Tiers:
     def advance(self) -> None:
         """Start the next copies of the fetches. Only a few start in each plan, so that the device copies while the host
         prepares the next ones."""
-        left = STARTED_AT_ONCE
+        left = STARTED_AT_ONCE if self._arriving else STARTED_FIRST
         while self._fetches and left:
             fetch = self._fetches[0]
             while fetch.todo and left:

@@ -4,6 +4,7 @@ the secret, and every wait has a bound."""
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 import time
@@ -255,7 +256,7 @@ def test_a_sender_with_another_secret_writes_nothing(listener: PageListener) -> 
 
 def test_a_receiver_without_the_secret_gets_no_page() -> None:
     """A process that has taken over the port accepts everyone: it cannot prove that it knows the secret."""
-    got: list[bytes] = []
+    got: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def pretend(connection: socket.socket) -> None:
         line = PageLine(connection)
@@ -263,15 +264,12 @@ def test_a_receiver_without_the_secret_gets_no_page() -> None:
         line.receive(CLAIM.size, soon())
         line.send(VERDICT.pack(ACCEPTED, bytes(MAC)), ends=soon())
         connection.settimeout(30)
-        got.append(connection.recv(1))
+        got.put(connection.recv(1))
 
-    with (
-        pretending(pretend) as address,
-        carrier(address) as sockets,
-        pytest.raises(DamagedPlace, match="another secret"),
-    ):
-        sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))
-    assert got == [b""]
+    with pretending(pretend) as address:
+        with carrier(address) as sockets, pytest.raises(DamagedPlace, match="another secret"):
+            sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))
+        assert got.get(timeout=30) == b""
 
 
 def test_the_secret_never_passes_over_the_connection() -> None:
