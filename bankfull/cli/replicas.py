@@ -88,17 +88,17 @@ class ReplicaOptions:
 
         ray = self.ray or os.environ.get("RAY_ADDRESS") or None
         options = ClusterOptions(
-            ReplicaRange.parse(self.replicas),
-            model,
-            self.routing,
-            ray,
-            self.replica_cpus,
-            self.replica_gpus,
-            device,
-            grace,
-            1 if take_over and ray is not None else MOST_REPLICAS,
-            ranks,
-            slo,
+            replicas=ReplicaRange.parse(self.replicas),
+            model=model,
+            routing=self.routing,
+            ray=ray,
+            cpus=self.replica_cpus,
+            gpus=self.replica_gpus,
+            device=device,
+            grace=grace,
+            first=1 if take_over and ray is not None else MOST_REPLICAS,
+            ranks=ranks,
+            slo=slo,
         )
         installed_version()
         return cluster_replicas(options)
@@ -128,7 +128,15 @@ class ReplicaOptions:
         from bankfull.cluster.cluster_pools import PoolOptions, cluster_pools
         from bankfull.cluster.ray_version import installed_version
 
-        options = PoolOptions(pools, model, self.ray, self.routing, self.replica_cpus, self.replica_gpus, device)
+        options = PoolOptions(
+            pools=pools,
+            model=model,
+            routing=self.routing,
+            ray=self.ray,
+            cpus=self.replica_cpus,
+            gpus=self.replica_gpus,
+            device=device,
+        )
         made = cluster_pools(options)
         installed_version()
         return made
