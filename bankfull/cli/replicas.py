@@ -11,6 +11,7 @@ import typer
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
+    from bankfull.config import RunConfig, StateConfig
     from bankfull.fleet.attainment import SloMeter
     from bankfull.serve.replicas.local import SetFactory
 
@@ -65,16 +66,20 @@ class ReplicaOptions:
     def factory(
         self,
         model: str,
-        device: str,
+        run: RunConfig,
+        state: StateConfig,
         grace: float,
         slo: SloMeter | None = None,
         take_over: bool = False,
-        ranks: int = 1,
     ) -> SetFactory | None:
-        """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `take_over`: on a shared Ray
-        cluster the old server has most of the resources until it ends. `ranks`: of each replica."""
+        """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `run`, `state`: of each engine.
+        `take_over`: on a shared Ray cluster the old server has most of the resources until it ends."""
         if self.separate is not None:
-            return self._separate(self.separate, model, device)
+            from bankfull.serve.engine.exchange_end import refuse_separate
+
+            factory = self._separate(self.separate, model, run.device)
+            refuse_separate(run.mesh, state.prefix_cache, run.diffusion)
+            return factory
         if self.replicas is None:
             others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
             for name, value in others.items():
@@ -94,10 +99,10 @@ class ReplicaOptions:
             ray=ray,
             cpus=self.replica_cpus,
             gpus=self.replica_gpus,
-            device=device,
+            device=run.device,
             grace=grace,
             first=1 if take_over and ray is not None else MOST_REPLICAS,
-            ranks=ranks,
+            ranks=run.mesh.ranks,
             slo=slo,
         )
         installed_version()
