@@ -43,14 +43,6 @@ class ReplicaOptions:
             "under --policy), round-robin, least-loaded or random-two."
         ),
     ] = "prefix"
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="With --replicas or --separate, the Ray cluster to join.",
-            show_default="with --replicas RAY_ADDRESS; without it, Ray is started on this machine",
-        ),
-    ] = None
     replica_cpus: Annotated[
         float | None,
         typer.Option(
@@ -68,20 +60,21 @@ class ReplicaOptions:
         model: str,
         run: RunConfig,
         state: StateConfig,
+        ray: str | None,
         grace: float,
         slo: SloMeter | None = None,
         take_over: bool = False,
     ) -> SetFactory | None:
         """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `run`, `state`: of each engine.
-        `take_over`: on a shared Ray cluster the old server has most of the resources until it ends."""
+        `ray`: the Ray cluster to join. `take_over`: there the old server has most of the resources until it ends."""
         if self.separate is not None:
             from bankfull.serve.engine.exchange_end import refuse_separate
 
-            factory = self._separate(self.separate, model, run.device)
+            factory = self._separate(self.separate, model, run.device, ray)
             refuse_separate(run.mesh, state.prefix_cache, run.diffusion)
             return factory
         if self.replicas is None:
-            others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
+            others = {"--ray": ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
             for name, value in others.items():
                 if value is not None:
                     raise ConfigError(f"{name} needs --replicas, the number of engines behind the API.")
@@ -91,7 +84,7 @@ class ReplicaOptions:
         from bankfull.cluster.ray_version import installed_version
         from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
 
-        ray = self.ray or os.environ.get("RAY_ADDRESS") or None
+        ray = ray or os.environ.get("RAY_ADDRESS") or None
         options = ClusterOptions(
             replicas=ReplicaRange.parse(self.replicas),
             model=model,
@@ -115,13 +108,13 @@ class ReplicaOptions:
         if self.replica_cpus == 0:
             raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
 
-    def _separate(self, wanted: str, model: str, device: str) -> SetFactory:
+    def _separate(self, wanted: str, model: str, device: str, ray: str | None) -> SetFactory:
         from bankfull.serve.replicas.local import Separation, local_separate
 
         pools = Separation.parse(wanted)
         if self.replicas is not None:
             raise ConfigError("--separate says how many engines there are: leave --replicas out, or --separate.")
-        if self.ray is None:
+        if ray is None:
             for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
                 if value is not None:
                     raise ConfigError(
@@ -137,7 +130,7 @@ class ReplicaOptions:
             pools=pools,
             model=model,
             routing=self.routing,
-            ray=self.ray,
+            ray=ray,
             cpus=self.replica_cpus,
             gpus=self.replica_gpus,
             device=device,

@@ -45,6 +45,7 @@ OWNERS = {
         "create_subprocess_exec": (1, "rank 0: the end of a rank ends its engine, which starts all")
     },
     "parallel/leading.py": {"Popen": (1, "rank 0: the end of a rank ends its engine, which starts all")},
+    "parallel/placing.py": {"Popen": (1, "RayPlaces: its end ends the ranks that it has placed")},
     "parallel/reaching.py": {"ThreadPoolExecutor": (1, "RankHosts.connect, which waits for it")},
     "runtime/mover.py": {
         "Thread": (1, "Mover: a transfer's failure is told to the scheduler, which computes it again")
