@@ -245,6 +245,8 @@ class RunConfig:
     """Diffusion language models: `key=value[,key=value...]` (`DiffusionChoice`); empty = the defaults."""
     parallel: str = ""
     """The ranks that the model is split over, as in "tp=2" (`MeshSpec`); empty = one."""
+    ray: str | None = None
+    """HOST:PORT of the Ray cluster that runs the ranks after the first; None = they are processes of this machine."""
 
     @property
     def mesh(self) -> MeshSpec:
@@ -253,6 +255,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.parallel, str):
             raise ConfigError(f"parallel={self.parallel!r} is no layout; use a text such as 'tp=2'.")
+        if self.ray is not None and (not isinstance(self.ray, str) or self.mesh.ranks == 1):
+            raise ConfigError(
+                f"ray={self.ray!r} is to be the address of a Ray cluster for the ranks of a layout: give both, as in "
+                "parallel='tp=2' and ray='HOST:6379', or leave ray out."
+            )
         _ = self.mesh
         if self.depth is not None and self.depth not in (0, 1):
             raise ConfigError(f"depth={self.depth!r} must be 0 (the host waits) or 1 (the host runs one step behind).")

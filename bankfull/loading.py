@@ -171,8 +171,8 @@ def assemble_leader(
     from bankfull.parallel.leading import lead
     from bankfull.parallel.refused import refuse_layout
 
-    refuse_layout(run, state, files.config)
     run = replace(run, device=device.kind)
+    refuse_layout(run, state, files.config)
 
     def own_part(run: RunConfig, ranks: Ranks) -> Assembled:
         return assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)

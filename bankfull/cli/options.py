@@ -173,6 +173,15 @@ class EngineOptions:
             show_default="one rank",
         ),
     ] = ""
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The Ray cluster to join, this machine being one of its nodes: it runs the ranks of --parallel after "
+            "the first one, or the engines of `serve` with --replicas or --separate.",
+            show_default="ranks are processes of this machine; with --replicas RAY_ADDRESS, or a Ray of its own",
+        ),
+    ] = None
     threads: Threads = None
     speculative: Annotated[
         str | None,

@@ -11,6 +11,7 @@ import typer
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
+    from bankfull.config import RunConfig, StateConfig
     from bankfull.fleet.attainment import SloMeter
     from bankfull.serve.replicas.local import SetFactory
 
@@ -42,14 +43,6 @@ class ReplicaOptions:
             "under --policy), round-robin, least-loaded or random-two."
         ),
     ] = "prefix"
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="With --replicas or --separate, the Ray cluster to join.",
-            show_default="with --replicas RAY_ADDRESS; without it, Ray is started on this machine",
-        ),
-    ] = None
     replica_cpus: Annotated[
         float | None,
         typer.Option(
@@ -65,18 +58,23 @@ class ReplicaOptions:
     def factory(
         self,
         model: str,
-        device: str,
+        run: RunConfig,
+        state: StateConfig,
+        ray: str | None,
         grace: float,
         slo: SloMeter | None = None,
         take_over: bool = False,
-        ranks: int = 1,
     ) -> SetFactory | None:
-        """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `take_over`: on a shared Ray
-        cluster the old server has most of the resources until it ends. `ranks`: of each replica."""
+        """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `run`, `state`: of each engine.
+        `ray`: the Ray cluster to join. `take_over`: there the old server has most of the resources until it ends."""
         if self.separate is not None:
-            return self._separate(self.separate, model, device)
+            from bankfull.serve.engine.exchange_end import refuse_separate
+
+            factory = self._separate(self.separate, model, run.device, ray)
+            refuse_separate(run.mesh, state.prefix_cache, run.diffusion)
+            return factory
         if self.replicas is None:
-            others = {"--ray": self.ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
+            others = {"--ray": ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}
             for name, value in others.items():
                 if value is not None:
                     raise ConfigError(f"{name} needs --replicas, the number of engines behind the API.")
@@ -86,19 +84,19 @@ class ReplicaOptions:
         from bankfull.cluster.ray_version import installed_version
         from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
 
-        ray = self.ray or os.environ.get("RAY_ADDRESS") or None
+        ray = ray or os.environ.get("RAY_ADDRESS") or None
         options = ClusterOptions(
-            ReplicaRange.parse(self.replicas),
-            model,
-            self.routing,
-            ray,
-            self.replica_cpus,
-            self.replica_gpus,
-            device,
-            grace,
-            1 if take_over and ray is not None else MOST_REPLICAS,
-            ranks,
-            slo,
+            replicas=ReplicaRange.parse(self.replicas),
+            model=model,
+            routing=self.routing,
+            ray=ray,
+            cpus=self.replica_cpus,
+            gpus=self.replica_gpus,
+            device=run.device,
+            grace=grace,
+            first=1 if take_over and ray is not None else MOST_REPLICAS,
+            ranks=run.mesh.ranks,
+            slo=slo,
         )
         installed_version()
         return cluster_replicas(options)
@@ -110,13 +108,13 @@ class ReplicaOptions:
         if self.replica_cpus == 0:
             raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
 
-    def _separate(self, wanted: str, model: str, device: str) -> SetFactory:
+    def _separate(self, wanted: str, model: str, device: str, ray: str | None) -> SetFactory:
         from bankfull.serve.replicas.local import Separation, local_separate
 
         pools = Separation.parse(wanted)
         if self.replicas is not None:
             raise ConfigError("--separate says how many engines there are: leave --replicas out, or --separate.")
-        if self.ray is None:
+        if ray is None:
             for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
                 if value is not None:
                     raise ConfigError(
@@ -128,7 +126,15 @@ class ReplicaOptions:
         from bankfull.cluster.cluster_pools import PoolOptions, cluster_pools
         from bankfull.cluster.ray_version import installed_version
 
-        options = PoolOptions(pools, model, self.ray, self.routing, self.replica_cpus, self.replica_gpus, device)
+        options = PoolOptions(
+            pools=pools,
+            model=model,
+            routing=self.routing,
+            ray=ray,
+            cpus=self.replica_cpus,
+            gpus=self.replica_gpus,
+            device=device,
+        )
         made = cluster_pools(options)
         installed_version()
         return made

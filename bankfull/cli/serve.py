@@ -136,8 +136,9 @@ def serve(
     )
     if take_over and not port:
         raise ConfigError("--take-over needs the --port of the server to replace.")
-    options = {**engine.options(), **engine.scheduling.served(), "step_ms": step_ms}
-    run, *_ = configure(options)  # a bad option is told before a process is started
+    # Ray places whole engines here, which are told where their ranks are.
+    options = {**engine.options(), **engine.scheduling.served(), "step_ms": step_ms, "ray": None}
+    run, _, state, _ = configure(options)  # a bad option is told before a process is started
     slo_meter = None if slo is None else SloMeter(parse_slo(slo))
     run_server(
         engine.model,
@@ -149,7 +150,7 @@ def serve(
         grace=grace,
         stall_seconds=stall_seconds,
         give_up_after=give_up_after,
-        replicas=replication.factory(engine.model, engine.device, grace, slo_meter, take_over, run.mesh.ranks),
+        replicas=replication.factory(engine.model, run, state, engine.ray, grace, slo_meter, take_over),
         slo=slo_meter,
         take_over=take_over,
         response_cache=response_cache,

@@ -4,66 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from bankfull.cluster.admin import AdminSocket
-from bankfull.cluster.manager_process import ManagerProcess
-from bankfull.cluster.messages import (
-    AddReplicas,
-    CannotAdd,
-    ClusterFailed,
-    ClusterUp,
-    FromManager,
-    RefusedNodes,
-    RemoveReplica,
-    ReplicaLost,
-    ReplicaPlaced,
-    StartCluster,
-)
-from bankfull.cluster.placed_replicas import shown_replicas
+from bankfull.cluster.managed_set import ManagedSet, PlacementOptions
+from bankfull.cluster.messages import AddReplicas, RemoveReplica, ReplicaPlaced
 from bankfull.cluster.rolling_update import FOREVER, RollingUpdate
 from bankfull.errors import ConfigError, ModelError
 from bankfull.fleet.attainment import SloMeter
 from bankfull.fleet.autoscale import LOOK_SECONDS, Autoscaler, Demand
 from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
-from bankfull.fleet.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
-from bankfull.serve.engine.process import EngineConnection
-from bankfull.serve.engine.remote import RemoteEngine
-from bankfull.serve.engine.wire import FromEngine
+from bankfull.fleet.routing import RoutingPolicy, routing_policy
 from bankfull.serve.replicas.local import MakeLink, SetFactory
-from bankfull.serve.replicas.replica_set import ReplicaSet
 
 log = logging.getLogger("bankfull.serve")
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Back-off in seconds before the cluster is started again."""
 PLACE_SECONDS = 60.0
 """Time in which Ray must place a replica for an update, after it has reported free resources."""
-STARTING = "The replicas are starting; ask again in a moment."
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """What the user has asked for."""
-
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions(PlacementOptions):
     replicas: ReplicaRange
-    model: str
-    routing: str = DEFAULT_POLICY
-    ray: str | None = None
-    """Address of the Ray cluster to join; None: start one on this machine."""
-    cpus: float | None = None
-    gpus: float | None = None
-    device: str = "auto"
     grace: float = 30.0
     """Seconds that requests may run on a replica that is removed, before they continue on another one."""
     first: int = MOST_REPLICAS
     """Replicas that must be placed at the start; the others follow when there is room."""
-    ranks: int = 1
-    """Ranks of each replica, by its layout."""
     slo: SloMeter | None = None
     """Counts the requests that meet the latency objectives, for autoscaling."""
 
@@ -74,28 +41,18 @@ def cluster_replicas(options: ClusterOptions) -> SetFactory:
     return lambda make_link: ClusterReplicas(make_link, policy, options)
 
 
-class ClusterReplicas(ReplicaSet):
-    """Runs on the server's event loop. The manager process controls Ray; each replica has a link of its own, which
-    connects to the replica's gateway and is supervised as usual."""
+class ClusterReplicas(ManagedSet):
+    """Any number of replicas, by request or by demand, and rolling updates of their model."""
 
     def __init__(self, make_link: MakeLink, policy: RoutingPolicy, options: ClusterOptions) -> None:
-        super().__init__({}, policy)
-        self._make_link, self._options = make_link, options
+        super().__init__({}, policy, make_link=make_link, placement=options)
+        self._options = options
         self.bounds = options.replicas
-        self.up: ClusterUp | None = None
-        self._token = secrets.token_bytes(32)
-        self._placed: dict[str, ReplicaPlaced] = {}
-        """Where each replica was last seen."""
-        self._next = 1
         self._expected = 0
         """Replicas that were asked for and are not placed yet."""
         self._leaving: set[str] = set()
-        self._manager: ManagerProcess | None = None
-        self._failure = ""
         self._problem = ""
         """Why there are fewer replicas than wanted."""
-        self._refused: dict[str, str] = {}
-        """Nodes that get no replica, and the reasons."""
         self._model, self._generation = options.model, 0
         """The model that new replicas load, and the number of updates before it."""
         self._assigned: dict[str, tuple[str, int]] = {}
@@ -106,140 +63,48 @@ class ClusterReplicas(ReplicaSet):
         """Replicas without an engine, in which the update starts another one."""
         self._placing: asyncio.Future[str] | None = None
         """The name of a replica that the update has asked for."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._autoscaler = Autoscaler()
         self._decision = ""
         """The last decision about the number of replicas, with its reason."""
-        self._admin = AdminSocket(self)
-
-    # -- life
 
     async def start(self) -> None:
         await super().start()
-        try:
-            await self._admin.start()
-        except OSError as error:
-            log.error("`bankfull cluster` cannot reach this server: %s.", error)
-        self._begin(self._supervise())
-        self._begin(self._keep_size())
-
-    async def close(self) -> None:
-        """End the engines, their replicas, and Ray if it was started for them."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        try:
-            await super().close()
-        finally:
-            if self._manager is not None:
-                await self._manager.end()
-            await self._admin.close()
-
-    @property
-    def says(self) -> str:
-        return super().says if self._placed else STARTING
-
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise ConfigError(self._failure)
-        super()._raise_failure()
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("The control of the cluster has failed.", exc_info=error)
-            self._fail(f"The control of the cluster has failed: {error!r}.")
-
-    def _fail(self, why: str) -> None:
-        self._failure = why
-        self._notify()
+        self._spawn(self._keep_size())
 
     # -- the manager
 
-    async def _supervise(self) -> None:
-        pause = FIRST_PAUSE
-        while True:
-            self._manager = manager = ManagerProcess()
-            few = self.bounds.least if self.up is not None else min(self.bounds.least, self._options.first)
-            self._expected = few
-            await manager.start(self._wanted(few))
-            why = ""
-            async for message in manager.messages():
-                if isinstance(message, ClusterFailed):
-                    why = message.why
-                else:
-                    await self._take(message)
-            status = await manager.end()
-            why = why or f"The cluster manager has ended with status {status}; its output is above."
-            if self.up is None:
-                self._fail(why)
-                return
-            log.error("%s The replicas are started again in %g seconds.", why, pause)
-            if self._updating is not None:
-                self._updating.cancel()
-            await asyncio.gather(*(self.remove(name, 0.0) for name in list(self._placed) if name not in self._leaving))
-            self._placed.clear()
-            self._assigned.clear()
-            self._emptied.clear()
-            self._refused.clear()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+    def _expect(self) -> ReplicaRange:
+        least = self.bounds.least
+        self._expected = least if self.up is not None else min(least, self._options.first)
+        return ReplicaRange(self._expected, self.bounds.most)
 
-    def _wanted(self, replicas: int) -> StartCluster:
-        options = self._options
-        return StartCluster(
-            replicas=replicas,
-            most=self.bounds.most,
-            token=self._token.hex(),
-            folder="",
-            address=options.ray,
-            cpus=options.cpus,
-            gpus=options.gpus,
-            ranks=options.ranks,
-            device=options.device,
-            first=self._next,
-            again=self.up is not None,
-        )
+    async def _take_placed(self, placed: ReplicaPlaced) -> None:
+        known = placed.name in self._placed
+        self._placed[placed.name] = placed
+        if not known:
+            self._expected = max(0, self._expected - 1)
+        if not known and self._placing is not None and not self._placing.done():
+            self._placing.set_result(placed.name)  # the update starts its engine
+        elif self.up is not None and placed.name not in self._emptied:
+            await self._connect(placed.name)
 
-    async def _take(self, message: FromManager) -> None:
-        match message:
-            case ReplicaPlaced():
-                self._next = max(self._next, int(message.name.rpartition("-")[2]) + 1)
-                known = message.name in self._placed
-                self._placed[message.name] = message
-                if not known:
-                    self._expected = max(0, self._expected - 1)
-                if not known and self._placing is not None and not self._placing.done():
-                    self._placing.set_result(message.name)  # the update starts its engine
-                elif self.up is not None and message.name not in self._emptied:
-                    await self._connect(message.name)
-            case ClusterUp():
-                self.up = message
-                for name in self._placed:
-                    await self._connect(name)
-            case ReplicaLost():
-                log.error("%s does not answer: %s", message.name, message.why)
-            case RefusedNodes():
-                for node in message.nodes.keys() - self._refused.keys():
-                    log.error("%s", message.nodes[node])
-                self._refused = message.nodes
-            case CannotAdd() if self._placing is not None and not self._placing.done():
-                self._expected = 0
-                self._placing.set_exception(ConfigError(message.why))
-            case CannotAdd():
-                self._expected = 0
-                self.bounds = ReplicaRange(min(self.bounds.least, self.size), self.size)
-                self._problem = message.why
-                log.error("No replica is added: %s", message.why)
+    def _take_refusal(self, why: str) -> None:
+        self._expected = 0
+        if self._placing is not None and not self._placing.done():
+            self._placing.set_exception(ConfigError(why))
+            return
+        self.bounds = ReplicaRange(min(self.bounds.least, self.size), self.size)
+        self._problem = why
+        log.error("No replica is added: %s", why)
+
+    async def _drop_engines(self) -> None:
+        if self._updating is not None:
+            self._updating.cancel()
+        await asyncio.gather(*(self.remove(name, 0.0) for name in list(self._placed) if name not in self._leaving))
+        self._assigned.clear()
+        self._emptied.clear()
 
     async def _connect(self, name: str) -> None:
-        """Open a link, or open it again if it was given up. A link that lives finds the new address by itself."""
         links = {view.name: view for view in self.views()}
         if name in links:
             if links[name].state != "failed":
@@ -250,13 +115,6 @@ class ClusterReplicas(ReplicaSet):
         model, generation = self._assigned.setdefault(name, (self._model, self._generation))
         link = self._make_link(open_engine=self._opener(name), threads=self.up.threads, model=model)
         await self.add(name, link, generation)
-
-    def _opener(self, name: str) -> Callable[[Callable[[FromEngine], None]], EngineConnection]:
-        def open_engine(receive: Callable[[FromEngine], None]) -> EngineConnection:
-            placed = self._placed[name]
-            return RemoteEngine(receive, (placed.host, placed.port), self._token)
-
-        return open_engine
 
     # -- update
 
@@ -283,7 +141,7 @@ class ClusterReplicas(ReplicaSet):
             last_grace=grace,
             check=self.check_model,
         )
-        self._updating = self._begin(self._update.run())
+        self._updating = self._spawn(self._update.run())
 
     async def place(self, seconds: float) -> str:
         ends = asyncio.get_running_loop().time() + seconds
@@ -359,7 +217,7 @@ class ClusterReplicas(ReplicaSet):
         """Replicas end as their requests end; one stays for calls on connections that are still open."""
         if self._updating is not None:
             self._updating.cancel()
-        self._admin.hide()
+        super().shrink()
         self.bounds = ReplicaRange(1, 1)
         staying = [name for name in self._placed if name not in self._leaving]
         for name in staying[:-1]:
@@ -367,7 +225,7 @@ class ClusterReplicas(ReplicaSet):
 
     def _leave(self, name: str, grace: float | None = None) -> None:
         self._leaving.add(name)
-        self._begin(self._removed(name, self._options.grace if grace is None else grace))
+        self._spawn(self._removed(name, self._options.grace if grace is None else grace))
 
     async def _removed(self, name: str, grace: float) -> None:
         try:
@@ -439,21 +297,13 @@ class ClusterReplicas(ReplicaSet):
         return min(reversed(names), key=lambda name: work.get(name, (False, 0)))
 
     def status(self) -> dict[str, Any]:
-        """For `bankfull cluster status`."""
-        up = self.up
         return {
-            "replicas": shown_replicas(self._placed, self.views()),
+            **super().status(),
             "wanted": str(self.bounds),
             "starting": self._expected,
             "problem": self._problem,
-            "refused": list(self._refused.values()),
             "decision": self._decision,
             "model": self._model,
             "update": None if self._update is None else self._update.status(),
             "slo": "" if self._options.slo is None else str(self._options.slo.slo),
-            "routing": self._options.routing,
-            "ray": "local" if up is not None and up.local else self._options.ray,
-            "nodes": up.nodes if up is not None else 0,
-            "cpus": up.cpus if up is not None else 0.0,
-            "gpus": up.gpus if up is not None else 0.0,
         }

@@ -187,7 +187,7 @@ class ClusterManager:
                 )
                 return
         status, *others = statuses
-        if (hosts := _in_order(status, others)) != replica.hosts:
+        if (hosts := in_order(str(status["node_id"]), others)) != replica.hosts:
             replica.hosts, replica.asked_at = hosts, 0.0  # the gateway must know them first
             return
         address = (str(status["host"]), int(status["port"]))
@@ -291,10 +291,10 @@ class ClusterManager:
         self._session.close()
 
 
-def _in_order(gateway: dict[str, Any], others: list[dict[str, Any]]) -> tuple[tuple[str, int], ...]:
-    """The addresses of the other ranks. Those of one machine are neighbours, and those of the gateway's machine first:
-    tensor ranks, which are neighbours, exchange more than stages do."""
-    nodes = sorted(others, key=lambda one: (one["node_id"] != gateway["node_id"], one["node_id"]))
+def in_order(first: str, others: list[dict[str, Any]]) -> tuple[tuple[str, int], ...]:
+    """The addresses of the ranks after rank 0, whose machine has the id `first`. Those of one machine are neighbours,
+    and those of rank 0's machine come first: tensor ranks, which are neighbours, exchange more than stages do."""
+    nodes = sorted(others, key=lambda one: (one["node_id"] != first, one["node_id"]))
     return tuple((str(one["host"]), int(one["port"])) for one in nodes)
 
 

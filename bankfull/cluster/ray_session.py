@@ -21,6 +21,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """Ray's shared memory. Requests do not pass through it; this is about the least that Ray accepts."""
 LONGEST_FOLDER = 40
 """Characters of the path below which Ray's socket names, with a time and a number in them, stay within 107."""
+NODE_LABEL = "ray.io/node-id"
 JOIN_SECONDS = 10
 """Time-out of the connection to the head node."""
 
@@ -100,13 +101,16 @@ class RaySession:
         gpus = free.get("GPU", 0.0) - sum(node.gpus for node in barred)
         return NodeResources(max(0.0, cpus), max(0.0, gpus))
 
-    def reserve(self, share: Share, without: Collection[str] = ()) -> Any:
+    def reserve(self, share: Share, without: Collection[str] = (), *, first_here: bool = False) -> Any:
         """A placement group with a bundle for each rank of a replica, on few machines, but none of those with these
-        ids."""
+        ids. `first_here`: the first one is on this machine."""
         rank = share.of_rank
         bundle = {name: count for name, count in (("CPU", rank.cpus), ("GPU", rank.gpus)) if count}
-        where = [allowed_nodes(without)] * share.ranks if without else None
-        group: Any = self.ray.util.placement_group([bundle] * share.ranks, "PACK", bundle_label_selector=where)
+        where = [allowed_nodes(without) if without else {}] * share.ranks
+        if first_here:
+            where[0] = {NODE_LABEL: self.own_node}
+        selector = where if any(where) else None
+        group: Any = self.ray.util.placement_group([bundle] * share.ranks, "PACK", bundle_label_selector=selector)
         return group
 
     def bundle(self, group: Any, number: int) -> Any:
@@ -118,6 +122,11 @@ class RaySession:
     def release(self, group: Any) -> None:
         """End the actors of a placement group, and give its resources back."""
         self.ray.util.remove_placement_group(group)
+
+    @property
+    def own_node(self) -> str:
+        """Ray's id of this machine."""
+        return str(self.ray.get_runtime_context().get_node_id())
 
     def node_ids(self, host: str = "") -> set[str]:
         """Ray's ids of the machines that are alive; with `host`, of those with this address."""
@@ -136,7 +145,7 @@ class RaySession:
 
 def allowed_nodes(without: Collection[str]) -> dict[str, str]:
     """Ray's selector of machines that have none of these ids."""
-    return {"ray.io/node-id": f"!in({','.join(without)})"}
+    return {NODE_LABEL: f"!in({','.join(without)})"}
 
 
 def _resources(node: dict[str, Any]) -> NodeResources:

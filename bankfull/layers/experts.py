@@ -104,9 +104,10 @@ class Experts:
         self._route = build.bind(route, experts=rule.experts)
         self._add = build.bind(add)
         self._add_gated = build.bind(add_gated)
-        self._dispatch, self._combine, self._gather, self._sum = (
-            build.bind(each) for each in (dispatch, combine, gather_rows, all_reduce)
-        )
+        if self.ranks is not None:
+            self._dispatch, self._combine, self._gather, self._sum = (
+                build.bind(each) for each in (dispatch, combine, gather_rows, all_reduce)
+            )
 
     def _read(self, build: Build, names: ExpertNames) -> None:
         """Read the experts that this rank holds."""

@@ -36,7 +36,8 @@ class Stage:
 
 
 class BlankTensors:
-    """The tensors of a source without their data."""
+    """The tensors of a source without their data. All are dense, whatever they are in the file: nothing multiplies
+    them, and a rank cuts its part of a fused matrix with outlier columns by the columns' numbers, which are data."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source

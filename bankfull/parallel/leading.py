@@ -37,6 +37,7 @@ from bankfull.parallel.messages import (
     plan_message,
     step_result,
 )
+from bankfull.parallel.placing import RayPlaces
 from bankfull.parallel.reaching import RankHosts
 from bankfull.runtime.device import Device, usable_cores
 from bankfull.types import StepPlan, StepResult
@@ -61,14 +62,17 @@ def lead(
 ) -> tuple[Made, Followers]:
     """Start the other ranks of `run.mesh`, and make this rank's part of the model while they make theirs. `path`: where
     the model `name` was found on this machine. If one of them fails, none is left."""
-    hosts, model, weights = RankHosts.of_environment(), str(path.absolute()), ""
+    places = None if run.ray is None else RayPlaces(run.ray, run.mesh)
+    hosts, model, weights = RankHosts.of_environment() if places is None else places.hosts, str(path.absolute()), ""
     if hosts is not None:  # each machine finds its own copy: under the same path, or by the name
         model, weights = model if Path(name).expanduser().exists() else name, weights_fingerprint(path)
     elif run.device == "cpu" and run.threads is None:
         run = replace(run, threads=max(1, usable_cores() // run.mesh.ranks))
-    followers = Followers(run.mesh, run.device, hosts)
+    followers = Followers(run.mesh, run.device, hosts, places)
     try:
         ranks = followers.begin(model, run, sched, state, max_len)
+        if places is not None and run.threads is None:  # the hosts give the other ranks as many
+            run = replace(run, threads=min(usable_cores(), places.threads))
         made = own_part(run, ranks)
         followers.hot = ranks.hot(device)
         followers.await_ready(weights)
@@ -86,8 +90,11 @@ def lead(
 class Followers:
     """The other ranks of a replica. They end with this object, and with this process."""
 
-    def __init__(self, mesh: MeshSpec, device: str, hosts: RankHosts | None = None) -> None:
-        """Start the processes, and wait until all have said hello. `hosts`: where they run; None: on this machine."""
+    def __init__(
+        self, mesh: MeshSpec, device: str, hosts: RankHosts | None = None, places: RayPlaces | None = None
+    ) -> None:
+        """Start the processes, and wait until all have said hello. `hosts`: where they run; None: on this machine.
+        `places`: those of the hosts, which are given back at the end."""
         self.mesh, self.apart, self.bounds = mesh, hosts is not None, BOUNDS
         self.hot: HotExperts | None = None
         """Of rank 0, until all ranks have copied them."""
@@ -95,7 +102,7 @@ class Followers:
         """Results that came before they were asked for."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self.connections)
+        self._end = weakref.finalize(self, _end, self._processes, self.connections, places)
         try:
             if hosts is None:
                 check_devices(mesh, device)
@@ -224,7 +231,7 @@ class Followers:
         self._end()
 
 
-def _end(processes: list[subprocess.Popen[bytes]], connections: list[RankConnection]) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], connections: list[RankConnection], places: RayPlaces | None) -> None:
     """Ranks have no state worth saving. Those of other machines end with their connections."""
     for connection in connections:
         connection.close()
@@ -232,6 +239,8 @@ def _end(processes: list[subprocess.Popen[bytes]], connections: list[RankConnect
         process.kill()
     for process in processes:
         process.wait()
+    if places is not None:
+        places.close()
 
 
 def _capital(text: str) -> str:

@@ -36,6 +36,11 @@ def refuse_layout(run: RunConfig, state: StateConfig, config: Config) -> None:
             f"speculative={named.name} runs streams through the model's top layers, whose tokens {mesh} divides over "
             "ranks; use suffix, ngram, lookahead, eagle or a draft model."
         )
+    if run.ray is not None and run.device != "cpu":
+        raise ConfigError(
+            f"ray={run.ray!r} places ranks on CPUs only: rank 0 runs outside of Ray, which may give its GPU to another "
+            "rank; leave ray out, or serve the model with --replicas 1 and --ray."
+        )
     family_of(config)
     if mesh.tp > 1 or mesh.ffn:
         rank_config(config, mesh.tp, mesh.feed_tp, mesh.ep > 1)

@@ -9,6 +9,7 @@ import torch
 
 from bankfull.ops import add
 from bankfull.ops.native.tape.record import CannotRecord
+from bankfull.ops.reference.collectives import COLLECTIVES
 from bankfull.ops.registry import BODY, Kit, Operation
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager
@@ -19,11 +20,14 @@ RUNS, MOST_SECONDS = 10, 0.5
 
 
 def notice_of(problem: CannotRecord, forward: Eager, kit: Kit) -> str:
-    """One sentence for logs and commands."""
-    more = overhead(forward, kit)
+    """What logs and commands say of it."""
+    cost = ""
+    if not any(operation.name in kit.chosen for operation in COLLECTIVES):
+        # Ranks would have to run equally many steps to measure it, and some of them may be able to record theirs.
+        cost = f"; expect about {overhead(forward, kit):.0%} more time per decode step (measured now)"
     return (
-        f"Steps run without capture: the recorder does not support {problem.where}, because {problem}; expect about "
-        f"{more:.0%} more time per decode step (measured now). Make it a registered operation to have it captured."
+        f"Steps run without capture: the recorder does not support {problem.where}, because {problem}{cost}. Make it a "
+        "registered operation to have it captured."
     )
 
 

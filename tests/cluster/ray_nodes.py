@@ -43,7 +43,7 @@ class RayNodes:
         self.token = secrets.token_hex(32)
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         environment.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder), BANKFULL_TEST_NODES=str(folder))
-        self._mark = f"BANKFULL_TEST_NODES={folder}"
+        self.mark = f"BANKFULL_TEST_NODES={folder}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", NODES],
             stdin=subprocess.PIPE,
@@ -69,11 +69,11 @@ class RayNodes:
         self._answer()
 
     def engines(self) -> list[int]:
-        return [pid for pid, command in processes(self._mark).items() if ENGINE in command]
+        return [pid for pid, command in processes(self.mark).items() if ENGINE in command]
 
     def replicas(self) -> list[int]:
         """The processes of gateways and engines."""
-        gateways = [pid for pid, name in processes(self._mark).items() if name.startswith("ray::EngineReplica")]
+        gateways = [pid for pid, name in processes(self.mark).items() if name.startswith("ray::EngineReplica")]
         return gateways + self.engines()
 
     def _answer(self) -> dict[str, Any]:

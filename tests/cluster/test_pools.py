@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bankfull.cluster import cluster_pools as module
+from bankfull.cluster import managed_set
 from bankfull.cluster.cluster_pools import ClusterPools, PoolOptions, cluster_pools
 from bankfull.cluster.messages import ClusterFailed, ClusterUp, FromManager, ReplicaPlaced, StartCluster
 from bankfull.errors import ConfigError
@@ -20,7 +20,7 @@ from bankfull.serve.engine.wire import ExchangeEnds
 from bankfull.serve.replicas.local import Separation
 from tests.serve.replicas.fake_links import FakeLink
 
-OPTIONS = PoolOptions(Separation(1, 2, 1 << 20), "tiny", "head:6379")
+OPTIONS = PoolOptions(pools=Separation(1, 2, 1 << 20), model="tiny", ray="head:6379")
 UP = ClusterUp(threads=3, cpus=3.0, gpus=0.0, nodes=3, local=False)
 
 
@@ -92,9 +92,9 @@ def placed(number: int, port: int = 0) -> ReplicaPlaced:
 
 
 def run(what: Callable[[Pools], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ManagerProcess", ScriptedManager)
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(module.AdminSocket, "start", _nothing)
+    monkeypatch.setattr(managed_set, "ManagerProcess", ScriptedManager)
+    monkeypatch.setattr(managed_set, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(managed_set.AdminSocket, "start", _nothing)
     ScriptedManager.made = []
 
     async def bounded() -> None:
@@ -192,4 +192,4 @@ def test_pools_are_not_resized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shared_memory_is_refused_on_a_cluster() -> None:
     with pytest.raises(ConfigError, match="link=memory needs engines on one machine"):
-        cluster_pools(PoolOptions(Separation(1, 1, 1 << 20, "memory"), "tiny", "head:6379"))
+        cluster_pools(PoolOptions(pools=Separation(1, 1, 1 << 20, "memory"), model="tiny", ray="head:6379"))

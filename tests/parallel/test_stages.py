@@ -13,6 +13,7 @@ from torch import Tensor
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
+from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.layers.staged import StageDecoder
 from bankfull.mesh import MeshSpec
@@ -24,12 +25,14 @@ from bankfull.runtime.forward import plan_mixers
 from bankfull.runtime.memory import plan_memory
 from bankfull.state.spec import FRAME_ALIGN, Member, Paged, Recurrent, TensorSpec, layout_of
 from bankfull.state.storage import Storage
+from bankfull.weights.outliers import OutlierSource
 from bankfull.weights.source import ModelFiles, open_model
 from tests.kit import Bench
 from tests.models.cases import CASES
 from tests.models.oracle import CPU, PASSES, TOKENS, TOLERANCE, saved
+from tests.parallel.even import even_model
 from tests.parallel.split_bench import SplitBench
-from tests.parallel.threads import ThreadNeighbour, ThreadRank, on_ranks
+from tests.parallel.threads import Meeting, ThreadNeighbour, ThreadRank, on_ranks
 
 SHARED = ("hunyuan-shared", "hunyuan-shared-biased")
 
@@ -163,3 +166,15 @@ def test_a_stage_without_recurrent_layers_or_pages_plans_as_many_places_as_the_o
     found = [plan_memory(one, sched, state, **how) for one in (whole, whole.held(0, 1), whole.held(1, 2))]  # type: ignore[arg-type]
     assert len({(one.frames, one.slots, one.rows, one.max_len) for one in found}) == 1
     assert found[1].nbytes(whole.held(0, 1)) + found[2].nbytes(whole.held(1, 2)) == found[0].nbytes(whole)
+
+
+def test_a_tensor_rank_builds_other_stages_whose_matrices_have_outliers() -> None:
+    """Where a rank's part of a fused matrix has its outliers is known from data only."""
+    files = open_model(even_model("phi3")[0])
+    fused = [name for name in files.source.names() if name.endswith(("qkv_proj.weight", "gate_up_proj.weight"))]
+    source = OutlierSource(files.source, {name: [1, 5] for name in fused}, CPU)
+    stage = Stage(*MeshSpec(pp=2).stages(layer_count(files.config))[0], None, ThreadNeighbour())
+    shard = Shard(ThreadRank(Meeting(2), 2, 1))
+    build = Build(source, kit_for("cpu", "torch"), torch.float32, CPU, stage=stage, shard=shard)
+    model = build_model(files.config, build)
+    assert isinstance(model, StageDecoder) and len(model.states()) == layer_count(files.config)

@@ -35,9 +35,8 @@ from tests.tiny import speaking_folder
 OWNERS = {
     # file: {what is started: (how often, who owns it)}
     "aio.py": {"Thread": (1, "AsyncEngine: its end is every caller's error, then and later")},
-    "cluster/cluster_pools.py": {"create_task": (1, "ClusterPools._ended: the server ends with the reason")},
-    "cluster/cluster_replicas.py": {"create_task": (1, "ClusterReplicas._ended: the server ends with the reason")},
-    "cluster/manager_process.py": {"create_subprocess_exec": (1, "ClusterReplicas._supervise: started again")},
+    "cluster/managed_set.py": {"create_task": (1, "ManagedSet._ended: the server ends with the reason")},
+    "cluster/manager_process.py": {"create_subprocess_exec": (1, "ManagedSet._supervise: started again")},
     "cluster/replica.py": {"Thread": (1, "the replica's process, which ends with it and is started again by Ray")},
     "handshake.py": {"create_task": (1, "HandshakeListener, which logs a failure; the other end opens another one")},
     "loading.py": {"ThreadPoolExecutor": (1, "load, which waits for it")},
@@ -46,6 +45,7 @@ OWNERS = {
         "create_subprocess_exec": (1, "rank 0: the end of a rank ends its engine, which starts all")
     },
     "parallel/leading.py": {"Popen": (1, "rank 0: the end of a rank ends its engine, which starts all")},
+    "parallel/placing.py": {"Popen": (1, "RayPlaces: its end ends the ranks that it has placed")},
     "parallel/reaching.py": {"ThreadPoolExecutor": (1, "RankHosts.connect, which waits for it")},
     "runtime/mover.py": {
         "Thread": (1, "Mover: a transfer's failure is told to the scheduler, which computes it again")

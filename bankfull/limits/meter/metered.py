@@ -45,7 +45,7 @@ def blank(scheme: Scheme, shape: tuple[int, ...], outliers: int | None = None) -
 
 
 class FileShapes:
-    """The tensors of a source without their data; the source is never read."""
+    """The tensors of a source in their storage schemes, without data; the source is never read."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source

@@ -153,3 +153,17 @@ def _received(tokens: Tensor, before: Neighbour, hidden: int, dtype: torch.dtype
 def receive_rows(tokens: Tensor, before: Neighbour, hidden: int, dtype: torch.dtype) -> Tensor:
     """A row for each token, from the stage before."""
     return before.receive((len(tokens), hidden), dtype)
+
+
+COLLECTIVES = (
+    all_reduce,
+    gather_outputs,
+    gather_rows,
+    reduce_scatter,
+    exchange_parts,
+    spread_embedding,
+    spread_rms_norm,
+    send_rows,
+    receive_rows,
+)
+"""In each of them a rank waits for others. A rank that runs one step more than they do waits for ever."""

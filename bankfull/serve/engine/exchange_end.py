@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
+from bankfull.mesh import MeshSpec
 from bankfull.serve.engine.wire import Arrived, ExchangeEnds, Expect, FromEngine, RoomGranted, Ship, Shipped
 from bankfull.state.tiers import disk_key, key_from_disk
 
@@ -22,6 +23,23 @@ if TYPE_CHECKING:
     from bankfull.types import StepPlan
 
 LONGEST_FACT = 80
+NO_DIFFUSION = (
+    "--separate has no use for a diffusion model: its blocks are computed again in every step, so there is no finished "
+    "state to hand over; serve it without."
+)
+
+
+def refuse_separate(mesh: MeshSpec, prefix_cache: bool, diffusion: str = "") -> None:
+    """What the options of an engine rule out, before it loads its model. Raises ConfigError."""
+    if mesh.ranks > 1:
+        raise ConfigError(
+            f"--separate hands over pages of engines with one rank, and with the layout {mesh} each rank keeps a part "
+            "of every page: leave out --parallel, or --separate."
+        )
+    if not prefix_cache:
+        raise ConfigError("--separate needs the prefix cache, by which state is found: leave out --no-prefix-cache.")
+    if diffusion:
+        raise ConfigError(NO_DIFFUSION)
 
 
 class ExchangeEnd:
@@ -34,17 +52,9 @@ class ExchangeEnd:
         engine = llm.loaded.engine
         state = engine.scheduler.state
         if engine.scheduler.canvas is not None:
-            raise ConfigError(
-                "--separate has no use for a diffusion model: its blocks are computed again in every step, so there is "
-                "no finished state to hand over; serve it without."
-            )
-        if not state.prefix_cache:
-            raise ConfigError("--separate needs the prefix cache, by which state is found: leave it on.")
-        if (ranks := engine.runner.followers) is not None:
-            raise ConfigError(
-                f"--separate hands over pages of engines with one rank, and with the layout {ranks.mesh} each rank "
-                "keeps a part of every page: leave out --parallel, or --separate."
-            )
+            raise ConfigError(NO_DIFFUSION)
+        ranks = engine.runner.followers
+        refuse_separate(MeshSpec() if ranks is None else ranks.mesh, state.prefix_cache)
         self._say, self._address_of = say, address_of
         self._expectations = self._shipping = None
         self._requests: dict[Any, int] = {}
