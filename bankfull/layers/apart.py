@@ -64,6 +64,12 @@ class SideBuild(Build):
         return replace(self, prefix=prefix, device=META, kit=Kit(self.own.device, ()))
 
     @property
+    def together(self) -> Build:
+        assert self.own is not None
+        known = {field.name: getattr(self, field.name) for field in fields(Build)}
+        return Build(**{**known, "device": self.home, "kit": self.own})
+
+    @property
     def blank(self) -> SideBuild:
         assert self.own is not None
         return replace(self, device=META, home=META, kit=Kit(self.own.device, ()))
@@ -77,10 +83,13 @@ class SideBuild(Build):
         module = name.partition(".{}.")[0] if "{}" in name else name.rpartition(".")[0]
         self.elsewhere.add(self._full(module) if module else self.prefix)
 
-    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
+    def weight(
+        self, name: str, shape: tuple[int, ...], for_linear: bool = False, rows: Tensor | None = None
+    ) -> QTensor:
         if self._reads:
-            return Build.weight(self, name, shape, for_linear)
+            return Build.weight(self, name, shape, for_linear, rows)
         self._left(name)
+        shape = shape if rows is None else (len(rows), *shape[1:])
         return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:

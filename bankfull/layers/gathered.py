@@ -1,0 +1,65 @@
+"""Linear layers whose outputs are spread over tensor ranks and gathered: heads over a vocabulary, and the layers of
+drafters whose outputs every rank needs whole."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from bankfull.layers.build import Build
+from bankfull.layers.linear import Linear
+from bankfull.layers.shard import RowShare
+from bankfull.ops import Unnormed, gather_outputs
+from bankfull.ops.reference.linear import highest
+from bankfull.weights.qtensor import QTensor
+
+
+class StoredRows(Protocol):
+    def __call__(self, rows: Tensor | None = None) -> QTensor:
+        """These rows of a matrix, as the file stores them; all of them without `rows`. Nothing else is read."""
+        ...
+
+
+class GatheredLinear:
+    """A `Linear` of which each rank has its share of the rows. Every rank gets all outputs."""
+
+    def __init__(self, build: Build, own: Linear, share: RowShare) -> None:
+        """`own`: the layer with this rank's rows."""
+        self.own, self.share = own, share
+        self._gather = build.bind(gather_outputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self._gather(self.own(x), self.share.group, self.share.count)
+        return outputs
+
+    def best(self, x: Tensor | Unnormed) -> Tensor:
+        """As `Linear.best`. All ranks find the same index, because they have the same outputs."""
+        assert isinstance(x, Tensor)
+        return highest(self(x))
+
+    def norms_for_best(self, rows: int) -> bool:
+        return False
+
+
+Product = Linear | GatheredLinear
+
+
+def gathered_linear(
+    build: Build,
+    inner: int,
+    outer: int,
+    bias: bool | Tensor = False,
+    stored: StoredRows | None = None,
+    int8_when_batched: bool = False,
+) -> Product:
+    """A layer whose rows are spread over the tensor ranks of `build`; without these, a `Linear`. `bias`: whether the
+    file has one, or all of it. `stored`: reads the weight from elsewhere than the file."""
+    share = build.row_share(outer)
+    rows = None if share is None else share.rows
+    weight = build.weight("weight", (outer, inner), for_linear=True, rows=rows) if stored is None else stored(rows)
+    own = Linear(build, inner, weight.shape[0], weight=weight, int8_when_batched=int8_when_batched)
+    if bias is not False:
+        whole = build.tensor("bias", (outer,)) if bias is True else bias.to(build.device, build.dtype)
+        own.bias = whole if rows is None else whole[rows.to(whole.device)]
+    return own if share is None else GatheredLinear(build, own, share)
