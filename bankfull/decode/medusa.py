@@ -21,7 +21,7 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.errors import ConfigError
 from bankfull.layers.adapted import own_matrix
 from bankfull.layers.decoder import Decoder, Head
-from bankfull.layers.gathered import Product, gathered_linear
+from bankfull.layers.gathered import GatheredLinear, Product, gathered_linear
 from bankfull.state.spec import Recurrent
 from bankfull.weights.medusa import Block, MedusaHeads
 from bankfull.weights.qtensor import QTensor
@@ -145,6 +145,8 @@ class Medusa(Strategy):
 
 def _highest(project: Product, x: Tensor, most: int) -> Tensor:
     """(rows, most) the outputs with the highest values; any valid ones where no value is finite."""
+    if isinstance(project, GatheredLinear):
+        return project.highest(x, most)
     if most == 1:
         return project.best(x).clamp_min(0)[:, None]
     return project(x).topk(most, -1).indices

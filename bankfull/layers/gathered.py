@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
@@ -37,6 +38,19 @@ class GatheredLinear:
         """As `Linear.best`. All ranks find the same index, because they have the same outputs."""
         assert isinstance(x, Tensor)
         return highest(self(x))
+
+    def highest(self, x: Tensor, most: int) -> Tensor:
+        """(rows, most) the outputs with the highest values, the highest first. Ranks exchange only those of each."""
+        share, outputs = self.share, self.own(x)
+        outputs[:, share.count - share.first :] = -torch.inf  # what pads the last rank is no output
+        few = min(most, share.most)
+        best = outputs.topk(few, -1)
+        values, index = (
+            self._gather(part, share.group, share.group.size * few)
+            for part in (best.values, best.indices + share.first)
+        )
+        found: Tensor = index.gather(1, values.topk(most, -1).indices)
+        return found.clamp_max(share.count - 1)
 
     def norms_for_best(self, rows: int) -> bool:
         return False

@@ -7,13 +7,16 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from bankfull import LLM
 from bankfull import SamplingParams as Asked
@@ -22,17 +25,25 @@ from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy, View
 from bankfull.errors import ConfigError
+from bankfull.layers.build import Build
+from bankfull.layers.gathered import GatheredLinear, gathered_linear
 from bankfull.layers.linear import Weight
+from bankfull.layers.shard import Shard
 from bankfull.mesh import MeshSpec
+from bankfull.ops import kit_for
+from bankfull.runtime.device import Cpu, Device
+from bankfull.runtime.fake import Late
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.eagle import EagleFiles, write_eagle
 from bankfull.weights.medusa import write_heads
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.source import open_model
 from tests.decode.test_eagle import random_eagle, strategy_of
 from tests.decode.test_medusa import random_heads
 from tests.decode.test_mtp import prediction
 from tests.parallel.split_bench import SplitBench, ThreadMesh
 from tests.parallel.test_split_engine import NEW, prompts, some
+from tests.parallel.threads import ThreadRank, on_ranks
 from tests.tiny import folder_of, speaking_folder
 
 FEW = [7, 20]
@@ -68,7 +79,9 @@ OF_EXPERTS = ("tp=2,ep=2", "tp=2,ep=2,hot=2", "tp=4,ep=2,sp=on", "tp=2,cp=2,ep=4
 Drafts = list[list[list[int]]]
 
 
-def answered(shape: str, mesh: str, make: Callable[[], Strategy]) -> tuple[dict[Any, list[int]], list[Drafts], int]:
+def answered(
+    shape: str, mesh: str, make: Callable[[], Strategy], device: Callable[[], Device] = Cpu
+) -> tuple[dict[Any, list[int]], list[Drafts], int]:
     """Tokens of greedy and seeded requests with preemption, the drafts of each rank, and how many were accepted."""
     found: list[Drafts] = []
 
@@ -87,7 +100,7 @@ def answered(shape: str, mesh: str, make: Callable[[], Strategy]) -> tuple[dict[
         return strategy
 
     sched, state = SchedConfig(rows=3, step_tokens=40), StateConfig(page_tokens=4)
-    with SplitBench(shape, mesh, sched=sched, state=state, strategy=lambda pages: noting()) as bench:
+    with SplitBench(shape, mesh, sched=sched, state=state, strategy=lambda pages: noting(), device=device) as bench:
         asked = prompts(1)
         bench.add("greedy", asked[0], NEW)
         bench.add("sampled", asked[1], NEW, params=SamplingParams(temperature=0.9, top_p=0.95), seed=5)
@@ -115,10 +128,16 @@ def test_a_prediction_module_has_its_experts_on_the_ranks_of_the_others(mesh: st
     exactly("mtp", mesh)
 
 
-def exactly(kind: str, mesh: str) -> None:
+@pytest.mark.parametrize("mesh", some(["tp=2", "tp=2,sp=on", "tp=2,ffn=1"], "tp=2"))
+@pytest.mark.parametrize("kind", some(KINDS, "eagle-tree", "medusa"))
+def test_drafters_run_behind_the_host_on_devices_that_are_late(kind: str, mesh: str) -> None:
+    exactly(kind, mesh, partial(Late, 5, apart=True))
+
+
+def exactly(kind: str, mesh: str, device: Callable[[], Device] = Cpu) -> None:
     shape, make = KINDS[kind]
     expected = plain(shape)
-    tokens, drafts, accepted = answered(shape, mesh, make)
+    tokens, drafts, accepted = answered(shape, mesh, make, device)
     assert tokens == expected
     assert accepted > 5, "drafts that are never accepted prove little"
     assert len(drafts) > 1 or mesh == "ffn=1"
@@ -136,6 +155,29 @@ def test_ranks_draft_what_one_process_drafts(kind: str, mesh: str) -> None:
     shape, make = WITH_OWN[kind]
     (expected, *_), (found, *_) = (answered(shape, layout, make)[1] for layout in ("tp=1", mesh))
     assert found == expected
+
+
+@given(st.integers(1, 4), st.integers(1, 11), st.data())
+@settings(max_examples=30, deadline=None)
+def test_ranks_find_the_best_outputs_and_exchange_only_candidates(ranks: int, count: int, data: st.DataObject) -> None:
+    """Also where ranks have padded rows, or none of their own."""
+    most, generator = data.draw(st.integers(1, count)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    weight, x = torch.randn(count, 8, generator=generator) - 9.0, torch.rand(5, 8, generator=generator)
+    expected = x @ weight.T
+
+    def work(rank: ThreadRank) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        source, kit = open_model(folder_of("llama")).source, kit_for("cpu", "torch")
+        build = Build(source, kit, torch.float32, torch.device("cpu"), shard=Shard(rank))
+        layer = gathered_linear(build, 8, count, stored=lambda rows=None: QTensor.dense(weight[rows]))
+        assert isinstance(layer, GatheredLinear)
+        return layer.highest(x, most), layer(x), layer.best(x), rank.sent
+
+    each = -(-count // ranks)
+    for best, outputs, first, sent in on_ranks(ranks, work):
+        assert torch.equal(best, expected.topk(most).indices) and torch.equal(first, expected.argmax(-1))
+        torch.testing.assert_close(outputs, expected)
+        few = 5 * min(most, each) * (ranks - 1)
+        assert sent == [4 * few, 8 * few, *[4 * 5 * each * (ranks - 1)] * 2]
 
 
 def numbers_held(shape: str, mesh: str, make: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch) -> list[int]:
