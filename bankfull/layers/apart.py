@@ -83,13 +83,15 @@ class SideBuild(Build):
         module = name.partition(".{}.")[0] if "{}" in name else name.rpartition(".")[0]
         self.elsewhere.add(self._full(module) if module else self.prefix)
 
-    def weight(
-        self, name: str, shape: tuple[int, ...], for_linear: bool = False, rows: Tensor | None = None
-    ) -> QTensor:
+    def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
         if self._reads:
-            return Build.weight(self, name, shape, for_linear, rows)
+            return Build.rows_of(self, name, shape, rows, for_linear)
+        return self.weight(name, (len(rows), *shape[1:]), for_linear)
+
+    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
+        if self._reads:
+            return Build.weight(self, name, shape, for_linear)
         self._left(name)
-        shape = shape if rows is None else (len(rows), *shape[1:])
         return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:

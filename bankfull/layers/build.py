@@ -132,14 +132,16 @@ class Build:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self._full(name))
 
-    def weight(
-        self, name: str, shape: tuple[int, ...], for_linear: bool = False, rows: Tensor | None = None
-    ) -> QTensor:
+    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
         """A matrix as stored in the file; a dense one in the dtype that it is multiplied in. `for_linear`: it is
         multiplied by a `Linear`, which regards the order of its columns and its outliers; elsewhere a matrix that has
-        these is expanded. `rows`: the only ones that are wanted, and read."""
+        these is expanded."""
+        return self._as_multiplied(self._find(name, shape), for_linear)
+
+    def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
+        """As `weight`: these rows of a matrix of that shape. No others are read."""
         found = self._find(name, shape)
-        return self._as_multiplied(found if rows is None else found.rows(rows.to(found.device)), for_linear)
+        return self._as_multiplied(found.rows(rows.to(found.device)), for_linear)
 
     def _as_multiplied(self, found: QTensor, for_linear: bool = False) -> QTensor:
         if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
@@ -151,8 +153,8 @@ class Build:
         return (found if self._packed(found) else self._in_blocks(found)).to(self.device)
 
     def table(self, name: str, shape: tuple[int, ...], rows: Tensor | None = None) -> QTensor:
-        """A matrix whose rows are looked up; `rows`: as for `weight`."""
-        return self._in_blocks(self.weight(name, shape, rows=rows))
+        """A matrix whose rows are looked up. `rows`: the only ones that are wanted."""
+        return self._in_blocks(self.weight(name, shape) if rows is None else self.rows_of(name, shape, rows))
 
     def _in_blocks(self, found: QTensor) -> QTensor:
         """As the native kernels that do not pack weights read quantization groups."""

@@ -71,8 +71,12 @@ def gathered_linear(
     file has one, or all of it. `stored`: reads the weight from elsewhere than the file."""
     share = build.row_share(outer)
     rows = None if share is None else share.rows
-    weight = build.weight("weight", (outer, inner), for_linear=True, rows=rows) if stored is None else stored(rows)
-    own = Linear(build, inner, weight.shape[0], weight=weight, int8_when_batched=int8_when_batched)
+    weight: QTensor | None = None
+    if stored is not None:
+        weight = stored(rows)
+    elif rows is not None:
+        weight = build.rows_of("weight", (outer, inner), rows, for_linear=True)
+    own = Linear(build, inner, outer if rows is None else len(rows), weight=weight, int8_when_batched=int8_when_batched)
     if bias is not False:
         whole = build.tensor("bias", (outer,)) if bias is True else bias.to(build.device, build.dtype)
         own.bias = whole if rows is None else whole[rows.to(whole.device)]

@@ -147,7 +147,8 @@ def head_of(
         return Head(build, project, embed.stored, cap)
 
     def stored(rows: Tensor | None = None) -> QTensor:
-        return at.weight("weight", (vocab, hidden), rows=rows)
+        shape = (vocab, hidden)
+        return at.weight("weight", shape) if rows is None else at.rows_of("weight", shape, rows)
 
     return Head(build, gathered_linear(at, hidden, vocab, int8_when_batched=True), stored, cap)
 

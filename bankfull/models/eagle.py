@@ -113,7 +113,8 @@ def _head(files: EagleFiles, build: Build, target: Decoder, eps: float) -> Draft
     if at.has("weight"):
 
         def stored(rows: Tensor | None = None) -> QTensor:
-            return at.weight("weight", (count, target.hidden), rows=rows)
+            shape = (count, target.hidden)
+            return at.weight("weight", shape) if rows is None else at.rows_of("weight", shape, rows)
 
         return DraftLogits(build, gathered_linear(at, target.hidden, count), stored, target.vocab, ids, norm)
     if ids is None:
