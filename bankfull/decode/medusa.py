@@ -21,7 +21,7 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.errors import ConfigError
 from bankfull.layers.adapted import own_matrix
 from bankfull.layers.decoder import Decoder, Head
-from bankfull.layers.gathered import GatheredLinear, Product, gathered_linear
+from bankfull.layers.gathered import AnyLinear, GatheredLinear, gathered_linear
 from bankfull.state.spec import Recurrent
 from bankfull.weights.medusa import Block, MedusaHeads
 from bankfull.weights.qtensor import QTensor
@@ -71,10 +71,10 @@ class MedusaStack:
         ids = best if self.vocabulary is None else self.vocabulary[best]
         return ids.view(rows, self.count, most)
 
-    def _linear(self, blocks: Sequence[Block]) -> Product:
+    def _linear(self, blocks: Sequence[Block]) -> AnyLinear:
         return self._spread([weight for weight, _ in blocks], torch.cat([bias for _, bias in blocks]))
 
-    def _spread(self, matrices: Sequence[Tensor], bias: Tensor | bool = False) -> Product:
+    def _spread(self, matrices: Sequence[Tensor], bias: Tensor | bool = False) -> AnyLinear:
         """One layer with the rows of several matrices."""
         each = len(matrices[0])
 
@@ -143,7 +143,7 @@ class Medusa(Strategy):
         return self._rule.verify(scores, sampling)
 
 
-def _highest(project: Product, x: Tensor, most: int) -> Tensor:
+def _highest(project: AnyLinear, x: Tensor, most: int) -> Tensor:
     """(rows, most) the outputs with the highest values; any valid ones where no value is finite."""
     if isinstance(project, GatheredLinear):
         return project.highest(x, most)

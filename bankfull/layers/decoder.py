@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.gathered import Product, StoredRows
+from bankfull.layers.gathered import AnyLinear, StoredRows
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
@@ -107,7 +107,7 @@ class Head:
     def __init__(
         self,
         build: Build,
-        project: Product,
+        project: AnyLinear,
         stored: StoredRows,
         cap: float | None = None,
     ) -> None:

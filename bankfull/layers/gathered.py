@@ -56,7 +56,7 @@ class GatheredLinear:
         return False
 
 
-Product = Linear | GatheredLinear
+AnyLinear = Linear | GatheredLinear
 
 
 def gathered_linear(
@@ -66,7 +66,7 @@ def gathered_linear(
     bias: bool | Tensor = False,
     stored: StoredRows | None = None,
     int8_when_batched: bool = False,
-) -> Product:
+) -> AnyLinear:
     """A layer whose rows are spread over the tensor ranks of `build`; without these, a `Linear`. `bias`: whether the
     file has one, or all of it. `stored`: reads the weight from elsewhere than the file."""
     share = build.row_share(outer)

@@ -280,7 +280,9 @@ class Embedding:
     def __init__(self, build: Build, count: int, size: int, scale: float = 1.0, spread: bool = False) -> None:
         """`spread`: whether ranks share the rows."""
         self.share = build.row_share(count) if spread else None
-        self._build, self.rows, self._size = build, count, size
+        self._build, self._size = build, size
+        self.rows = count
+        """Of the whole table."""
         self.table = build.table("weight", (count, size), None if self.share is None else self.share.rows)
         self.scale = scale
         self._dtype = build.dtype

@@ -12,7 +12,7 @@ from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed, Head, Module
-from bankfull.layers.gathered import GatheredLinear, Product, gathered_linear
+from bankfull.layers.gathered import AnyLinear, GatheredLinear, gathered_linear
 from bankfull.layers.linear import Embedding, Linear
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
@@ -143,7 +143,7 @@ def head_of(
     at = build.at_stage(False, True).at(name)
     if fields.flag(tied):
         own = Linear(at, hidden, embed.table.shape[0], weight=embed.table, int8_when_batched=True)
-        project: Product = own if embed.share is None else GatheredLinear(at, own, embed.share)
+        project: AnyLinear = own if embed.share is None else GatheredLinear(at, own, embed.share)
         return Head(build, project, embed.stored, cap)
 
     def stored(rows: Tensor | None = None) -> QTensor:
