@@ -115,6 +115,12 @@ class Head:
         self.build, self.project, self.stored, self.cap = build, project, stored, cap
         self._cap = build.bind(soft_cap)
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a later stage has the weights; this one never runs the head."""
+        stage = self.build.stage
+        return stage is not None and stage.after is not None
+
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._scores(hidden)
 
