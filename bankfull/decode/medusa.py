@@ -21,9 +21,10 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.errors import ConfigError
 from bankfull.layers.adapted import own_matrix
 from bankfull.layers.decoder import Decoder, Head
-from bankfull.layers.linear import Linear
+from bankfull.layers.gathered import AnyLinear, GatheredLinear, gathered_linear
 from bankfull.state.spec import Recurrent
 from bankfull.weights.medusa import Block, MedusaHeads
+from bankfull.weights.qtensor import QTensor
 
 SPARSE, CHAIN = "sparse", "chain"
 NODES = 8
@@ -44,13 +45,16 @@ class MedusaStack:
         ]
         self.vocabulary: Tensor | None = None
         if heads.projections is not None:
-            own = [own_matrix(self.build, projection) for projection in heads.projections[:count]]
-            self._projections = [Linear(self.build, self.hidden, heads.vocab, weight=weight) for weight in own]
+            self._projections = [self._spread([projection]) for projection in heads.projections[:count]]
             return
         assert heads.vocabulary is not None
-        self.vocabulary = heads.vocabulary.to(self.build.device)
-        weight = head.stored().rows(self.vocabulary)
-        self._projections = [Linear(self.build, self.hidden, len(self.vocabulary), weight=weight)]
+        ids = heads.vocabulary
+        self.vocabulary = ids.to(self.build.device)
+
+        def chosen(rows: Tensor | None = None) -> QTensor:
+            return head.stored(ids if rows is None else ids[rows])
+
+        self._projections = [gathered_linear(self.build, self.hidden, len(ids), stored=chosen)]
 
     def candidates(self, hidden: Tensor, most: int) -> Tensor:
         """(rows, heads, most) token ids, the most likely first. `hidden` (rows, hidden): the input of the model's
@@ -67,11 +71,20 @@ class MedusaStack:
         ids = best if self.vocabulary is None else self.vocabulary[best]
         return ids.view(rows, self.count, most)
 
-    def _linear(self, blocks: Sequence[Block]) -> Linear:
-        weight = own_matrix(self.build, torch.cat([weight for weight, _ in blocks]))
-        made = Linear(self.build, self.hidden, self.hidden * len(blocks), weight=weight)
-        made.bias = torch.cat([bias for _, bias in blocks]).to(self.build.device, self.build.dtype)
-        return made
+    def _linear(self, blocks: Sequence[Block]) -> AnyLinear:
+        return self._spread([weight for weight, _ in blocks], torch.cat([bias for _, bias in blocks]))
+
+    def _spread(self, matrices: Sequence[Tensor], bias: Tensor | bool = False) -> AnyLinear:
+        """One layer with the rows of several matrices."""
+        each = len(matrices[0])
+
+        def stored(rows: Tensor | None = None) -> QTensor:
+            parts = list(matrices)
+            if rows is not None:  # they ascend, so that those of a matrix come before those of the next one
+                parts = [matrix[rows[rows // each == k] - k * each] for k, matrix in enumerate(parts)]
+            return own_matrix(self.build, torch.cat(parts))
+
+        return gathered_linear(self.build, self.hidden, each * len(matrices), bias, stored)
 
 
 class Medusa(Strategy):
@@ -101,8 +114,7 @@ class Medusa(Strategy):
         self._stack: MedusaStack | None = None
 
     def prepare(self, target: Decoder) -> None:
-        columns = target.head.stored().shape[1]
-        self.heads.suit(columns, target.vocab)
+        self.heads.suit(target.hidden, target.vocab)
         if self.trees and any(isinstance(state, Recurrent) for states in target.states() for state in states):
             raise ConfigError(
                 "A model with recurrent state verifies chains of draft tokens only, and these heads propose a tree; "
@@ -131,8 +143,10 @@ class Medusa(Strategy):
         return self._rule.verify(scores, sampling)
 
 
-def _highest(project: Linear, x: Tensor, most: int) -> Tensor:
+def _highest(project: AnyLinear, x: Tensor, most: int) -> Tensor:
     """(rows, most) the outputs with the highest values; any valid ones where no value is finite."""
+    if isinstance(project, GatheredLinear):
+        return project.highest(x, most)
     if most == 1:
         return project.best(x).clamp_min(0)[:, None]
     return project(x).topk(most, -1).indices

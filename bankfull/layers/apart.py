@@ -64,6 +64,12 @@ class SideBuild(Build):
         return replace(self, prefix=prefix, device=META, kit=Kit(self.own.device, ()))
 
     @property
+    def together(self) -> Build:
+        assert self.own is not None
+        known = {field.name: getattr(self, field.name) for field in fields(Build)}
+        return Build(**{**known, "device": self.home, "kit": self.own})
+
+    @property
     def blank(self) -> SideBuild:
         assert self.own is not None
         return replace(self, device=META, home=META, kit=Kit(self.own.device, ()))
@@ -76,6 +82,11 @@ class SideBuild(Build):
         """A tensor of the other side. Of experts, a file may name all of them, or fuse some."""
         module = name.partition(".{}.")[0] if "{}" in name else name.rpartition(".")[0]
         self.elsewhere.add(self._full(module) if module else self.prefix)
+
+    def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
+        if self._reads:
+            return Build.rows_of(self, name, shape, rows, for_linear)
+        return self.weight(name, (len(rows), *shape[1:]), for_linear)
 
     def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
         if self._reads:

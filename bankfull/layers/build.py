@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.layers.expert_ranks import ExpertRanks
-from bankfull.layers.shard import Part, Shard, VocabularyShare
+from bankfull.layers.shard import Part, RowShare, Shard
 from bankfull.layers.stage import META, BlankTensors, Stage
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear_bf16
 from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
@@ -80,6 +80,11 @@ class Build:
         return self.tensor_ranks, self.tensor_ranks
 
     @property
+    def together(self) -> Build:
+        """Builds layers whole on this rank, where feed-forward layers of the model have ranks of their own."""
+        return self
+
+    @property
     def matrices(self) -> torch.dtype:
         """Dtype of matrices that are not in blocks."""
         return self.activations.matrices(self.dtype)
@@ -133,6 +138,11 @@ class Build:
         these is expanded."""
         return self._as_multiplied(self._find(name, shape), for_linear)
 
+    def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
+        """As `weight`: these rows of a matrix of that shape. No others are read."""
+        found = self._find(name, shape)
+        return self._as_multiplied(found.rows(rows.to(found.device)), for_linear)
+
     def _as_multiplied(self, found: QTensor, for_linear: bool = False) -> QTensor:
         if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
             found = as_known(found) or self.expanded(found, f"no kernel reads {found.scheme.name.upper()}")
@@ -142,9 +152,9 @@ class Build:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
         return (found if self._packed(found) else self._in_blocks(found)).to(self.device)
 
-    def table(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        """A matrix whose rows are looked up."""
-        return self._in_blocks(self.weight(name, shape))
+    def table(self, name: str, shape: tuple[int, ...], rows: Tensor | None = None) -> QTensor:
+        """A matrix whose rows are looked up. `rows`: the only ones that are wanted."""
+        return self._in_blocks(self.weight(name, shape) if rows is None else self.rows_of(name, shape, rows))
 
     def _in_blocks(self, found: QTensor) -> QTensor:
         """As the native kernels that do not pack weights read quantization groups."""
@@ -221,9 +231,9 @@ class Build:
         run, group = self.bind(all_reduce), self.shard.group
         return lambda x: run(x, group)
 
-    def vocabulary(self, count: int) -> VocabularyShare | None:
-        """The share of an embedding's or a head's rows that this rank holds; None: all of them."""
-        return None if self.shard is None else VocabularyShare(count, self.shard.group)
+    def row_share(self, count: int) -> RowShare | None:
+        """The share of a matrix's rows that this rank holds where outputs or results are gathered; None: all."""
+        return None if self.shard is None else RowShare(count, self.shard.group)
 
     def _find_experts(
         self, name: str, count: int, shape: tuple[int, ...], experts: Sequence[int], fused: int = 1

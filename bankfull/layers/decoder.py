@@ -11,18 +11,16 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.linear import Linear
+from bankfull.layers.gathered import AnyLinear, StoredRows
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
-from bankfull.layers.shard import VocabularyShare
 from bankfull.layers.token_share import TokenShare
-from bankfull.ops import Unnormed, gather_outputs, soft_cap
+from bankfull.ops import Unnormed, soft_cap
 from bankfull.ops.reference.linear import highest
 from bankfull.progress import PROGRESS
 from bankfull.state.spec import StateSpec
 from bankfull.state.storage import LayerStates
-from bankfull.weights.qtensor import QTensor
 
 Module = Callable[[Tensor], Tensor]
 Feed = Callable[[Any], Tensor]
@@ -109,34 +107,39 @@ class Head:
     def __init__(
         self,
         build: Build,
-        project: Linear,
-        stored: Callable[[], QTensor],
+        project: AnyLinear,
+        stored: StoredRows,
         cap: float | None = None,
-        share: VocabularyShare | None = None,
     ) -> None:
-        """`stored` reads the matrix of `project` again, as the file stores it. `share`: the tokens whose logits
-        `project` computes here; other ranks have the others."""
-        self.build, self.project, self.stored, self.cap, self.share = build, project, stored, cap, share
+        """`stored` reads rows of the matrix of `project` again, by token id, also those that other ranks hold."""
+        self.build, self.project, self.stored, self.cap = build, project, stored, cap
         self._cap = build.bind(soft_cap)
-        self._gather = None if share is None else build.bind(gather_outputs)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a later stage has the weights; this one never runs the head."""
+        stage = self.build.stage
+        return stage is not None and stage.after is not None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.project(hidden)
-        if self.share is not None and self._gather is not None:
-            logits = self._gather(logits, self.share.group, self.share.vocab)
-        return logits if self.cap is None else self._cap(logits, self.cap)
+        return self._scores(hidden)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """One for each row of the matrix."""
+        scores = self.project(hidden)
+        return scores if self.cap is None else self._cap(scores, self.cap)
 
     def best(self, hidden: Tensor | Unnormed) -> Tensor:
         """The token with the highest logit, the lowest id among equal ones; -1 where that logit is not finite."""
-        if self.cap is None and self.share is None:
+        if self.cap is None:
             return self.project.best(hidden)
         # Under the cap, rounding may make different scores equal: the capped logits decide.
         assert isinstance(hidden, Tensor)
-        return highest(self(hidden))
+        return highest(self._scores(hidden))
 
     def norms(self, rows: int) -> bool:
         """Whether `best` takes this many rows `Unnormed`."""
-        return self.cap is None and self.share is None and self.project.norms_for_best(rows)
+        return self.cap is None and self.project.norms_for_best(rows)
 
 
 @dataclass(frozen=True, slots=True)

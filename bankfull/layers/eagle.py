@@ -12,12 +12,11 @@ from torch import Tensor
 
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Head, Stream
-from bankfull.layers.linear import Linear
+from bankfull.layers.gathered import AnyLinear, StoredRows
 from bankfull.layers.mixer import Angles
 from bankfull.layers.norm import RMSNorm
 from bankfull.ops import Unnormed
 from bankfull.state.storage import LayerStates
-from bankfull.weights.qtensor import QTensor
 
 Features = Callable[[Tensor, Mapping[int, Tensor]], Tensor]
 """From a step's last hidden states and its taps to the features of its tokens."""
@@ -62,8 +61,8 @@ class DraftLogits(Head):
     def __init__(
         self,
         build: Build,
-        project: Linear,
-        stored: Callable[[], QTensor],
+        project: AnyLinear,
+        stored: StoredRows,
         vocab: int,
         ids: Tensor | None,
         norm: RMSNorm | None,
@@ -75,7 +74,7 @@ class DraftLogits(Head):
         self._ids = None if ids is None else ids.to(build.device)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        scores = super().__call__(self._normed(hidden))
+        scores = self._scores(self._normed(hidden))
         if self._ids is None:
             return scores
         whole = scores.new_full((len(scores), self._vocab), -torch.inf)
@@ -88,7 +87,7 @@ class DraftLogits(Head):
 
     def highest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """(rows, count) log-probabilities within the reduced vocabulary and token ids, the most likely first."""
-        scores = super().__call__(self._normed(hidden)).float()
+        scores = self._scores(self._normed(hidden)).float()
         values, rows = scores.log_softmax(-1).topk(count, -1)
         return values, rows if self._ids is None else self._ids[rows]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.layers.shard import VocabularyShare
 from bankfull.ops import (
     Operation,
     Unnormed,
@@ -280,10 +279,11 @@ def split_linear(
 class Embedding:
     def __init__(self, build: Build, count: int, size: int, scale: float = 1.0, spread: bool = False) -> None:
         """`spread`: whether ranks share the rows."""
-        self.share = build.vocabulary(count) if spread else None
-        self.table = build.table("weight", (count, size))
-        if self.share is not None:
-            self.table = shared_rows(self.table, self.share)
+        self.share = build.row_share(count) if spread else None
+        self._build, self._size = build, size
+        self.rows = count
+        """Of the whole table."""
+        self.table = build.table("weight", (count, size), None if self.share is None else self.share.rows)
         self.scale = scale
         self._dtype = build.dtype
         self._embedding = build.bind(embedding if self.share is None else spread_embedding, weight=self.table)
@@ -293,8 +293,8 @@ class Embedding:
         found: Tensor = self._embedding(ids, self.table, self._dtype, self.scale, *where)
         return found
 
-
-def shared_rows(whole: QTensor, share: VocabularyShare) -> QTensor:
-    """This rank's rows of a table, copied; what is missing at the end is filled with the table's last rows."""
-    rows = torch.arange(share.first, share.first + share.most, device=whole.device)
-    return whole.rows(rows.clamp_max(share.vocab - 1))
+    def stored(self, rows: Tensor | None = None) -> QTensor:
+        """These rows of the whole table (all without `rows`), also those that other ranks hold."""
+        if self.share is not None:
+            return self._build.table("weight", (self.rows, self._size), rows)
+        return self.table if rows is None else self.table.rows(rows.to(self.table.device))

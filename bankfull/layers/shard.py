@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from bankfull.ops.ranks import RankGroup
 from bankfull.weights.qtensor import QTensor
@@ -105,16 +106,23 @@ def _joined(pieces: Sequence[QTensor], axis: int) -> QTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyShare:
-    """The rows of an embedding or of a head that a rank holds: equally many on each, the last ones padded."""
+class RowShare:
+    """The rows of a matrix that a rank holds, such as those of an embedding or of a head: equally many on each."""
 
-    vocab: int
+    count: int
+    """Rows of the whole matrix."""
     group: RankGroup
 
     @property
     def most(self) -> int:
-        return -(-self.vocab // self.group.size)
+        """Rows of a rank."""
+        return -(-self.count // self.group.size)
 
     @property
     def first(self) -> int:
-        return min(self.vocab, self.group.index * self.most)
+        return min(self.count, self.group.index * self.most)
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of this rank's rows; where some are missing at the end, the last row is repeated."""
+        return torch.arange(self.first, self.first + self.most).clamp_max(self.count - 1)

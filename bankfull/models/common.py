@@ -12,7 +12,8 @@ from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed, Head, Module
-from bankfull.layers.linear import Embedding, Linear, shared_rows
+from bankfull.layers.gathered import AnyLinear, GatheredLinear, gathered_linear
+from bankfull.layers.linear import Embedding, Linear
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
@@ -129,18 +130,27 @@ def tied_head(config: Config) -> tuple[str, ...]:
     return (r"^lm_head\.weight$",)
 
 
-def head_of(fields: ConfigFields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
-    vocab, hidden = fields.size("vocab_size"), embed.table.shape[1]
-    tied, at = fields.flag("tie_word_embeddings"), build.at_stage(False, True).at("lm_head")
-    weight, share = embed.table if tied else None, embed.share if tied else build.vocabulary(vocab)
-    if share is not None and not tied:
-        weight = shared_rows(at.weight("weight", (vocab, hidden)), share)
+def head_of(
+    fields: ConfigFields,
+    build: Build,
+    embed: Embedding,
+    cap: float | None = None,
+    name: str = "lm_head",
+    tied: str = "tie_word_embeddings",
+) -> Head:
+    """The embedding's table again, where the field `tied` says so, or the matrix `name`."""
+    vocab, hidden = embed.rows, embed.table.shape[1]
+    at = build.at_stage(False, True).at(name)
+    if fields.flag(tied):
+        own = Linear(at, hidden, embed.table.shape[0], weight=embed.table, int8_when_batched=True)
+        project: AnyLinear = own if embed.share is None else GatheredLinear(at, own, embed.share)
+        return Head(build, project, embed.stored, cap)
 
-    def stored() -> QTensor:
-        return at.weight("weight", (vocab, hidden)) if weight is None else weight
+    def stored(rows: Tensor | None = None) -> QTensor:
+        shape = (vocab, hidden)
+        return at.weight("weight", shape) if rows is None else at.rows_of("weight", shape, rows)
 
-    outer = vocab if weight is None else weight.shape[0]
-    return Head(build, Linear(at, hidden, outer, weight=weight, int8_when_batched=True), stored, cap, share)
+    return Head(build, gathered_linear(at, hidden, vocab, int8_when_batched=True), stored, cap)
 
 
 def decoder(

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bankfull.errors import ConfigError
 from bankfull.layers.adapted import narrows_own
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.eagle import DraftLogits, EagleHead, Features, FusedBlock
+from bankfull.layers.gathered import gathered_linear
 from bankfull.layers.linear import Linear
 from bankfull.layers.norm import AddThen, RMSNorm
+from bankfull.layers.shard import Shard
 from bankfull.models.common import TRANSFORMER, gated_mlp, heads_of, rope_of
 from bankfull.models.fields import ConfigFields
+from bankfull.models.splitting import rank_config
 from bankfull.models.spreading import spread_tokens
 from bankfull.weights.eagle import EagleFiles, EagleSource, usual_taps
 from bankfull.weights.qtensor import QTensor
@@ -28,11 +33,12 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     another model."""
     layers = len(target.blocks)
     files.suit(target.hidden, target.vocab, layers)
-    own = target.head.build
+    own = target.head.build.together
     source = EagleSource(files, narrows_own(own.activations))
-    build = replace(own, source=source, prefix="")
+    shard = None if own.shard is None else Shard(own.shard.group)
+    build = replace(own, source=source, prefix="", shard=shard)
     defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_positions}
-    fields = ConfigFields(files.config, {**TRANSFORMER, **defaults})
+    fields = ConfigFields(_rank_config(files, build.tensor_ranks), {**TRANSFORMER, **defaults})
     hidden, eps, heads = target.hidden, fields.number("rms_norm_eps"), heads_of(fields)
     at = build.at("layer")
     mixer = _attention(at.at("self_attn"), heads, hidden * (2 if files.fused else 1), hidden)
@@ -42,7 +48,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     block: Block
     if files.fused:
         taps = files.taps or usual_taps(layers)
-        fuse = Linear(build.at("fc"), hidden * len(taps), hidden, build.has("fc.bias"))
+        fuse = gathered_linear(build.at("fc"), hidden * len(taps), hidden, build.has("fc.bias"))
         block = FusedBlock(
             mixer,
             before_mixer=RMSNorm(at.at("hidden_norm"), hidden, eps),
@@ -59,7 +65,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
             return fuse(torch.cat([tapped[layer] for layer in taps], -1))
     else:
         taps = ()
-        join = Linear(build.at("fc"), hidden * 2, hidden, build.has("fc.bias"))
+        join = gathered_linear(build.at("fc"), hidden * 2, hidden, build.has("fc.bias"))
         block = Block(mixer, before_mixer=same, feed=feed, before_feed=before_feed)
 
         def embed(batch: Batch) -> Tensor:
@@ -102,17 +108,30 @@ def _attention(build: Build, heads: Heads, inner: int, hidden: int) -> Attention
 def _head(files: EagleFiles, build: Build, target: Decoder, eps: float) -> DraftLogits:
     """Its own rows, or those of the target model's head that the vocabulary names, or all of them."""
     norm = RMSNorm(build.at("norm"), target.hidden, eps) if files.fused else None
-    ids, at = files.vocabulary, build.at("lm_head")
+    ids, at, own = files.vocabulary, build.at("lm_head"), target.head
+    count = target.vocab if ids is None else len(ids)
     if at.has("weight"):
-        rows = target.vocab if ids is None else len(ids)
-        project = Linear(at, target.hidden, rows)
-        return DraftLogits(build, project, lambda: at.weight("weight", (rows, target.hidden)), target.vocab, ids, norm)
+
+        def stored(rows: Tensor | None = None) -> QTensor:
+            shape = (count, target.hidden)
+            return at.weight("weight", shape) if rows is None else at.rows_of("weight", shape, rows)
+
+        return DraftLogits(build, gathered_linear(at, target.hidden, count), stored, target.vocab, ids, norm)
     if ids is None:
-        own = target.head
         return DraftLogits(build, own.project, own.stored, target.vocab, None, norm, own.cap)
 
-    def chosen() -> QTensor:
-        return target.head.stored().rows(ids.to(build.device))
+    def chosen(rows: Tensor | None = None) -> QTensor:
+        return own.stored(ids if rows is None else ids[rows])
 
-    project = Linear(build, target.hidden, len(ids), weight=chosen())
-    return DraftLogits(build, project, chosen, target.vocab, ids, norm, target.head.cap)
+    project = gathered_linear(build, target.hidden, count, stored=chosen)
+    return DraftLogits(build, project, chosen, target.vocab, ids, norm, own.cap)
+
+
+def _rank_config(files: EagleFiles, ranks: int) -> Mapping[str, Any]:
+    """The configuration with a tensor rank's share of the layer's heads and width."""
+    if ranks == 1:
+        return files.config
+    try:
+        return rank_config({**files.config, "model_type": "llama"}, ranks, ranks, spread=False).values
+    except ConfigError as error:
+        raise ConfigError(f"The heads in {files.name} do not suit the layout: {error}") from None

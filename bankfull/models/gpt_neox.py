@@ -9,15 +9,14 @@ from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.decoder import Block, Decoder, Head
+from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.linear import Embedding, Linear, split_linear
 from bankfull.layers.mlp import MLP
 from bankfull.layers.norm import AddThen, LayerNorm
-from bankfull.models.common import partial_rope
+from bankfull.models.common import head_of, partial_rope
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ops import add
-from bankfull.weights.qtensor import QTensor
 
 GPT_NEOX = {
     "hidden_act": "gelu",
@@ -79,7 +78,7 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
         embed=embed,
         blocks=blocks,
         norm=norm(root.at("final_layer_norm")),
-        head=_head(fields, build, tokens),
+        head=head_of(fields, build, tokens, name="embed_out"),
         ropes={"global": partial_rope(fields, build, heads)},
     )
 
@@ -87,16 +86,6 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
 def by_part(heads: Heads) -> Tensor:
     """Files hold queries, keys and values head by head; this order puts queries first, then keys, then values."""
     return torch.arange(3 * heads.count * heads.size).view(heads.count, 3, heads.size).transpose(0, 1).flatten()
-
-
-def _head(fields: ConfigFields, build: Build, embed: Embedding) -> Head:
-    vocab, hidden = embed.table.shape
-    weight, at = embed.table if fields.flag("tie_word_embeddings") else None, build.at("embed_out")
-
-    def stored() -> QTensor:
-        return at.weight("weight", (vocab, hidden)) if weight is None else weight
-
-    return Head(build, Linear(at, hidden, vocab, weight=weight, int8_when_batched=True), stored)
 
 
 def ignored(config: Config) -> tuple[str, ...]:

@@ -7,15 +7,14 @@ from typing import Any
 from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
-from bankfull.layers.decoder import Block, Decoder, Head
+from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.linear import Embedding, Linear
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
-from bankfull.models.common import heads_of, rope_of
+from bankfull.models.common import head_of, heads_of, rope_of
 from bankfull.models.diffusion import denoising, seeing_blocks
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.weights.qtensor import QTensor
 
 LLADA: dict[str, Any] = {
     "activation_type": "silu",
@@ -80,11 +79,6 @@ def build_llada(config: Config, build: Build) -> Decoder:
         )
 
     blocks = [block(root.at("blocks").at(layer)) for layer in range(fields.layers())]
-    tied = embed.table if fields.flag("weight_tying") else None
-
-    def stored() -> QTensor:
-        return root.at("ff_out").weight("weight", (vocab, hidden)) if tied is None else tied
-
     model = Decoder(
         vocab,
         hidden,
@@ -92,7 +86,7 @@ def build_llada(config: Config, build: Build) -> Decoder:
         embed=lambda batch: embed(batch.tokens),
         blocks=blocks,
         norm=RMSNorm(root.at("ln_f"), hidden, eps),
-        head=Head(build, Linear(root.at("ff_out"), hidden, vocab, weight=tied, int8_when_batched=True), stored),
+        head=head_of(fields, build, embed, name="model.transformer.ff_out", tied="weight_tying"),
         ropes={"global": rope_of(fields, build, heads)},
     )
     return denoising(model, fields)

@@ -12,10 +12,11 @@ from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.eagle import DraftLogits, EagleHead
-from bankfull.layers.linear import Linear
+from bankfull.layers.gathered import gathered_linear
 from bankfull.layers.norm import RMSNorm
 from bankfull.models.deepseek import block_of, fields_of, prediction_modules
 from bankfull.models.registry import Config
+from bankfull.models.splitting import rank_config
 from bankfull.models.spreading import spread_tokens
 
 FAMILIES_WITH_MODULES = ("deepseek_v3",)
@@ -23,7 +24,7 @@ FAMILIES_WITH_MODULES = ("deepseek_v3",)
 
 def build_mtp(config: Config, target: Decoder) -> EagleHead:
     """The checkpoint's first module, with the target model's embedding, RoPE, head, kernels and dtypes."""
-    build = replace(target.head.build, prefix="")
+    build = replace(target.head.build.together, prefix="")
     kind, layer = config.get("model_type"), len(target.blocks)
     layers = build.at("model").at("layers")
     at = layers.at(layer)
@@ -33,6 +34,8 @@ def build_mtp(config: Config, target: Decoder) -> EagleHead:
             f"speculative='mtp' needs a checkpoint with a multi-token-prediction module ({families}), and this model "
             f"is a {kind!r}; choose another way of speculative decoding."
         )
+    if build.shard is not None:
+        config = rank_config(config, *build.split, build.experts is not None).values
     fields = fields_of(config)
     if not prediction_modules(fields) or not at.has("eh_proj.weight"):
         raise ModelError(
@@ -41,7 +44,7 @@ def build_mtp(config: Config, target: Decoder) -> EagleHead:
         )
     hidden, eps = target.hidden, fields.number("rms_norm_eps")
     of_embedding, of_hidden = (RMSNorm(at.at(name), hidden, eps) for name in ("enorm", "hnorm"))
-    join = Linear(at.at("eh_proj"), 2 * hidden, hidden)
+    join = gathered_linear(at.at("eh_proj"), 2 * hidden, hidden)
 
     def embed(batch: Batch) -> Tensor:
         assert batch.features is not None

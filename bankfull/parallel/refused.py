@@ -7,8 +7,6 @@ from bankfull.errors import ConfigError
 from bankfull.models.registry import Config, family_of
 from bankfull.models.splitting import rank_config, stages_of
 
-HEADS_OF_MODEL = ("medusa", "eagle", "mtp", "streaming", "tree-streaming")
-"""Speculation with the model's own head, or with parts trained for it."""
 STREAMS = ("streaming", "tree-streaming")
 """Speculation that runs the model's top layers again, for its streams."""
 
@@ -26,15 +24,10 @@ def refuse_layout(run: RunConfig, state: StateConfig, config: Config) -> None:
         raise ConfigError(
             f"KV tiers below the device need one rank, and the layout {mesh} has {mesh.ranks}; leave out one."
         )
-    if named.name in HEADS_OF_MODEL and (mesh.tp > 1 or mesh.ffn):
+    if named.name in STREAMS:
         raise ConfigError(
-            f"speculative={named.name} reads the model's head and layers, which {mesh} spreads over ranks; use suffix, "
-            "ngram, lookahead or a draft model."
-        )
-    if named.name in STREAMS and mesh.cp > 1:
-        raise ConfigError(
-            f"speculative={named.name} runs streams through the model's top layers, whose tokens {mesh} divides over "
-            "ranks; use suffix, ngram, lookahead, eagle or a draft model."
+            f"speculative={named.name} runs streams through the model's top layers, which the layout {mesh} spreads "
+            "over ranks; use suffix, ngram, lookahead, medusa, eagle or a draft model."
         )
     if run.ray is not None and run.device != "cpu":
         raise ConfigError(

@@ -109,7 +109,10 @@ def _first_line(problem: Exception) -> str:
 
 
 def _record_choice(recorder: Recorder, head: Any, hidden: Tensor) -> Tensor | None:
-    """The most likely token for each hidden state, after the model on the same tape; None where there is no kernel."""
+    """The most likely token for each hidden state, after the model on the same tape; None where there is no kernel, or
+    no head."""
+    if head.elsewhere:
+        return None
     before = len(recorder.nodes)
     try:
         best: Tensor = head.best(hidden)

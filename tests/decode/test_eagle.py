@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict
 from bankfull.errors import BankfullError, ConfigError, ModelError
 from bankfull.layers.build import Build
+from bankfull.layers.decoder import Head
 from bankfull.loading import load
 from bankfull.models.eagle import build_eagle
 from bankfull.models.registry import build_model
@@ -168,6 +170,16 @@ def test_the_forward_pass_is_that_of_the_papers(fused: bool, own: bool, chunk: i
         torch.testing.assert_close(scores, linear(expected, target.head.stored().dequantize(torch.float64)))
     assert torch.equal(head.best(got), scores.argmax(-1))
     assert torch.equal(head.highest(got, 3)[1], scores.topk(3).indices)
+
+
+@pytest.mark.parametrize("own", (False, True))
+def test_a_head_for_a_model_with_capped_logits_norms_them_once(own: bool) -> None:
+    """Its best token is the one with the highest of its scores, also among some of the tokens."""
+    target = copy(reference_of("llama"))
+    target.head = Head(target.head.build, target.head.project, target.head.stored, cap=2.0)
+    head = build_eagle(random_eagle(4, own=own), target).model.head
+    features = torch.randn(40, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(head.best(features), head(features).argmax(-1))
 
 
 def states_of(tokens: list[int], taps: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:

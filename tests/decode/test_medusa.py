@@ -215,12 +215,17 @@ def test_rounded_weights_change_few_candidates(providers: str) -> None:
     from bankfull.layers.linear import Linear
     from bankfull.ops import kit_for
     from bankfull.ops.activations import RULES
+    from bankfull.weights.qtensor import QTensor
     from bankfull.weights.quantize import quantize
 
     exact, heads = model_of("llama", torch.float32, providers).head, random_heads(3)
     stored = quantize(exact.stored().dequantize(), "q8_0")
     build = replace(exact.build, kit=kit_for("cpu", providers), activations=RULES["int8"])
-    head = Head(build, Linear(build, HIDDEN, VOCAB, weight=stored), lambda: stored)
+
+    def rows_of(rows: torch.Tensor | None = None) -> QTensor:
+        return stored if rows is None else stored.rows(rows)
+
+    head = Head(build, Linear(build, HIDDEN, VOCAB, weight=stored), rows_of)
     hidden = torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(2))
     few, all_bits = (MedusaStack(one, heads, 3).candidates(hidden, 1) for one in (head, exact))
     assert 0.9 < float((few == all_bits).double().mean()) <= 1.0

@@ -13,8 +13,7 @@ import torch
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.draft import DraftModel
 from bankfull.decode.lookahead import Jacobi, Lookahead
-from bankfull.decode.medusa import Medusa
-from bankfull.decode.strategy import OwnModel, Strategy, View
+from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
@@ -24,9 +23,6 @@ from bankfull.runtime.fake import Late
 from bankfull.runtime.spread_storage import SpreadStorage
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.source import open_model
-from tests.decode.test_eagle import random_eagle, strategy_of
-from tests.decode.test_medusa import random_heads
-from tests.decode.test_mtp import prediction
 from tests.kit import Bench, Guess, GuessLookup, GuessTree
 from tests.parallel.split_bench import SplitBench
 from tests.tiny import folder_of, reference_of
@@ -188,41 +184,6 @@ def test_ranks_run_behind_the_host_on_devices_that_are_late(mesh: str, strategy:
     """Equal seeds: a rank that waits in a collective gets the others' work."""
     late = partial(Late, 5, apart=True)
     assert answers("llama", mesh, True, chunk=20, device=late, strategy=lambda pages: OWN[strategy](pages, "llama"))
-
-
-HEADS: dict[str, tuple[str, Callable[[], Strategy]]] = {
-    "eagle": ("llama", lambda: strategy_of(random_eagle(6, fused=True), depth=3)),
-    "eagle-tree": ("gemma", lambda: strategy_of(random_eagle(5, fused=False), depth=4, tree="dynamic", branch=3)),
-    "mtp": ("latent", lambda: prediction("latent", 3)),
-    "medusa": ("llama", lambda: Medusa(random_heads(3, heads=3), nodes=9)),
-}
-
-
-def drafts(shape: str, mesh: str, make: Callable[[], Strategy]) -> list[Any]:
-    found: list[Any] = []
-    sched = SchedConfig(rows=3, step_tokens=40)
-    with SplitBench(shape, mesh, sched=sched, state=StateConfig(page_tokens=4), strategy=lambda pages: make()) as bench:
-        propose = bench.strategy.propose
-
-        def noted(view: View) -> Any:
-            draft = propose(view)
-            found.append(None if draft is None else draft.tokens.tolist())
-            return draft
-
-        bench.strategy.propose = noted  # type: ignore[method-assign]
-        for name, prompt in enumerate(prompts(1)):
-            bench.add(name, prompt, NEW)
-        bench.run()
-    return found
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("mesh", ["cp=2", "cp=2,sp=ulysses", "cp=3"])
-@pytest.mark.parametrize("kind", some(HEADS, "eagle-tree", "mtp"))
-def test_heads_draft_the_same_over_context_ranks(kind: str, mesh: str) -> None:
-    shape, make = HEADS[kind]
-    expected = drafts(shape, "tp=1", make)
-    assert len(expected) > 5 and drafts(shape, mesh, make) == expected
 
 
 def sampled(mesh: str, **settings: Any) -> dict[Any, list[int]]:
