@@ -33,9 +33,10 @@ from bankfull.parallel.leading import Followers
 from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
 from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
+from bankfull.runtime.joint_moves import RankMoves
 from bankfull.state.spec import joined_states, layout_of
 from bankfull.weights.source import open_model
-from tests.kit import Bench
+from tests.kit import Bench, mover_of
 from tests.parallel.built import expert_ranks
 from tests.parallel.threads import Meeting, ThreadNeighbour, ThreadRank
 from tests.tiny import folder_of
@@ -70,8 +71,15 @@ class ThreadFollowers(Followers):
     """Rank 0's end, over queues."""
 
     def __init__(self, mesh: MeshSpec, connections: list[QueueConnection], hot: HotExperts | None) -> None:
-        self.mesh, self.hot, self.bounds, self._outcomes = mesh, hot, Bounds(), deque()
+        self.mesh, self.hot, self.bounds, self._outcomes, self._moves = mesh, hot, Bounds(), deque(), []
         self.connections = connections  # type: ignore[assignment]
+
+    def reports(self, seconds: float) -> list[RankMoves]:
+        for connection in self.connections:
+            while not connection.told.empty():  # type: ignore[attr-defined]
+                self._hear(connection, 0)
+        found, self._moves = self._moves, []
+        return found
 
     def end(self) -> None:
         for connection in self.connections:
@@ -176,9 +184,12 @@ class SplitBench:
             runner = self._runner(part.model, device(), strategy(self.threads.pages(number)))
             self.runners.append(runner)
             runner.chooses = number >= last
+            if (tiers := self.bench.manager.tiers) is not None:
+                assert self.bench.folder is not None, "each rank has a folder in it"
+                runner.mover = mover_of(runner, tiers.lower, self.bench.folder / str(number), self.bench.whole)
             self._start(follow, connection, runner, mesh.pp > 1 and number == last, hot[number])
         self.followers = ThreadFollowers(mesh, self._connections, hot[0])
-        first.followers = self.followers
+        self.followers.attach(first, self.bench.manager)
         self._poison()
 
     def _runner(self, model: Decoder, device: Device, strategy: Strategy) -> DeviceRunner:
@@ -229,5 +240,8 @@ class SplitBench:
         self.followers.end()
         for thread in self._threads:
             thread.join(60)
+        for runner in self.runners:
+            if runner.mover is not None:
+                runner.mover.close()
         if self.errors:
             raise self.errors[0]
