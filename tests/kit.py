@@ -29,7 +29,6 @@ from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.fake import Late
 from bankfull.runtime.mover import HostPlaces, Mover
 from bankfull.runtime.rows import Job
-from bankfull.runtime.tier_ranks import slot_bytes
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
@@ -62,18 +61,14 @@ class Bench:
     lookup: GuessLookup | None = None
     """Finds drafts on the host, beside the strategy."""
     adaptive: AdaptiveWidth | None = None
-    folder: Path | None = None
-    """Of the disk tier; None: a temporary one."""
+    folder: tempfile.TemporaryDirectory[str] | None = None
     tiers: str = ""
     """Tiers below the device: host, disk, both. The device then has pages for two long sequences."""
 
     def __post_init__(self) -> None:
-        self.temporary: tempfile.TemporaryDirectory[str] | None = None
         self.strategy.prepare(self.model)
         states = joined_states(self.model.states(), self.strategy.states())
         layout = layout_of(states, self.state.page_tokens)
-        self.whole = layout.frame_bytes, slot_bytes(layout)
-        """Bytes of a page and of a slot of all stages."""
         if isinstance(self.model, StageDecoder):
             layout = layout.held(self.model.first, self.model.first + len(self.model.blocks))
         if self.tiers:
@@ -114,29 +109,35 @@ class Bench:
         self.poison()
 
     def _add_tiers(self) -> None:
-        layout, manager = self.manager.layout, self.manager
-        pages, slots = (600 if layout.paged else 0), (300 if layout.recurrent is not None else 0)
-        lower = []
+        layout, manager, slot = self.manager.layout, self.manager, 0
+        if layout.recurrent is not None:
+            slot = layout.recurrent.slot_bytes
+        pages, slots = (600 if layout.paged else 0), (300 if slot else 0)
+        lower, host, disk = [], None, None
         if self.tiers in ("host", "both"):
+            host = HostPlaces(layout, self.runner.storage, pages, slots, self.device)
             lower.append(LowerTier(Tier.HOST, pages, slots))
         if self.tiers in ("disk", "both"):
+            self.folder = tempfile.TemporaryDirectory()
+            sizes = {"pages": pages, "slots": slots}, {"pages": layout.frame_bytes, "slots": slot}
+            disk = DiskStore(Path(self.folder.name), bytes(32), {}, *sizes)
             lower.append(LowerTier(Tier.DISK, pages, slots, eager=True))
-        self.runner.mover = mover_of(self.runner, lower, self._folder(), self.whole)
-        pools, (page, slot) = (manager.pages, manager.slots), self.whole
-        rates = self.runner.mover.rates
-        manager.tiers = Tiers(*pools, lower, manager.moves, page_bytes=page, slot_bytes=slot, rates=rates)
-
-    def _folder(self) -> Path:
-        if self.folder is None:
-            self.temporary = tempfile.TemporaryDirectory()
-            return Path(self.temporary.name)
-        return self.folder
+        self.runner.mover = Mover(self.runner.storage, self.device, rates := TransferRates(), host, disk)
+        manager.tiers = Tiers(
+            manager.pages,
+            manager.slots,
+            lower,
+            manager.moves,
+            page_bytes=layout.frame_bytes,
+            slot_bytes=slot,
+            rates=rates,
+        )
 
     def close(self) -> None:
         if self.runner.mover is not None:
             self.runner.mover.close()
-        if self.temporary is not None:
-            self.temporary.cleanup()
+        if self.folder is not None:
+            self.folder.cleanup()
 
     def add(
         self,
@@ -196,19 +197,6 @@ class Bench:
 
     def poison(self) -> None:
         poison(self.engine)
-
-
-def mover_of(runner: DeviceRunner, lower: Sequence[LowerTier], folder: Path, whole: tuple[int, int]) -> Mover:
-    """Moves between a runner's device and places in tiers of the sizes of `lower`; files are below `folder`."""
-    layout, host, disk = runner.layout, None, None
-    for tier in lower:
-        pages, slots = tier.pages.size, tier.slots.size
-        if tier.tier == Tier.HOST:
-            host = HostPlaces(layout, runner.storage, pages, slots, runner.device)
-        else:
-            nbytes = {"pages": layout.frame_bytes, "slots": slot_bytes(layout)}
-            disk = DiskStore(folder, bytes(32), {}, {"pages": pages, "slots": slots}, nbytes)
-    return Mover(runner.storage, runner.device, TransferRates(), host, disk, whole)
 
 
 def poison(engine: Engine) -> None:

@@ -6,12 +6,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from bankfull.config import StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy
 from bankfull.layers.apart import Feeds, SideBuild, with_remote_feeds
@@ -34,9 +37,11 @@ from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
 from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.joint_moves import RankMoves
+from bankfull.runtime.tiering import add_tiers
+from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
 from bankfull.weights.source import open_model
-from tests.kit import Bench, mover_of
+from tests.kit import Bench
 from tests.parallel.built import expert_ranks
 from tests.parallel.threads import Meeting, ThreadNeighbour, ThreadRank
 from tests.tiny import folder_of
@@ -84,6 +89,16 @@ class ThreadFollowers(Followers):
     def end(self) -> None:
         for connection in self.connections:
             connection.send_bytes(None)  # type: ignore[arg-type]
+
+
+class KeepingRank:
+    """One of the ranks that keep state."""
+
+    def __init__(self, group: ThreadRank, mesh: str) -> None:
+        self._group, self.rank, self.facts = group, group.index, {"parallel": mesh, "rank": group.index}
+
+    def gather(self, numbers: Sequence[int]) -> Tensor:
+        return self._group.all_gather(torch.tensor(numbers, dtype=torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +199,32 @@ class SplitBench:
             runner = self._runner(part.model, device(), strategy(self.threads.pages(number)))
             self.runners.append(runner)
             runner.chooses = number >= last
-            if (tiers := self.bench.manager.tiers) is not None:
-                assert self.bench.folder is not None, "each rank has a folder in it"
-                runner.mover = mover_of(runner, tiers.lower, self.bench.folder / str(number), self.bench.whole)
             self._start(follow, connection, runner, mesh.pp > 1 and number == last, hot[number])
         self.followers = ThreadFollowers(mesh, self._connections, hot[0])
-        self.followers.attach(first, self.bench.manager)
+        first.followers = self.followers
         self._poison()
+
+    def add_tiers(self, config: StateConfig) -> None:
+        """Tiers below the devices of all ranks, as a start makes them. The content depends on the layout only."""
+        bench, keeping = self.bench, Meeting(len(self.runners))
+        managers = [bench.manager]
+        managers += [StateManager(one.layout, bench.frames, bench.slots, config) for one in self.runners[1:]]
+
+        errors: list[BaseException] = []
+
+        def add(index: int) -> None:
+            rank = KeepingRank(ThreadRank(keeping, len(self.runners), index), str(self.threads.mesh))
+            try:
+                add_tiers(managers[index], self.runners[index], config, {"model": "tiny"}, rank)
+            except BaseException as error:
+                errors.append(error)
+                keeping.leave()
+
+        with ThreadPoolExecutor(len(self.runners)) as pool:
+            list(pool.map(add, range(len(self.runners))))
+        if errors:  # the others have waited for the first one
+            raise errors[0]
+        self.followers.attach(self.bench.runner, bench.manager)
 
     def _runner(self, model: Decoder, device: Device, strategy: Strategy) -> DeviceRunner:
         bench = self.bench
