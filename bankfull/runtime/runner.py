@@ -13,7 +13,6 @@ import numpy as np
 
 from bankfull.mesh import MeshSpec
 from bankfull.runtime.device import Future
-from bankfull.runtime.joint_moves import RankMoves
 from bankfull.types import StepPlan, StepResult
 
 Launched = TypeVar("Launched", bound=Future[StepResult])
@@ -45,10 +44,6 @@ class StepFollowers(Protocol):
 
     def outcome(self) -> StepResult:
         """The result of the oldest step in flight, from the rank that chooses its tokens."""
-
-    def reports(self, seconds: float) -> list[RankMoves]:
-        """Transfers between tiers that have ended on other ranks since the last call. If there are none, it waits for
-        some, at most so long."""
 
     def wait_lost(self) -> str:
         """Until one of them has ended; one sentence."""

@@ -4,8 +4,9 @@ are threads; every place that nobody may read is NaN."""
 from __future__ import annotations
 
 import random
+import socket
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,12 +23,17 @@ from torch import Tensor
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
+from bankfull.mesh import MeshSpec
+from bankfull.parallel.groups import Bounds
+from bankfull.parallel.leading import Followers
+from bankfull.parallel.lost import RankLost
+from bankfull.parallel.messages import MovedMessage, OutcomeMessage, RankConnection
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
 from bankfull.runtime.fake import Late
 from bankfull.runtime.joint_moves import JointMoves, RankMoves
 from bankfull.runtime.rows import Ship
-from bankfull.runtime.tier_ranks import held_by_all
+from bankfull.runtime.tier_ranks import held_by_all, slot_bytes
 from bankfull.state import tiers as state_tiers
 from bankfull.state.disk import DamagedPlace, PlaceEntry, StoredTier, stored
 from bankfull.state.tiers import LowerTier, TransferRates
@@ -101,6 +107,7 @@ def folder_of_rank(root: Path, rank: int) -> StoredTier:
 # -- what comes back
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("host", "disk"), [(True, False), (False, True), (True, True)], ids=["host", "disk", "both"])
 @pytest.mark.parametrize("mesh", [*MESHES, "tp=2,pp=2", "pp=2,ffn=1", "cp=2,sp=ulysses"])
 @pytest.mark.parametrize("shape", ["llama", "gemma", "hybrid"])
@@ -128,6 +135,7 @@ def test_tiers_of_ranks_work_beside_devices_that_are_late(mesh: str, tmp_path: P
         assert made.bench.engine.scheduler.aside.counts.parked > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [*MESHES, "tp=2,pp=2"])
 @pytest.mark.parametrize("shape", ["llama", "hybrid"])
 def test_a_prefix_survives_a_restart_of_all_ranks(shape: str, mesh: str, tmp_path: Path) -> None:
@@ -139,6 +147,7 @@ def test_a_prefix_survives_a_restart_of_all_ranks(shape: str, mesh: str, tmp_pat
     assert {one.about["rank"] for one in stored(tmp_path)} == set(range(len(made.runners)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("other", [*MESHES, "tp=2,sp=on"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_another_layout_finds_nothing(mesh: str, other: str, tmp_path: Path) -> None:
@@ -153,6 +162,7 @@ def test_another_layout_finds_nothing(mesh: str, other: str, tmp_path: Path) -> 
 # -- what is lost
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_page_that_one_rank_has_lost_is_computed_again(mesh: str, rank: int, tmp_path: Path) -> None:
@@ -212,6 +222,7 @@ def replace_disk(made: SplitBench, rank: int, places: Any) -> None:
     store.files["pages"] = places(store.files["pages"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_of_one_rank_that_loses_pages_changes_no_token(
@@ -264,14 +275,15 @@ def test_a_budget_is_that_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_stages_of_unequal_size_have_the_same_places(tmp_path: Path) -> None:
-    """Stages of a hybrid model have pages or slots of different sizes, some of no bytes."""
-    with engine("hybrid", "pp=3", True, tmp_path) as made:
-        assert len({runner.layout.frame_bytes for runner in made.runners}) > 1
-        ask(made.bench, "hybrid", prompts(), random.Random(3))
+    """One stage has pages only, the others recurrent state only."""
+    with engine("delta", "pp=3", True, tmp_path) as made:
+        parts = [(runner.layout.frame_bytes, slot_bytes(runner.layout)) for runner in made.runners]
+        assert [bool(page) for page, _ in parts] == [not slot for _, slot in parts] == [False, True, False]
+        ask(made.bench, "delta", prompts(), random.Random(3))
         files = [runner.mover.stores[Tier.DISK].files["pages"] for runner in made.runners if runner.mover]
         assert len({len(file.entries()) for file in files}) == 1  # type: ignore[attr-defined]
-    with engine("hybrid", "pp=3", True, tmp_path) as made:
-        assert ask(made.bench, "hybrid", prompts(2)) > 0
+    with engine("delta", "pp=3", True, tmp_path) as made:
+        assert ask(made.bench, "delta", prompts(2)) > 0
 
 
 def test_replicas_with_one_folder_have_files_of_their_own_and_find_them_again(tmp_path: Path) -> None:
@@ -361,6 +373,41 @@ def test_the_slowest_rank_gives_the_rate() -> None:
     rates.hear(1, [(Tier.DISK, Tier.DEVICE, 4000.0)])
     assert rates.of(Tier.DISK, Tier.DEVICE) == 1000.0
     assert rates.of(Tier.DEVICE, Tier.DISK) == TransferRates.FIRST[Tier.DISK]
+
+
+@contextmanager
+def hearing(count: int) -> Iterator[tuple[Followers, list[RankConnection]]]:
+    """Rank 0's end over sockets, and the ends of the others."""
+    pairs = [socket.socketpair() for _ in range(count)]
+    followers = Followers.__new__(Followers)
+    followers.mesh, followers.bounds = MeshSpec(pp=1 + count), Bounds(collective=5.0, step=5.0)
+    followers._outcomes, followers._moves = deque(), []
+    followers.connections = [RankConnection(ours, f"rank {rank}") for rank, (ours, _) in enumerate(pairs, 1)]
+    others = [RankConnection(theirs) for _, theirs in pairs]
+    try:
+        yield followers, others
+    finally:
+        for connection in (*followers.connections, *others):
+            connection.close()
+
+
+def test_reports_and_results_that_come_in_any_order_are_all_heard() -> None:
+    moved = MovedMessage([3], [4], [(Tier.DISK, Tier.DEVICE, 5.0)])
+    with hearing(2) as (followers, (one, other)):
+        assert followers.reports(0.001) == []
+        other.send(moved)
+        other.send(OutcomeMessage(7, [[1]], [None], {}, []))
+        other.send(moved)
+        assert followers.outcome().step == 7
+        one.send(MovedMessage([5], [], []))
+        other.send(OutcomeMessage(8, [[2]], [None], {}, []))
+        found = followers.reports(60.0)
+        assert Counter((each.rank, *each.completed) for each in found) == {(2, 3): 2, (1, 5): 1}
+        assert found[0].rates == [(Tier.DISK, Tier.DEVICE, 5.0)]
+        assert followers.outcome().step == 8
+        one.close()
+        with pytest.raises(RankLost, match=r"^rank 1 has ended\.$"):
+            followers.reports(60.0)
 
 
 @given(st.lists(st.lists(st.sampled_from([b"", b"a", b"b"]), min_size=6, max_size=6), min_size=2, max_size=3))
