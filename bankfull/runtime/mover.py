@@ -219,7 +219,7 @@ class Mover:
     def _try_copies(self, host: HostPlaces) -> None:
         """Measure the rates of both directions with content that nobody needs yet."""
         count = min(max(1, TRIAL_BYTES // max(1, self._storage.layout.frame_bytes)), self._storage.frames.shape[0] - 1)
-        count = min(count, sum(len(chunk) for chunk in host._pages))
+        count = min(count, sum(len(chunk) for chunk in host._pages)) if self._storage.layout.frame_bytes else 0
         for down in (True, False, True, False) if count else ():
             pairs = [(host.page(place), self._storage.frames[place]) for place in range(1, count + 1)]
             copying = self._copier.copy([(a, b) if down else (b, a) for a, b in pairs], down)

@@ -14,12 +14,10 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
@@ -32,13 +30,13 @@ from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
 from bankfull.runtime.fake import Late
 from bankfull.runtime.joint_moves import JointMoves, RankMoves
-from bankfull.runtime.rows import Ship
 from bankfull.runtime.tier_ranks import held_by_all, slot_bytes
 from bankfull.state import tiers as state_tiers
 from bankfull.state.disk import DamagedPlace, PlaceEntry, StoredTier, stored
 from bankfull.state.tiers import LowerTier, TransferRates
 from bankfull.types import Tier
 from tests.kit import Bench
+from tests.parallel.apart_device import ApartCpu
 from tests.parallel.split_bench import KeepingRank, SplitBench
 from tests.parallel.threads import ThreadRank, on_ranks
 from tests.tiny import reference_of
@@ -50,23 +48,12 @@ FRAMES = 60
 """Pages of the device: those of two or three sequences."""
 
 
-class Apart(Cpu):
-    """A device whose memory is not the host's."""
-
-    @property
-    def ship(self) -> Ship | None:
-        def copied(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.copy())
-
-        return copied
-
-
 @contextmanager
 def engine(shape: str, mesh: str, host: bool = False, disk: Path | None = None, **more: Any) -> Iterator[SplitBench]:
     """With tiers as a start makes them."""
     usual = {"page_tokens": 4, "snapshot_every": 8}
     sched = SchedConfig(rows=3, step_tokens=24)
-    more.setdefault("device", Apart)
+    more.setdefault("device", ApartCpu)
     made = SplitBench(shape, mesh, sched=sched, state=StateConfig(**usual), frames=FRAMES, **more)  # type: ignore[arg-type]
     made.bench.engine.scheduler.pace.forecast = None  # a model as small as this is computed faster than moved
     with made:
@@ -311,9 +298,9 @@ def test_ranks_delete_files_of_other_models_but_none_of_each_other(tmp_path: Pat
     ("device", "options", "said"),
     [
         (Cpu, {"kv_host": "1GiB"}, "kv_host has no use here: the state is in host memory already"),
-        (Apart, {"kv_host": "900TiB"}, "kv_host='900TiB' does not fit: .* of memory are free; give less"),
-        (Apart, {"kv_disk": "100B"}, "kv_disk is too small: a page takes .* give at least"),
-        (Apart, {"kv_disk": "1MiB:/proc/nothing"}, "The disk tier cannot use /proc/nothing"),
+        (ApartCpu, {"kv_host": "900TiB"}, "kv_host='900TiB' does not fit: .* of memory are free; give less"),
+        (ApartCpu, {"kv_disk": "100B"}, "kv_disk is too small: a page takes .* give at least"),
+        (ApartCpu, {"kv_disk": "1MiB:/proc/nothing"}, "The disk tier cannot use /proc/nothing"),
     ],
 )
 def test_a_tier_that_cannot_be_made_is_refused(device: type[Cpu], options: dict[str, Any], said: str) -> None:
