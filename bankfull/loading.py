@@ -178,7 +178,7 @@ def assemble_leader(
         return assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
 
     made, followers = lead(name, files.path, run, sched, state, max_len, device, own_part)
-    made.engine.runner.followers = followers
+    followers.attach(made.engine.runner, made.engine.scheduler.state)
     return made
 
 
@@ -317,7 +317,7 @@ def assemble(
     except (RuntimeError, MemoryError) as error:
         size = shown(sizes.nbytes(layout))
         raise ConfigError(f"The {size} of {sizes.frames} pages could not be allocated; lower memory.") from error
-    add_tiers(manager, runner, state, state_facts(files, build, run))
+    add_tiers(manager, runner, state, state_facts(files, build, run), ranks)
     phases.end("state and captured steps")
     canvas = None if strategy.canvas is None else Canvas(strategy.canvas, sizes.max_len)
     scheduler = Scheduler(sched, manager, ahead=strategy.ahead, canvas=canvas)

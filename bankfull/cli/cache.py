@@ -39,6 +39,8 @@ def _fields(one: StoredTier) -> dict[str, Any]:
         "model": one.about.get("model"),
         "dtype": one.about.get("dtype"),
         "device": one.about.get("device"),
+        "parallel": one.about.get("parallel"),
+        "rank": one.about.get("rank"),
         "bytes": one.nbytes,
         "entries": one.entries,
         "used": one.used,
@@ -62,7 +64,8 @@ def info(*, path: Where = None, json: Json = False) -> None:
     for one in found:
         age = "" if not one.used else f", last used {_ago(time.time() - one.used)}"
         now = ", in use" if one.locked else ""
-        print(f"  {one.about.get('model') or 'unknown'}: {one.entries} entries, {shown(one.nbytes)}{age}{now}")
+        rank = "" if "rank" not in one.about else f" ({one.about.get('parallel')}, rank {one.about['rank']})"
+        print(f"  {one.about.get('model') or 'unknown'}{rank}: {one.entries} entries, {shown(one.nbytes)}{age}{now}")
         print(f"    {one.path.name}")
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from bankfull.layers.apart import Feeds
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.messages import (
+    EraseMessage,
     MasksMessage,
+    MovedMessage,
     PlanMessage,
     RankConnection,
     ReplicatedMessage,
@@ -21,6 +23,7 @@ from bankfull.parallel.messages import (
 )
 from bankfull.runtime.device import Device
 from bankfull.runtime.device_runner import DeviceRunner
+from bankfull.runtime.mover import Mover
 
 
 def follow(
@@ -37,16 +40,27 @@ def follow(
         elif isinstance(message, MasksMessage):
             runner.finish(newest, masks_of(message))
             if tells and newest.plan.work:
-                connection.send(outcome_message(newest.wait()))
+                connection.send(outcome_message(newest.values()))
         elif isinstance(message, SettleMessage):
             step = flying.popleft()
             if not runner.chooses and step.plan.work:
                 runner.commit(step, message.tokens)
             elif not (tells and step.plan.work):
-                step.wait()
+                step.values()
+            if runner.mover is not None:
+                tell_moves(connection, runner.mover)
         elif isinstance(message, ReplicateMessage) and hot is not None:
             hot.replicate()
             connection.send(ReplicatedMessage())
+        elif isinstance(message, EraseMessage) and runner.mover is not None and runner.mover.erase is not None:
+            runner.mover.erase()
+
+
+def tell_moves(connection: RankConnection, mover: Mover) -> None:
+    """After each step: which transfers have ended here. Rank 0 goes on with steps as long as it waits for any."""
+    completed, failed = mover.ended()
+    if completed or failed:
+        connection.send(MovedMessage(completed, failed, mover.rates.measured()))
 
 
 class FeedRunner:

@@ -134,10 +134,13 @@ class ProcessRanks:
         self.wait(self.group.alltoall_base(found, torch.cat(list(parts)), list(rows), sizes))
         return list(found.split(list(rows)))
 
+    def gather(self, numbers: Sequence[int]) -> Tensor:
+        """The numbers of each rank, as its row."""
+        return self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device)).cpu()
+
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks."""
-        found = self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
-        return [int(number) for number in found.amin(0)]
+        return [int(number) for number in self.gather(numbers).amin(0)]
 
     def wait(self, work: Any) -> None:
         try:
@@ -195,6 +198,19 @@ class Ranks:
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks that keep state: of pages, for example."""
         return list(numbers) if self.keeping is None else self.keeping.least(numbers)
+
+    def gather(self, numbers: Sequence[int]) -> Tensor:
+        """The numbers of each rank that keeps state, as its row."""
+        return torch.tensor([list(numbers)]) if self.keeping is None else self.keeping.gather(numbers)
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What this rank's part of the state depends on."""
+        return {"parallel": str(self.place.mesh), "rank": self.place.rank}
 
     def hot(self, device: Device) -> HotExperts | None:
         """The hot experts of this rank's model, if the mesh has any. It counts from now on."""

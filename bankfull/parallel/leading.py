@@ -24,7 +24,9 @@ from bankfull.parallel.hosting import rank_command
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.lost import RankLost
 from bankfull.parallel.messages import (
+    EraseMessage,
     HelloMessage,
+    MovedMessage,
     OutcomeMessage,
     RankConnection,
     RankReady,
@@ -32,6 +34,7 @@ from bankfull.parallel.messages import (
     ReplicatedMessage,
     ReplicateMessage,
     SettleMessage,
+    ToLeader,
     encoded,
     masks_message,
     plan_message,
@@ -40,6 +43,9 @@ from bankfull.parallel.messages import (
 from bankfull.parallel.placing import RayPlaces
 from bankfull.parallel.reaching import RankHosts
 from bankfull.runtime.device import Device, usable_cores
+from bankfull.runtime.device_runner import DeviceRunner
+from bankfull.runtime.joint_moves import JointMoves, RankMoves
+from bankfull.state.manager import StateManager
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.fingerprint import weights_fingerprint
 
@@ -100,6 +106,8 @@ class Followers:
         """Of rank 0, until all ranks have copied them."""
         self._outcomes: deque[OutcomeMessage] = deque()
         """Results that came before they were asked for."""
+        self._moves: list[RankMoves] = []
+        """Likewise."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
         self._end = weakref.finalize(self, _end, self._processes, self.connections, places)
@@ -182,6 +190,22 @@ class Followers:
             raise RankLost(f"{connection.name} could not start: {ready.problem}")
         raise ConfigError(f"{_capital(connection.name)}: {ready.problem}" if self.apart else ready.problem)
 
+    def attach(self, runner: DeviceRunner, state: StateManager) -> None:
+        """From now on these ranks run the steps and the transfers of rank 0."""
+        runner.followers = self
+        mover, tiers = runner.mover, state.tiers
+        if mover is None or tiers is None:
+            return
+        if keeping := sum(not RankPlace(self.mesh, rank).feeds for rank in range(1, self.mesh.ranks)):
+            mover.others = JointMoves(self, keeping, mover.rates)
+        if (own := tiers.erase) is not None:
+
+            def erase() -> None:
+                self._tell(encoded(EraseMessage()))
+                own()
+
+            tiers.erase = erase
+
     # -- each step, called by the runner
 
     def forward(self, plan: StepPlan) -> None:
@@ -195,10 +219,8 @@ class Followers:
         self._tell(encoded(ReplicateMessage()))
         hot.replicate()
         for connection in self.connections:
-            while not isinstance(found := connection.from_follower(self.bounds.load), ReplicatedMessage):
-                if not isinstance(found, OutcomeMessage):
-                    raise RankLost(f"{connection.name} has ended while it copied experts.")
-                self._outcomes.append(found)
+            while not isinstance(self._hear(connection, self.bounds.load), ReplicatedMessage):
+                pass
 
     def finish(self, masks: Mapping[int, Any]) -> None:
         self._tell(encoded(masks_message(masks)))
@@ -207,13 +229,33 @@ class Followers:
         self._tell(encoded(SettleMessage(tokens)))
 
     def outcome(self) -> StepResult:
-        if self._outcomes:
-            return step_result(self._outcomes.popleft())
         last = self.connections[self.mesh.ranks - self.mesh.stage_ranks - 1]
-        found = last.from_follower(self.bounds.step)
-        if not isinstance(found, OutcomeMessage):
-            raise RankLost(f"{last.name}, of the last stage, has ended.")
-        return step_result(found)
+        while not self._outcomes:
+            self._hear(last, self.bounds.step)
+        return step_result(self._outcomes.popleft())
+
+    def reports(self, seconds: float) -> list[RankMoves]:
+        poll = select.poll()
+        for connection in self.connections:
+            poll.register(connection, select.POLLIN)
+        by_number = {connection.fileno(): connection for connection in self.connections}
+        while ready := poll.poll(0 if self._moves else 1e3 * seconds):
+            for number, _ in ready:
+                self._hear(by_number[number], self.bounds.collective)
+        found, self._moves = self._moves, []
+        return found
+
+    def _hear(self, connection: RankConnection, seconds: float) -> ToLeader:
+        """The next message of a rank. What was not asked for is kept."""
+        found = connection.from_follower(seconds)
+        if isinstance(found, OutcomeMessage):
+            self._outcomes.append(found)
+        elif isinstance(found, MovedMessage):
+            rank = 1 + self.connections.index(connection)
+            self._moves.append(RankMoves(rank, found.completed, found.failed, found.rates))
+        elif not isinstance(found, ReplicatedMessage):
+            raise RankLost(f"{connection.name} has ended.")
+        return found
 
     def wait_lost(self) -> str:
         """Until a rank has ended, or its machine is gone: one sentence. Waits beside steps, on a thread of its own."""

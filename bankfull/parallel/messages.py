@@ -18,7 +18,7 @@ from bankfull.parallel.lost import RankLost
 from bankfull.runtime.results import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
-from bankfull.types import Enter, Guess, PageEdit, StepPlan, StepResult, Transfer, Work
+from bankfull.types import Enter, Guess, PageEdit, StepPlan, StepResult, Tier, Transfer, Work
 
 HEADER = struct.Struct("!Q")
 LOOPBACK = "127.0.0.1"
@@ -111,6 +111,19 @@ class ReplicatedMessage(msgspec.Struct, tag="replicated"):
     """A follower has its copies."""
 
 
+class EraseMessage(msgspec.Struct, tag="erase"):
+    """Clear what is kept beyond the end of the process."""
+
+
+class MovedMessage(msgspec.Struct, tag="moved"):
+    """Transfers between tiers that have ended on a follower."""
+
+    completed: list[int]
+    failed: list[int]
+    rates: list[tuple[Tier, Tier, float]]
+    """All that it has measured so far."""
+
+
 class LogprobsWire(msgspec.Struct):
     logprob: float
     ids: tuple[int, ...]
@@ -133,8 +146,8 @@ class OutcomeMessage(msgspec.Struct, tag="outcome"):
     completed: list[int]
 
 
-ToFollower = RankTask | PlanMessage | MasksMessage | SettleMessage | ReplicateMessage
-ToLeader = HelloMessage | RankReady | OutcomeMessage | ReplicatedMessage
+ToFollower = RankTask | PlanMessage | MasksMessage | SettleMessage | ReplicateMessage | EraseMessage
+ToLeader = HelloMessage | RankReady | OutcomeMessage | ReplicatedMessage | MovedMessage
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
 _TO_LEADER = msgspec.msgpack.Decoder(ToLeader)

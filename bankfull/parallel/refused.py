@@ -20,9 +20,10 @@ def refuse_layout(run: RunConfig, state: StateConfig, config: Config) -> None:
             f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
             "stages does not have; use suffix or ngram."
         )
-    if state.kv_host or state.kv_disk:
+    if (state.kv_host or state.kv_disk) and mesh.page_ranks > 1:
         raise ConfigError(
-            f"KV tiers below the device need one rank, and the layout {mesh} has {mesh.ranks}; leave out one."
+            f"kv_host and kv_disk give each rank its part of every page, but {mesh} deals whole pages out to ranks; "
+            "use tp, pp or sp=ulysses, or leave out the tiers."
         )
     if named.name in STREAMS:
         raise ConfigError(

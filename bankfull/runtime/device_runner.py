@@ -57,7 +57,17 @@ class Step:
     """Set by `finish`, or by `forward` where one launch also chooses the tokens."""
 
     def wait(self) -> StepResult:
-        """Block until the step is done; its values on the host."""
+        """Block until the step is done; its values on the host, and the transfers that have ended."""
+        result, mover = self.values(), self.runner.mover
+        if mover is not None:
+            if not self.plan.work:
+                mover.wait(IDLE_SECONDS)  # the step is there to learn of a transfer's end
+            completed, result.failed = mover.ended()
+            result.completed += completed
+        return result
+
+    def values(self) -> StepResult:
+        """The same without transfers between tiers."""
         followers = self.runner.followers
         if followers is not None and not self.runner.chooses and self.plan.work:
             result = followers.outcome()
@@ -67,10 +77,7 @@ class Step:
         assert self.landed is not None, "a step is waited for after `finish`"
         if followers is not None:
             followers.settle([])
-        landed = self.landed.wait()
-        if not self.plan.work and self.runner.mover is not None:
-            self.runner.mover.wait(IDLE_SECONDS)  # the step is there to learn of a transfer's end
-        return self.runner.result(self.plan, landed)
+        return self.runner.result(self.plan, self.landed.wait())
 
 
 @dataclass(slots=True)
@@ -453,9 +460,6 @@ class DeviceRunner:
         count = len(plan.work)
         result = StepResult(plan.step, [[] for _ in range(count)], [None] * count)
         result.completed = self.device.completed([t.id for t in plan.transfers if t.in_step])
-        if self.mover is not None:
-            completed, result.failed = self.mover.ended()
-            result.completed += completed
         if landed.chosen is not None:
             chosen = landed.chosen if isinstance(landed.chosen, list) else landed.chosen.tolist()
             result.tokens = [[token] for token in chosen]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.runtime.device import Copying, CopyNow, Device, usable_cores
+from bankfull.runtime.joint_moves import JointMoves
 from bankfull.state.disk import DamagedPlace
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
@@ -109,8 +110,15 @@ class Mover:
         rates: TransferRates,
         host: HostPlaces | None = None,
         disk: PlaceStore | None = None,
+        whole: tuple[int, int] | None = None,
     ) -> None:
-        self._storage, self._device, self._rates, self._host = storage, device, rates, host
+        """`whole`: bytes of a page and of a slot over all ranks, to which rates refer; None: those of this rank."""
+        self._storage, self._device, self.rates, self._host = storage, device, rates, host
+        self._whole = whole or (storage.layout.frame_bytes, self._slot_bytes())
+        self.others: JointMoves | None = None
+        """On rank 0: the same transfers of other ranks."""
+        self.erase: Callable[[], None] | None = None
+        """Clears what outlives the process."""
         self.stores: dict[Tier, PlaceStore] = {}
         self._copier = device.copier()
         self._copying: deque[tuple[list[Transfer], Copying]] = deque()
@@ -142,6 +150,8 @@ class Mover:
     def start(self, transfers: Iterable[Transfer]) -> None:
         between: dict[bool, list[Transfer]] = {True: [], False: []}
         for transfer in transfers:
+            if self.others is not None:
+                self.others.begin(transfer.id)
             if (tier := max(transfer.src.tier, transfer.dst.tier)) in self._tasks:
                 self._queued[tier] += 1
                 self._tasks[tier][self._lanes[tier].lane_of(transfer)].put(transfer)
@@ -154,7 +164,7 @@ class Mover:
                 self._copying.append((own, self._copier.copy(pairs, down)))
 
     def ended(self) -> tuple[list[int], list[int]]:
-        """The transfers that have completed and those that have failed since the last call."""
+        """The transfers that have completed and those that have failed since the last call, on all ranks."""
         completed: list[int] = []
         failed: list[int] = []
         left: deque[tuple[list[Transfer], Copying]] = deque()
@@ -162,7 +172,7 @@ class Mover:
             if copying.done():
                 completed += [transfer.id for transfer in own]
                 nbytes = sum(self._bytes_of(transfer) for transfer in own)
-                self._rates.observe(own[0].src.tier, own[0].dst.tier, nbytes, copying.seconds())
+                self.rates.observe(own[0].src.tier, own[0].dst.tier, nbytes, copying.seconds())
             else:
                 left.append((own, copying))
         self._copying = left
@@ -170,7 +180,7 @@ class Mover:
             tier, number, succeeded = self._ended.popleft()
             self._queued[tier] -= 1
             (completed if succeeded else failed).append(number)
-        return completed, failed
+        return (completed, failed) if self.others is None else self.others.ended(completed, failed)
 
     def wait(self, seconds: float) -> None:
         """Wait until a transfer has ended, at most this long; for a store a few times as long."""
@@ -181,6 +191,8 @@ class Mover:
         elif any(self._queued.values()):
             self._ring.wait(STORE_PATIENCE * seconds)
             self._ring.clear()
+        elif self.others is not None:
+            self.others.wait(seconds)
 
     def close(self) -> None:
         """Wait for the transfers that are under way, and end the threads."""
@@ -206,19 +218,18 @@ class Mover:
         return self._host.slot(place) if slot else [self._host.page(place)]
 
     def _bytes_of(self, transfer: Transfer) -> int:
-        recurrent = self._storage.layout.recurrent
-        return recurrent.slot_bytes if transfer.slot and recurrent is not None else self._storage.layout.frame_bytes
+        return self._whole[transfer.slot]
 
     def _try_copies(self, host: HostPlaces) -> None:
         """Measure the rates of both directions with content that nobody needs yet."""
         count = min(max(1, TRIAL_BYTES // max(1, self._storage.layout.frame_bytes)), self._storage.frames.shape[0] - 1)
-        count = min(count, sum(len(chunk) for chunk in host._pages))
+        count = min(count, sum(len(chunk) for chunk in host._pages)) if self._storage.layout.frame_bytes else 0
         for down in (True, False, True, False) if count else ():
             pairs = [(host.page(place), self._storage.frames[place]) for place in range(1, count + 1)]
             copying = self._copier.copy([(a, b) if down else (b, a) for a, b in pairs], down)
             copying.wait(None)
             tiers = (Tier.DEVICE, Tier.HOST) if down else (Tier.HOST, Tier.DEVICE)
-            self._rates.observe(*tiers, count * self._storage.layout.frame_bytes, copying.seconds())
+            self.rates.observe(*tiers, count * self._whole[False], copying.seconds())
 
     # -- on the threads of a store
 
@@ -241,7 +252,7 @@ class Mover:
             else:
                 together = min(lanes.threads * lanes.count, self._queued[tier]) or 1
                 seconds = (time.monotonic() - begun) / together
-                self._rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)
+                self.rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)
             self._ended.append((tier, transfer.id, succeeded))
             if len(self._ended) >= RUNG_TOGETHER or tasks.empty():
                 self._ring.set()

@@ -17,7 +17,16 @@ from bankfull.runtime.device import available_memory, usable_cores
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.memory import shown
 from bankfull.runtime.mover import HostPlaces, Lanes, Mover, PlaceStore, Told
-from bankfull.state.disk import DiskStore, identity_of, make_room
+from bankfull.runtime.tier_ranks import (
+    Alone,
+    PlaceSizes,
+    TierRanks,
+    common_number,
+    directories,
+    held_by_all,
+    slot_bytes,
+)
+from bankfull.state.disk import KINDS, DiskStore, identity_of, make_room
 from bankfull.state.exchange import Carrier, ExchangeShape, ExchangeWriter, exchange_of
 from bankfull.state.expected import ExpectedState
 from bankfull.state.manager import StateManager
@@ -59,12 +68,22 @@ def state_facts(files: ModelFiles, build: Build, run: RunConfig) -> dict[str, An
     }
 
 
-def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, about: dict[str, Any]) -> None:
-    """Give the engine the tiers that `config` asks for. `about`: what the content of the state depends on."""
+def add_tiers(
+    manager: StateManager,
+    runner: DeviceRunner,
+    config: StateConfig,
+    about: dict[str, Any],
+    ranks: TierRanks | None = None,
+) -> None:
+    """Give the engine the tiers that `config` asks for. `about`: what the content of the state depends on. `ranks`:
+    those that keep the state, if there are several. Every rank has the same places and moves its own part of them; only
+    rank 0 knows what is in them."""
+    ranks = ranks or Alone()
+    about = {**about, **ranks.facts}
     manager.facts = {**about, "version": bankfull.__version__, "layout": layout_facts(manager.layout)}
     if config.kv_host is None and config.kv_disk is None:
         return
-    layout, device = manager.layout, runner.device
+    layout, device, sizes = manager.layout, runner.device, PlaceSizes.of(manager.layout, ranks)
     lower: list[LowerTier] = []
     host = None
     if (size := parse_bytes("kv_host", config.kv_host)) is not None:
@@ -72,19 +91,22 @@ def add_tiers(manager: StateManager, runner: DeviceRunner, config: StateConfig, 
             raise ConfigError(
                 "kv_host has no use here: the state is in host memory already; give memory more, or use kv_disk."
             )
-        if size > HOST_SHARE * (free := available_memory()):
-            raise ConfigError(f"kv_host={config.kv_host!r} does not fit: {shown(free)} of memory are free; give less.")
-        pages, slots = places_of(layout, manager, size, "kv_host")
+        pages, slots = places_of(sizes.whole, manager, size, "kv_host")
+        if sizes.bytes_here(pages, slots) > HOST_SHARE * sizes.free:
+            free = shown(sizes.free)
+            raise ConfigError(f"kv_host={config.kv_host!r} does not fit: {free} of memory are free; give less.")
         host = HostPlaces(layout, runner.storage, pages, slots, device)
         lower.append(LowerTier(Tier.HOST, pages, slots, rate=parse_bytes("kv_host_rate", config.kv_host_rate) or 0))
     store = None
     if (found := config.disk()) is not None:
-        store, tier = _disk(manager, config, *found, about)
+        store, tier = _disk(manager, config, *found, about, ranks, sizes)
         lower.append(tier)
     rates = TransferRates()
-    runner.mover = Mover(runner.storage, device, rates, host, store)
-    manager.tiers = _tiers(manager, lower, rates)
-    manager.tiers.erase = None if store is None else store.erase
+    runner.mover = Mover(runner.storage, device, rates, host, store, sizes.whole)
+    runner.mover.erase = None if store is None else store.erase
+    if ranks.rank == 0:
+        manager.tiers = _tiers(manager, lower, rates, sizes.whole)
+        manager.tiers.erase = runner.mover.erase
 
 
 def add_expected(
@@ -94,8 +116,8 @@ def add_expected(
     layout = manager.layout
     if size > HOST_SHARE * (free := available_memory()):
         raise ConfigError(f"exchange={shown(size)} does not fit: {shown(free)} of memory are free; give less.")
-    pages, slots = places_of(layout, manager, size, "exchange")
-    shape = ExchangeShape(identity_of(manager.facts), pages, slots, layout.frame_bytes, _slot_bytes(layout))
+    pages, slots = places_of(_place_bytes(layout), manager, size, "exchange")
+    shape = ExchangeShape(identity_of(manager.facts), pages, slots, *_place_bytes(layout))
     tier = LowerTier(Tier.EXCHANGE, pages, slots)
     _add_store(manager, runner, open_exchange(shape), [tier], Lanes(EXCHANGE_THREADS))
     return ExpectedState(manager, tier)
@@ -129,52 +151,54 @@ def _add_store(
     if runner.mover is None:
         runner.mover = Mover(runner.storage, runner.device, rates)
     runner.mover.add_store(Tier.EXCHANGE, store, lanes, told)
-    made = _tiers(manager, [*lower, *(() if before is None else before.lower)], rates)
+    made = _tiers(manager, [*lower, *(() if before is None else before.lower)], rates, _place_bytes(manager.layout))
     made.erase = None if before is None else before.erase
     manager.tiers = made
     return made
 
 
-def _tiers(manager: StateManager, lower: list[LowerTier], rates: TransferRates) -> Tiers:
-    layout = manager.layout
-    pools, nbytes = (manager.pages, manager.slots), (layout.frame_bytes, _slot_bytes(layout))
+def _tiers(manager: StateManager, lower: list[LowerTier], rates: TransferRates, nbytes: tuple[int, int]) -> Tiers:
+    """`nbytes`: of a page and of a slot."""
+    pools = manager.pages, manager.slots
     return Tiers(*pools, lower, manager.moves, page_bytes=nbytes[0], slot_bytes=nbytes[1], rates=rates)
 
 
-def _slot_bytes(layout: Layout) -> int:
-    return layout.recurrent.slot_bytes if layout.recurrent else 0
+def _place_bytes(layout: Layout) -> tuple[int, int]:
+    return layout.frame_bytes, slot_bytes(layout)
 
 
 def _disk(
-    manager: StateManager, config: StateConfig, size: int, directory: str, about: dict[str, Any]
+    manager: StateManager,
+    config: StateConfig,
+    size: int,
+    directory: str,
+    about: dict[str, Any],
+    ranks: TierRanks,
+    sizes: PlaceSizes,
 ) -> tuple[DiskStore, LowerTier]:
-    layout, root = manager.layout, disk_root(directory)
-    pages, slots = places_of(layout, manager, size, "kv_disk")
-    store = DiskStore(
-        root,
-        identity_of(manager.facts),
-        about,
-        {"pages": pages, "slots": slots},
-        {"pages": layout.frame_bytes, "slots": _slot_bytes(layout)},
-    )
-    others = make_room(root, store.path, max(0, size - held_bytes(store)))
+    root, identity = disk_root(directory), identity_of(manager.facts)
+    pages, slots = places_of(sizes.whole, manager, size, "kv_disk")
+    places, nbytes = (dict(zip(KINDS, both, strict=True)) for both in ((pages, slots), _place_bytes(manager.layout)))
+    own = DiskStore(root, identity, about, places, nbytes) if ranks.rank == 0 else None
+    number = common_number(ranks, None if own is None else own.number)
+    store = own or DiskStore(root, identity, about, places, nbytes, number)
+    used, held = directories(ranks, root, identity, store)  # all are locked now
+    others = make_room(root, used, max(0, size - held)) if sizes.first else 0
     if others > size:
         log.warning("%s of other models in %s are in use and cannot be deleted.", shown(others), root)
     tier = LowerTier(Tier.DISK, pages, slots, rate=parse_bytes("kv_disk_rate", config.kv_disk_rate) or 0)
     oldest = 0.0 if config.kv_disk_age is None else time.time() - 3600 * config.kv_disk_age
     for kind, pool in (("pages", tier.pages), ("slots", tier.slots)):
-        pool.adopt((entry.place, key_from_disk(entry.key)) for entry in store.files[kind].entries(oldest))
+        common = held_by_all(ranks, store.files[kind].entries(), pool.size)
+        pool.adopt((entry.place, key_from_disk(entry.key)) for entry in common if entry.written >= oldest)
     log.info("disk tier: %d pages from earlier in %s", tier.pages.cached, store.path)
     return store, tier
 
 
-def held_bytes(store: DiskStore) -> int:
-    return sum(len(file.entries()) * file.place_bytes for file in store.files.values())
-
-
-def places_of(layout: Layout, manager: StateManager, size: int, name: str) -> tuple[int, int]:
-    """Pages and slots of a tier of `size` bytes, in the proportion that they have on the device."""
-    page, slot = layout.frame_bytes, _slot_bytes(layout)
+def places_of(nbytes: tuple[int, int], manager: StateManager, size: int, name: str) -> tuple[int, int]:
+    """Pages and slots of a tier of `size` bytes, in the proportion that they have on the device. `nbytes`: of a page
+    and of a slot."""
+    page, slot = nbytes
     on_pages, on_slots = manager.pages.size * page, manager.slots.size * slot
     pages = size * on_pages // (on_pages + on_slots) // page if page else 0
     slots = (size - pages * page) // slot if slot else 0

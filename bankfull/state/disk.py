@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +33,8 @@ ENTRY = struct.Struct("<QdQI48sI")
 MOST_KEY = 47
 ABOUT = "about.json"
 MOST_ABOUT = 1 << 16
+NAMING_BYTES = 12
+"""Of an identity, in the name of its directories."""
 MOST_DIRECTORIES = 64
 """Processes with the same model that share a path."""
 KINDS = ("pages", "slots")
@@ -138,13 +140,18 @@ class DiskStore:
     """The directory of one process. `identity`: names what the content belongs to; `about`: the same for people."""
 
     def __init__(
-        self, root: Path, identity: bytes, about: dict[str, Any], places: dict[str, int], place_bytes: dict[str, int]
+        self,
+        root: Path,
+        identity: bytes,
+        about: dict[str, Any],
+        places: dict[str, int],
+        place_bytes: dict[str, int],
+        number: int = 0,
     ) -> None:
-        self.path, self._lock = _claim(root, identity)
+        """`number`: of the directory, if no other process uses it. `place_bytes`: 0 for places of which this process
+        has no part."""
+        self.path, self.number, self._lock = _claim(root, identity, number)
         try:
-            for kind in KINDS:
-                if places[kind] and not place_bytes[kind]:
-                    raise ConfigError(f"The disk tier has {places[kind]} {kind} of no bytes.")
             _replace_text(self.path / ABOUT, json.dumps({**about, "used": time.time()}, indent=1))
             self.files = {kind: PlaceFile(self.path, kind, places[kind], place_bytes[kind], identity) for kind in KINDS}
         except OSError as error:
@@ -197,10 +204,10 @@ def remove(found: StoredTier) -> bool:
     return True
 
 
-def make_room(root: Path, own: Path | None, budget: int) -> int:
+def make_room(root: Path, own: Collection[Path], budget: int) -> int:
     """Delete the directories of other models that were not used for the longest time, until all together fit into
     `budget` bytes; the bytes that are left of others."""
-    others = sorted((one for one in stored(root) if one.path != own), key=lambda one: one.used)
+    others = sorted((one for one in stored(root) if one.path not in own), key=lambda one: one.used)
     total = sum(one.nbytes for one in others)
     for one in others:
         if total <= budget:
@@ -214,15 +221,20 @@ def identity_of(about: dict[str, Any]) -> bytes:
     return sha256(json.dumps(about, sort_keys=True).encode()).digest()
 
 
-def _claim(root: Path, identity: bytes) -> tuple[Path, int]:
-    """The first directory of this identity that no other process uses, and its lock."""
+def directory_name(identity: bytes, number: int) -> str:
+    return f"{identity[:NAMING_BYTES].hex()}-{number}"
+
+
+def _claim(root: Path, identity: bytes, wanted: int) -> tuple[Path, int, int]:
+    """The directory of this identity with the number `wanted`, or the first one that no other process uses: its path,
+    number and lock."""
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for number in range(MOST_DIRECTORIES):
-            path = root / f"{identity.hex()[:24]}-{number}"
+        for number in (wanted, *range(MOST_DIRECTORIES)):
+            path = root / directory_name(identity, number)
             path.mkdir(exist_ok=True, mode=0o700)
             if (lock := _try_lock(path)) is not None:
-                return path, lock
+                return path, number, lock
     except OSError as error:
         raise _unusable(root, error) from error
     raise ConfigError(f"{MOST_DIRECTORIES} processes use the disk tier in {root} already; give another path.")

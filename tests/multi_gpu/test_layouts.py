@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,36 @@ def test_an_engine_with_one_tensor_rank_writes_the_same_tokens(
 def test_several_devices_write_the_tokens_of_one(parallel: str, expected: list[list[int]]) -> None:
     needs(parallel)
     assert tokens(parallel) == expected
+
+
+@pytest.mark.parametrize("parallel", ["tp=2", "pp=2"])
+def test_a_prefix_comes_back_from_the_tiers_of_several_devices(parallel: str, tmp_path: Path) -> None:
+    needs(parallel)
+    tiers = {"kv_disk": f"64MiB:{tmp_path}", **({"kv_host": "64MiB"} if CUDA else {})}
+    prompt, how = list(range(3, 60)), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    found = []
+    for _ in range(2):
+        llm = LLM(
+            str(speaking_folder()),
+            device=DEVICE.type,
+            dtype="float32",
+            rows=4,
+            page_tokens=4,
+            memory="8MiB",
+            parallel=parallel,
+            **tiers,  # type: ignore[arg-type]
+        )
+        engine = llm.loaded.engine
+        engine.scheduler.pace.forecast = None  # a model as small as this is computed faster than read
+        [output] = llm.generate([prompt], how)
+        found.append((list(output.outputs[0].token_ids), output.metrics.cached_tokens if output.metrics else 0))
+        while engine.busy:
+            engine.step()
+        assert engine.runner.mover is not None and isinstance(engine.runner.followers, leading.Followers)
+        engine.runner.mover.close()
+        engine.runner.followers.close()
+    (first, cold), (again, cached) = found
+    assert first == again and cold == 0 and cached == 56
 
 
 @pytest.mark.parametrize("parallel", ["tp=2", "pp=2"])

@@ -6,12 +6,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from bankfull.config import StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy
 from bankfull.layers.apart import Feeds, SideBuild, with_remote_feeds
@@ -33,6 +36,9 @@ from bankfull.parallel.leading import Followers
 from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
 from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
+from bankfull.runtime.joint_moves import RankMoves
+from bankfull.runtime.tiering import add_tiers
+from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
 from bankfull.weights.source import open_model
 from tests.kit import Bench
@@ -70,12 +76,29 @@ class ThreadFollowers(Followers):
     """Rank 0's end, over queues."""
 
     def __init__(self, mesh: MeshSpec, connections: list[QueueConnection], hot: HotExperts | None) -> None:
-        self.mesh, self.hot, self.bounds, self._outcomes = mesh, hot, Bounds(), deque()
+        self.mesh, self.hot, self.bounds, self._outcomes, self._moves = mesh, hot, Bounds(), deque(), []
         self.connections = connections  # type: ignore[assignment]
+
+    def reports(self, seconds: float) -> list[RankMoves]:
+        for connection in self.connections:
+            while not connection.told.empty():  # type: ignore[attr-defined]
+                self._hear(connection, 0)
+        found, self._moves = self._moves, []
+        return found
 
     def end(self) -> None:
         for connection in self.connections:
             connection.send_bytes(None)  # type: ignore[arg-type]
+
+
+class KeepingRank:
+    """One of the ranks that keep state."""
+
+    def __init__(self, group: ThreadRank, mesh: str) -> None:
+        self._group, self.rank, self.facts = group, group.index, {"parallel": mesh, "rank": group.index}
+
+    def gather(self, numbers: Sequence[int]) -> Tensor:
+        return self._group.all_gather(torch.tensor(numbers, dtype=torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +204,28 @@ class SplitBench:
         first.followers = self.followers
         self._poison()
 
+    def add_tiers(self, config: StateConfig) -> None:
+        """Tiers below the devices of all ranks, as a start makes them. The content depends on the layout only."""
+        bench, keeping = self.bench, Meeting(len(self.runners))
+        managers = [bench.manager]
+        managers += [StateManager(one.layout, bench.frames, bench.slots, config) for one in self.runners[1:]]
+
+        errors: list[BaseException] = []
+
+        def add(index: int) -> None:
+            rank = KeepingRank(ThreadRank(keeping, len(self.runners), index), str(self.threads.mesh))
+            try:
+                add_tiers(managers[index], self.runners[index], config, {"model": "tiny"}, rank)
+            except BaseException as error:
+                errors.append(error)
+                keeping.leave()
+
+        with ThreadPoolExecutor(len(self.runners)) as pool:
+            list(pool.map(add, range(len(self.runners))))
+        if errors:  # the others have waited for the first one
+            raise errors[0]
+        self.followers.attach(self.bench.runner, bench.manager)
+
     def _runner(self, model: Decoder, device: Device, strategy: Strategy) -> DeviceRunner:
         bench = self.bench
         strategy.prepare(model)
@@ -229,5 +274,8 @@ class SplitBench:
         self.followers.end()
         for thread in self._threads:
             thread.join(60)
+        for runner in self.runners:
+            if runner.mover is not None:
+                runner.mover.close()
         if self.errors:
             raise self.errors[0]

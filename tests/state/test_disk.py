@@ -245,7 +245,7 @@ def test_what_is_stored_can_be_listed_and_removed(several: Path) -> None:
 def test_the_models_that_were_not_used_for_longest_make_room(several: Path) -> None:
     each = next(stored(several)).nbytes
     own = max(stored(several), key=lambda one: one.used).path
-    assert make_room(several, own, each) == each
+    assert make_room(several, {own}, each) == each
     assert [one.about["model"] for one in sorted(stored(several), key=lambda one: one.used)] == ["m1", "m2"]
 
 
