@@ -24,6 +24,8 @@ static inline int64_t end_of_sight(const AttentionJob& job, int64_t position, in
     return end < length ? end : length;
 }
 
+static inline const uint64_t* paths_of(const AttentionJob& job) { return job.paths ? job.paths : job.ancestors; }
+
 // The rows of an item, and the positions each of them sees.
 struct Rows {
     const AttentionJob& job;
@@ -39,7 +41,7 @@ struct Rows {
         const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
         position = length - all + item.first;
         if (j.ancestors && j.ancestors[token]) {
-            paths = j.ancestors + token;
+            paths = paths_of(j) + token;
             tree = position - item.first;
         }
         if (j.mask.given()) listed = VisibleKeys(j.mask, position_of(0)).count();
@@ -55,13 +57,16 @@ struct Rows {
     const float* query(int64_t row) const { return job.q + token_of(row) * job.q_token + head_of(row) * job.size; }
     // Positions that the row sees in [begin, end) of a chunk; none if from >= to.
     int64_t to(int64_t row, int64_t end) const {
-        const int64_t last = job.mask.given() ? listed : end_of_sight(job, position_of(row), length);
+        const int64_t last = job.ends           ? job.ends[token_of(row)]
+                             : job.mask.given() ? listed
+                                                : end_of_sight(job, position_of(row), length);
         return last < end ? last : end;
     }
     int64_t from(int64_t row, int64_t begin) const {
-        const int64_t start = job.window ? position_of(row) + 1 - job.window : 0;
+        const int64_t start = job.begins ? job.begins[token_of(row)] : job.window ? position_of(row) + 1 - job.window : 0;
         return start > begin ? start : begin;
     }
+    bool sees_nothing(int64_t row) const { return from(row, 0) >= to(row, INT64_MAX); }
 };
 
 // A row's partial result: the weighted values, padded to whole lanes, then maximum and sum.
@@ -310,7 +315,14 @@ template <class E>
 static void locate(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
                    const uint8_t** at) {
     const int64_t first = job.q_start[item.sequence];
-    uint64_t path = job.ancestors ? job.ancestors[first + item.first] : 0;
+    if (job.listed) {
+        const HeldKey* keys = job.listed + job.list_start[first + item.first];
+        const uint8_t* head = pages.data + item.kv_head * pages.head * E::bytes;
+        for (int64_t i = from; i < to; ++i)
+            *at++ = head + (keys[i].frame * pages.frame + keys[i].token * pages.token) * E::bytes;
+        return;
+    }
+    uint64_t path = job.ancestors ? paths_of(job)[first + item.first] : 0;
     const int64_t tree = job.kv_len[item.sequence] - (job.q_start[item.sequence + 1] - first);
     if (job.mask.given()) {
         const int64_t query = tree + (path ? __builtin_popcountll(path) - 1 : item.first);
@@ -455,6 +467,13 @@ static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, fl
 static void finish_row(const Rows& rows, int64_t row, float* sum, float total) {
     const AttentionJob& job = rows.job;
     const int64_t token = rows.token_of(row), column = rows.head_of(row) * job.values;
+    if (job.ends) {
+        if (rows.sees_nothing(row)) return;
+        float* y = job.y + (token * job.heads + rows.head_of(row)) * (job.values + 1);
+        for (int64_t c = 0; c < job.values; ++c) y[c] = sum[c] / total;
+        y[job.values] = sum[padded_values(job)] + __builtin_logf(total);
+        return;
+    }
     if (!job.out.data) {
         float* y = job.y + token * job.heads * job.values + column;
         for (int64_t c = 0; c < job.values; ++c) y[c] = sum[c] / total;
