@@ -24,6 +24,8 @@ static inline int64_t end_of_sight(const AttentionJob& job, int64_t position, in
     return end < length ? end : length;
 }
 
+static inline const uint64_t* paths_of(const AttentionJob& job) { return job.paths ? job.paths : job.ancestors; }
+
 // The rows of an item, and the positions each of them sees.
 struct Rows {
     const AttentionJob& job;
@@ -39,7 +41,7 @@ struct Rows {
         const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
         position = length - all + item.first;
         if (j.ancestors && j.ancestors[token]) {
-            paths = j.ancestors + token;
+            paths = paths_of(j) + token;
             tree = position - item.first;
         }
         if (j.mask.given()) listed = VisibleKeys(j.mask, position_of(0)).count();
@@ -55,13 +57,16 @@ struct Rows {
     const float* query(int64_t row) const { return job.q + token_of(row) * job.q_token + head_of(row) * job.size; }
     // Positions that the row sees in [begin, end) of a chunk; none if from >= to.
     int64_t to(int64_t row, int64_t end) const {
-        const int64_t last = job.mask.given() ? listed : end_of_sight(job, position_of(row), length);
+        const int64_t last = job.ends           ? job.ends[token_of(row)]
+                             : job.mask.given() ? listed
+                                                : end_of_sight(job, position_of(row), length);
         return last < end ? last : end;
     }
     int64_t from(int64_t row, int64_t begin) const {
-        const int64_t start = job.window ? position_of(row) + 1 - job.window : 0;
+        const int64_t start = job.begins ? job.begins[token_of(row)] : job.window ? position_of(row) + 1 - job.window : 0;
         return start > begin ? start : begin;
     }
+    bool sees_nothing(int64_t row) const { return from(row, 0) >= to(row, INT64_MAX); }
 };
 
 // A row's partial result: the weighted values, padded to whole lanes, then maximum and sum.
@@ -266,86 +271,7 @@ static void mix(const Rows& rows, int64_t row, float* partial, const float* scor
     for (int r = 0; r < R; ++r) mix_rows<E, 1>(mixed + r, weights + r, values, end, b[r]);
 }
 
-// Addresses of the positions [from, to) of consecutive KV slots. One division, then counting: more divisions would cost
-// as much as the products.
-template <class E>
-static void locate_run(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
-                       const uint8_t** at) {
-    const int64_t* table = job.table + item.sequence * job.table_stride;
-    int64_t page = from / job.page_tokens, token = from - page * job.page_tokens;
-    const int64_t stride = pages.token * E::bytes;
-    for (int64_t position = from; position < to; ++page, token = 0) {
-        const uint8_t* head = pages.data + (table[page] * pages.frame + item.kv_head * pages.head) * E::bytes;
-        const int64_t left = to - position, count = left < job.page_tokens - token ? left : job.page_tokens - token;
-        for (int64_t i = 0; i < count; ++i) at[i] = head + (token + i) * stride;
-        at += count;
-        position += count;
-    }
-}
-
-// The same for the keys [from, to) of a sparse mask's list. Positions from `tree` on are those of a path.
-template <class E>
-static void locate_listed(const AttentionJob& job, const Pages& pages, const AttentionItem& item, const VisibleKeys& seen,
-                          int64_t tree, uint64_t path, int64_t from, int64_t to, const uint8_t** at) {
-    while (from < to) {
-        int64_t run, key = seen.key(from, run);
-        if (run > to - from) run = to - from;
-        if (key >= tree) {
-            uint64_t later = path;
-            for (int64_t i = tree; i < key; ++i) later &= later - 1;
-            key = tree + __builtin_ctzll(later);
-            run = 1;
-        } else if (key + run > tree) {
-            run = tree - key;
-        }
-        locate_run<E>(job, pages, item, key, key + run, at);
-        at += run;
-        from += run;
-    }
-}
-
-// The same for any positions that the item's first query sees. In a tree, the slots of its path are not consecutive:
-// lanes and chunks follow positions, so a draft's bits are those of plain decoding.
-template <class E>
-static void locate(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
-                   const uint8_t** at) {
-    const int64_t first = job.q_start[item.sequence];
-    uint64_t path = job.ancestors ? job.ancestors[first + item.first] : 0;
-    const int64_t tree = job.kv_len[item.sequence] - (job.q_start[item.sequence + 1] - first);
-    if (job.mask.given()) {
-        const int64_t query = tree + (path ? __builtin_popcountll(path) - 1 : item.first);
-        return locate_listed<E>(job, pages, item, VisibleKeys(job.mask, query), path ? tree : INT64_MAX, path, from, to, at);
-    }
-    if (!path || to <= tree) return locate_run<E>(job, pages, item, from, to, at);
-    if (from < tree) {
-        locate_run<E>(job, pages, item, from, tree, at);
-        at += tree - from;
-    }
-    for (int64_t position = tree; position < to; ++position, path &= path - 1) {
-        const int64_t slot = tree + __builtin_ctzll(path);
-        if (position >= from) locate_run<E>(job, pages, item, slot, slot + 1, at++);
-    }
-}
-
-// Scales of the positions [from, to), at most a chunk.
-static void gather_scales(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from,
-                          int64_t to, float* scales) {
-    const Pages floats{reinterpret_cast<uint8_t*>(pages.scales), pages.scale_frame, pages.scale_token,
-                       pages.scale_head, nullptr, 0, 0, 0};
-    const uint8_t* at[CHUNK];
-    locate<Float32>(job, floats, item, from, to, at);
-    for (int64_t i = 0; i < to - from; ++i) scales[i] = Float32::one(at[i]);
-}
-
-// The same with the factor of the codes' format.
-template <class E>
-static void code_scales(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
-                        float* scales) {
-    gather_scales(job, pages, item, from, to, scales);
-    if (E::unit != 1.0f)
-        for (int64_t i = 0; i < to - from; ++i) scales[i] *= E::unit;
-}
-
+#include "attention_places.hpp"
 #include "attention_int4.hpp"
 
 template <class E>
@@ -455,6 +381,13 @@ static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, fl
 static void finish_row(const Rows& rows, int64_t row, float* sum, float total) {
     const AttentionJob& job = rows.job;
     const int64_t token = rows.token_of(row), column = rows.head_of(row) * job.values;
+    if (job.ends) {
+        if (rows.sees_nothing(row)) return;
+        float* y = job.y + (token * job.heads + rows.head_of(row)) * (job.values + 1);
+        for (int64_t c = 0; c < job.values; ++c) y[c] = sum[c] / total;
+        y[job.values] = sum[padded_values(job)] + __builtin_logf(total);
+        return;
+    }
     if (!job.out.data) {
         float* y = job.y + token * job.heads * job.values + column;
         for (int64_t c = 0; c < job.values; ++c) y[c] = sum[c] / total;

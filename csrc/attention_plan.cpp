@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "attention_held.hpp"
 #include "isa.hpp"
 #include "threads.hpp"
 
@@ -22,11 +23,6 @@ constexpr int64_t LEAST_CHUNKS = 2;  // of a part of a sequence, if sequences ar
 
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
-}
-
-// The position after the last one that a query at `position` sees.
-int64_t end_of_sight(const AttentionJob& job, int64_t position, int64_t length) {
-    return job.block ? std::min((position / job.block + 1) * job.block, length) : position + 1;
 }
 
 // Each token's mask is its parent's and its own bit; parents come first.
@@ -50,8 +46,9 @@ bool listed_pages_exist(const AttentionJob& job, const VisibleKeys& seen, const 
     return true;
 }
 
-// Pages visible to any query must exist; other entries may be invalid.
-void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t width, int64_t frames) {
+void check(const AttentionJob& job, PageType type, int64_t sequences, int64_t tokens, int64_t width) {
+    require(type != PAGES_INT4 || (job.size % 8 == 0 && job.values % 8 == 0),
+            "paged_attention: int4 heads must be multiples of 8");
     require(job.page_tokens > 0 && job.kv_heads > 0 && job.heads > 0 && job.heads % job.kv_heads == 0 && job.size > 0 &&
                 job.values > 0 && job.window >= 0 && job.block >= 0,
             "paged_attention: sizes do not match");
@@ -68,12 +65,20 @@ void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t w
         const int64_t queries = job.q_start[i + 1] - job.q_start[i], length = job.kv_len[i];
         require(queries >= 0 && length >= queries && length <= width * job.page_tokens,
                 "paged_attention: a sequence is longer than its pages or shorter than its queries");
-        if (queries == 0) continue;
-        const int64_t seen = job.window ? std::max<int64_t>(0, length - queries + 1 - job.window) : 0;
-        if (job.ancestors && job.ancestors[job.q_start[i]]) {
+        if (queries && job.ancestors && job.ancestors[job.q_start[i]]) {
             require(!job.block, "paged_attention: blocks that see each other have no trees");
             check_tree(job.ancestors + job.q_start[i], queries);
         }
+    }
+}
+
+// Pages visible to any query must exist; other entries may be invalid.
+void check_pages(const AttentionJob& job, int64_t sequences, int64_t frames) {
+    const SparseMask& mask = job.mask;
+    for (int64_t i = 0; i < sequences; ++i) {
+        const int64_t queries = job.q_start[i + 1] - job.q_start[i], length = job.kv_len[i];
+        if (queries == 0) continue;
+        const int64_t seen = job.window ? std::max<int64_t>(0, length - queries + 1 - job.window) : 0;
         const int64_t* pages = job.table + i * job.table_stride;
         if (mask.given()) {
             // A draft's position is at most that of its slot, so the pages of its path are those of other queries' keys,
@@ -99,14 +104,15 @@ struct Plan {
     bool by_heads = true;  // the heads of a sequence may be processed by different threads
 
     static int64_t end_of(const AttentionJob& job, int64_t sequence, int64_t past, int64_t query) {
-        return past + __builtin_popcountll(job.ancestors[job.q_start[sequence] + query]);
+        const int64_t token = job.q_start[sequence] + query;
+        return job.ends ? job.ends[token] : past + __builtin_popcountll(job.ancestors[token]);
     }
 
     // Queries of a tree see the same keys before it. A window begins at another position for each depth, so with one
     // they share nothing. Returns the number of chunks.
     int64_t add_tree(const AttentionJob& job, int64_t sequence, int64_t past, int64_t queries, int64_t most) {
         int64_t chunks = 0;
-        const bool shares = !job.window && !job.mask.given() && past >= CHUNK && queries > 1;
+        const bool shares = !job.window && !job.begins && !job.mask.given() && past >= CHUNK && queries > 1;
         const int64_t each = shares ? most : 1;
         for (int64_t first = 0; first < queries; first += each) {
             AttentionItem tile{sequence, 0, first, std::min(each, queries - first), 0, 0, -1};
@@ -114,7 +120,8 @@ struct Plan {
             for (int64_t query = first; query < first + tile.queries; ++query) {
                 const int64_t position = end_of(job, sequence, past, query) - 1;
                 const int64_t last = job.mask.given() ? VisibleKeys(job.mask, position).count() : position + 1;
-                from = std::min(from, job.window ? std::max<int64_t>(0, last - job.window) : 0);
+                const int64_t start = job.begins ? job.begins[job.q_start[sequence] + query] : last - job.window;
+                from = std::min(from, job.window || job.begins ? std::max<int64_t>(0, start) : 0);
                 end = std::max(end, last);
                 products += (last - from) * job.heads * (job.size + job.values);
             }
@@ -164,7 +171,7 @@ struct Plan {
         const int64_t groups = job.heads / job.kv_heads, share_of_rows = job.q_start[sequences] * job.heads / pieces;
         const int64_t wanted = std::min(rows, std::max(share_of_rows, LEAST_ROWS));
         // Under a sparse mask each query has its own list of keys.
-        const int64_t most = job.mask.given() ? 1 : std::max<int64_t>(1, wanted / groups);
+        const int64_t most = job.mask.given() || job.listed ? 1 : std::max<int64_t>(1, wanted / groups);
         int64_t chunks = 0;
         for (int64_t i = 0; i < sequences; ++i) {
             const int64_t queries = job.q_start[i + 1] - job.q_start[i], past = job.kv_len[i] - queries;
@@ -175,8 +182,13 @@ struct Plan {
             // The last queries see the most keys, so they come first.
             for (int64_t first = (queries - 1) / most * most; first >= 0 && queries > 0; first -= most) {
                 const int64_t count = std::min(most, queries - first), last = past + first + count - 1;
-                const int64_t end = job.mask.given() ? VisibleKeys(job.mask, last).count() : end_of_sight(job, last, job.kv_len[i]);
-                const int64_t from = job.window ? std::max<int64_t>(0, past + first + 1 - job.window) : 0;
+                const int64_t token = job.q_start[i] + first;
+                const int64_t end = job.ends           ? job.ends[token + count - 1]
+                                    : job.mask.given() ? VisibleKeys(job.mask, last).count()
+                                                       : end_of_sight(job, last, job.kv_len[i]);
+                const int64_t from = job.begins   ? job.begins[token]
+                                     : job.window ? std::max<int64_t>(0, past + first + 1 - job.window)
+                                                  : 0;
                 const AttentionItem tile{i, 0, first, count, from / CHUNK, (end + CHUNK - 1) / CHUNK, -1};
                 for (int64_t head = 0; head < job.kv_heads; ++head) {
                     tiles.push_back(tile);
@@ -239,13 +251,7 @@ bool reads_much(const AttentionJob& job, PageType type, int64_t sequences) {
     return tokens * job.kv_heads * (type == PAGES_INT4 ? numbers / 2 : numbers * number_bytes(type)) >= FAR_BYTES;
 }
 
-}  // namespace
-
-void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width,
-                     int64_t frames) {
-    check(job, sequences, tokens, width, frames);
-    require(type != PAGES_INT4 || (job.size % 8 == 0 && job.values % 8 == 0),
-            "paged_attention: int4 heads must be multiples of 8");
+void run(AttentionJob job, PageType type, int64_t sequences, int64_t tokens) {
     const Kernels& kernel = kernels();
     const int64_t pieces = PIECES * threads();
     thread_local Plan plan;  // reuses its memory
@@ -261,6 +267,32 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     job.ahead = tokens == sequences && reads_much(job, type, sequences);
     spread({kernel.attention[type], job}, items, plan.alone ? items : piece);
     spread({kernel.merge, job}, split, plan.products <= MERGED_ALONE ? split : 1);
+}
+
+}  // namespace
+
+void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width,
+                     int64_t frames) {
+    check(job, type, sequences, tokens, width);
+    check_pages(job, sequences, frames);
+    run(job, type, sequences, tokens);
+}
+
+void partial_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width,
+                       int64_t frames) {
+    require(!job.out.data && !job.sinks, "partial_attention: results are neither encoded nor joined with sinks");
+    check(job, type, sequences, tokens, width);
+    thread_local HeldKeys held;  // reuses its memory
+    job = held.of(job, sequences, width, frames);
+    for (int64_t token = 0; token < tokens; ++token) {
+        if (job.ends[token] > (job.begins ? job.begins[token] : 0)) continue;
+        float* y = job.y + token * job.heads * (job.values + 1);
+        for (int64_t head = 0; head < job.heads; ++head, y += job.values + 1) {
+            std::fill_n(y, job.values, 0.0f);
+            y[job.values] = -__builtin_inff();
+        }
+    }
+    run(job, type, sequences, tokens);
 }
 
 }  // namespace bankfull

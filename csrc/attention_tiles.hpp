@@ -73,7 +73,10 @@ static void attend_bundle(const AttentionJob& job, const Bundle& bundle, Ahead& 
     }
 }
 
-static bool fits(const AttentionJob& job) { return job.size % WIDE == 0 && job.values % WIDE == 0 && !job.mask.given(); }
+// Not for lists of keys, and not for windows of partial attention, whose rows may see nothing between rows that see keys.
+static bool fits(const AttentionJob& job) {
+    return job.size % WIDE == 0 && job.values % WIDE == 0 && !job.mask.given() && !job.listed && !job.begins;
+}
 
 static int64_t rows(const AttentionJob& job) { return fits(job) ? MANY_ROWS : attention_rows(job); }
 

@@ -34,7 +34,7 @@ class Ahead {
         }
         const Rows rows(job, *next);
         if (rows.count > FEW_ROWS) return;
-        const int64_t start = chunk * CHUNK, to = start + CHUNK < rows.length ? start + CHUNK : rows.length;
+        const int64_t start = chunk * CHUNK, to = rows.to(rows.count - 1, start + CHUNK);
         const Section section{job, *next, bundle.heads, rows.from(0, start), to};
         if constexpr (has_codes<E>)  // before the codes: they are needed first
             add<E::paired ? 2 : 4>(section, scales_of(job.k), scales_of(job.v));

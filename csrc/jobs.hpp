@@ -221,6 +221,11 @@ struct AttentionItem {
     int64_t partial;  // offset of its chunks' partial results, in floats; -1: it owns all chunks and finishes its rows
 };
 
+// A key that is here: its page's frame, and its token in the page.
+struct HeldKey {
+    int32_t frame, token;
+};
+
 struct AttentionJob {
     const float* q;
     float* y;
@@ -239,6 +244,13 @@ struct AttentionJob {
     const AttentionItem* split;  // the unsplit form of what was split into several items
     float* partials;
     bool ahead;  // kernels may prefetch the next sequence's keys and values
+
+    // Partial attention (attention_held.hpp): `kv_len`, `table` and all positions count only the keys that are here. Each
+    // head's values in y are followed by their log-sum-exp; rows that see no key are not written.
+    const int64_t *begins, *ends;  // per token: what it sees, [begin, end). Null ends: all keys are here; null begins: from 0
+    const uint64_t* paths;         // per token: its ancestors that are here, in place of `ancestors`; may be null
+    const HeldKey* listed;         // the keys that each token sees one by one, instead of runs of pages; may be null
+    const int64_t* list_start;     // per token: the place in `listed` of its first key
 };
 
 // y[token][head] = weight[head] x[token][head], then the 2 * half numbers behind the columns of x, rotated. Strides of

@@ -198,7 +198,7 @@ void round_tokens(int type, uintptr_t rows, const PagesTuple& pages, uintptr_t s
 void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, uintptr_t y, nb::handle q_start, nb::handle kv_len,
                uintptr_t ancestors, uintptr_t table, int64_t table_stride, int64_t width, int64_t frames, int64_t page_tokens,
                int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, float scale,
-               int64_t window, const MaskTuple& mask, int64_t block, float cap, uintptr_t sinks) {
+               int64_t window, const MaskTuple& mask, int64_t block, float cap, uintptr_t sinks, bool partial) {
     const Integers starts(q_start), lengths(kv_len);
     require(starts.size() == lengths.size() + 1, "paged_attention: q_start must have one entry more than kv_len");
     if (tokens == 0) return;
@@ -208,7 +208,7 @@ void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, 
                            pointer<uint64_t>(ancestors), table_stride, page_tokens, heads,
                            kv_heads, size, values, heads * size, {}, window, mask_of(mask), block, scale, cap, pointer<float>(sinks), nullptr, nullptr, nullptr};
     const nb::gil_scoped_release free;
-    paged_attention(job, PageType(type), lengths.size(), tokens, width, frames);
+    (partial ? partial_attention : paged_attention)(job, PageType(type), lengths.size(), tokens, width, frames);
 }
 
 RecurrentPlan plan_of(const Integers& starts, const Integers& kept, uintptr_t read, uintptr_t write, int64_t write_stride,
@@ -445,7 +445,7 @@ NB_MODULE(_native, m) {
           "trees), table, its stride and width, "
           "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), "
           "mask (window or 0: none, dilation, stride, global tokens, columns, aligned), block (0: causal), "
-          "cap (0: none), sinks (0: none)");
+          "cap (0: none), sinks (0: none), partial (over the pages that are here; y has a log-sum-exp after each head)");
     m.def("causal_conv", &causal_conv,
           "x, weight, bias (0: none), state, y, q_start, kept, read, write, its stride and width, slots, tokens, channels, "
           "width, token stride of x, silu");

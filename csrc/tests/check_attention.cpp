@@ -145,35 +145,40 @@ void check_attention(Random& random, PageType type) {
 
     // Tiles round queries and weights: the maximum of values drawn this way is about 4.
     const double error = narrow && !mask.given() && kernels().tile_rows > 0 && size % 32 == 0 && values % 32 == 0 ? 0.05 : 2e-5;
-    for (int64_t i = 0; i < sequences; ++i)
-        for (int64_t token = q_start[size_t(i)]; token < q_start[size_t(i) + 1]; ++token)
-            for (int64_t head = 0; head < heads; ++head) {
-                const int64_t position = kv_len[size_t(i)] - (q_start[size_t(i) + 1] - token);
-                const int64_t from = window ? std::max<int64_t>(0, position + 1 - window) : 0;
-                std::vector<double> weights;
-                double most = -INFINITE, total = 0;
-                for (int64_t p = from; p <= position; ++p) {
-                    if (!sees(mask, position, p)) {
-                        weights.push_back(-INFINITE);
-                        continue;
+    // Partial: over the pages of the table's entries that are not negative, with a log-sum-exp after each head's values.
+    const auto compare = [&](const Array<float>& got, bool partial, const char* what) {
+        for (int64_t i = 0; i < sequences; ++i)
+            for (int64_t token = q_start[size_t(i)]; token < q_start[size_t(i) + 1]; ++token)
+                for (int64_t head = 0; head < heads; ++head) {
+                    const int64_t position = kv_len[size_t(i)] - (q_start[size_t(i) + 1] - token);
+                    const int64_t from = window ? std::max<int64_t>(0, position + 1 - window) : 0;
+                    std::vector<double> weights;
+                    double most = -INFINITE, total = 0;
+                    for (int64_t p = from; p <= position; ++p) {
+                        if (!sees(mask, position, p) || table[size_t(i * width + p / page_tokens)] < 0) {
+                            weights.push_back(-INFINITE);
+                            continue;
+                        }
+                        double score = 0;
+                        for (int64_t d = 0; d < size; ++d)
+                            score += double(q[token * q_token + head * size + d]) * k.read(k.at(slot(i, p), head / groups, d));
+                        score *= double(scale);
+                        weights.push_back(cap ? cap * std::tanh(score / cap) : score);
+                        most = std::max(most, weights.back());
                     }
-                    double score = 0;
-                    for (int64_t d = 0; d < size; ++d)
-                        score += double(q[token * q_token + head * size + d]) * k.read(k.at(slot(i, p), head / groups, d));
-                    score *= double(scale);
-                    weights.push_back(cap ? cap * std::tanh(score / cap) : score);
-                    most = std::max(most, weights.back());
+                    for (double& weight : weights) total += weight = weight > -INFINITE ? std::exp(weight - most) : 0;
+                    const int64_t row = (token * heads + head) * (values + partial);
+                    if (partial) expect_close(got[row + values], most + std::log(total), error, what, row + values);
+                    for (int64_t d = 0; d < values; ++d) {
+                        double want = 0;
+                        for (int64_t p = from; p <= position; ++p)
+                            if (weights[size_t(p - from)] > 0)
+                                want += weights[size_t(p - from)] / total * v.read(v.at(slot(i, p), head / groups, d));
+                        expect_close(got[row + d], want, error, what, row + d);
+                    }
                 }
-                for (double& weight : weights) total += weight = std::exp(weight - most);
-                for (int64_t d = 0; d < values; ++d) {
-                    double want = 0;
-                    for (int64_t p = from; p <= position; ++p)
-                        if (weights[size_t(p - from)] > 0)
-                            want += weights[size_t(p - from)] / total * v.read(v.at(slot(i, p), head / groups, d));
-                    const int64_t place = (token * heads + head) * values + d;
-                    expect_close(y[place], want, error, narrow ? "attention over bfloat16" : "attention over float32", place);
-                }
-            }
+    };
+    compare(y, false, narrow ? "attention over bfloat16" : "attention over float32");
 
     for (const Activations kind : {Activations::Codes, Activations::Tiles}) {
         if (values % 32 != 0) break;
@@ -186,6 +191,14 @@ void check_attention(Random& random, PageType type) {
         paged_attention(job, type, sequences, tokens, width, frames);
         expect_same_rows(found, wanted, "encoded attention");
     }
+
+    job.out = {};
+    for (int64_t& entry : table)
+        if (random.one_in(2)) entry = -1;
+    Array<float> parts(tokens * heads * (values + 1));
+    job.y = parts.data();
+    partial_attention(job, type, sequences, tokens, width, frames);
+    compare(parts, true, narrow ? "partial attention over bfloat16" : "partial attention over float32");
 }
 
 }  // namespace

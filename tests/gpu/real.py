@@ -598,6 +598,11 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
     )
 }
 
-from tests.gpu import real_latent, real_linear, real_outliers  # noqa: E402  (last: they draw with what stands above)
+from tests.gpu import (  # noqa: E402  (last: they draw with what stands above)
+    real_latent,
+    real_linear,
+    real_outliers,
+    real_partial,
+)
 
-GENERATORS |= real_latent.GENERATORS | real_linear.GENERATORS | real_outliers.GENERATORS
+GENERATORS |= real_latent.GENERATORS | real_linear.GENERATORS | real_outliers.GENERATORS | real_partial.GENERATORS

@@ -385,6 +385,24 @@ def state_spaces() -> Two:
     return made, made
 
 
+def partial_pages() -> Two:
+    """Attention of an 8B model over the pages of a context rank: decodes, drafts in a tree, and a prompt's chunk."""
+    made: list[Launch] = []
+    run = OPERATIONS["partial_attention"].providers["triton"].run
+    pages = torch.empty(300, 16, 8, 128, dtype=DTYPE, device=META)
+    for counts, past, trees in (([1] * 8, 4095, False), ([5], 4095, True), ([2000], 100, False)):
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        table = torch.empty(len(counts), 300, dtype=torch.int64, device=META)
+        slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=META)
+        small = [torch.empty(n, dtype=torch.int32, device=META) for n in (len(starts), len(counts))]
+        q = torch.empty(len(slots), 32, 128, dtype=DTYPE, device=META)
+        for window in (None, 1024):
+            args = (starts, np.array(counts) + past, table, slots, 16, *small)
+            meta = PagedMeta(*args, ancestors=slots if trees else None)
+            made.append((f"partial {counts[0]} {window}", partial(run, q, pages, pages, meta, 2, 0.1, window)))
+    return made, made
+
+
 @triton.jit
 def refused(x):
     tl.store(x + tl.arange(0, 3), 0.0)  # 3 is not a power of two
@@ -404,6 +422,7 @@ GROUPS: dict[str, Callable[[], Two]] = {
     "linear-recurrences": linear_recurrences,
     "drafts": drafts,
     "rounded-pages": rounded_pages,
+    "partial-pages": partial_pages,
     "broken": broken,
     "plans": plans,
     "edges": edges,

@@ -18,7 +18,7 @@ from bankfull.ops.triton import (
     attention,
     attention_decode_launch,
     attention_map,
-    attention_prefill,
+    attention_prefill_launch,
     attention_splits,
     pages,
 )
@@ -219,13 +219,13 @@ def test_a_chunk_behind_a_long_past_shares_its_batch_with_single_tokens(dtype, m
 @pytest.fixture
 def mapped(monkeypatch) -> list[bool]:
     """For each attempt to create a tensor map of keys or values, whether it succeeded."""
-    made, found = attention_prefill.tensor_map, []
+    made, found = attention_prefill_launch.tensor_map, []
 
     def noting(rows: Tensor, block: int) -> Any:
         found.append((described := made(rows, block)) is not None)
         return described
 
-    monkeypatch.setattr(attention_prefill, "tensor_map", noting)
+    monkeypatch.setattr(attention_prefill_launch, "tensor_map", noting)
     return found
 
 
@@ -271,7 +271,7 @@ def test_a_tensor_map_describes_heads_side_by_side_in_aligned_rows() -> None:
 
     stacked = rows(4 * 32).view(40, 4, 32)
     for some in (stacked, stacked[:, 1:3], stacked[:, 3:], stacked[5:], rows(136)[:, :128].view(40, 4, 32)):
-        described = attention_prefill.tensor_map(some, 64)
+        described = attention_prefill_launch.tensor_map(some, 64)
         assert described is not None and described.base.data_ptr() == some.data_ptr()
         assert described.shape == [some.shape[0], some.shape[1] * 32]
         assert described.strides == [some.stride(0), 1] and described.block_shape == [64, 32]
@@ -285,7 +285,7 @@ def test_a_tensor_map_describes_heads_side_by_side_in_aligned_rows() -> None:
         rows(129)[:, :128].view(40, 4, 32),
         rows(128, 1).view(40, 4, 32),
     ):
-        assert attention_prefill.tensor_map(other, 64) is None
+        assert attention_prefill_launch.tensor_map(other, 64) is None
 
 
 def test_queries_that_need_no_change_are_read_where_they_are(monkeypatch) -> None:

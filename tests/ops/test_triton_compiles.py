@@ -33,6 +33,7 @@ LONG = pytest.mark.timeout(1800)
                 "outliers",
                 "heads-more",
                 "rounded-pages",
+                "partial-pages",
             )
         ),
     ],

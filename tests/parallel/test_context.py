@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
+from bankfull.ops import native, partial_attention
 from bankfull.runtime import naive
 from bankfull.state.mask import Mask
 from bankfull.synthetic.random_weights import random_model
@@ -138,6 +140,20 @@ def test_several_sequences_over_pages_in_any_order_compute_the_same(case: str, m
 @pytest.mark.parametrize("case", ["window", "mla", "experts"])
 def test_kernels_compute_the_same_on_ranks(case: str, mesh: Mesh) -> None:
     assert_same(partial(random_model, "tiny", config_of(case), torch.float32), mesh, providers="auto")
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the native extension was not built")
+@pytest.mark.parametrize("case", ["attention", "window", "mla", "shared", "sparse"])
+def test_context_ranks_attend_to_their_pages_with_the_native_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, calls = partial_attention.providers["native"], []
+
+    def noting(*args: Any) -> Tensor:
+        calls.append(provider.run)
+        return provider.run(*args)
+
+    monkeypatch.setitem(partial_attention.providers, "native", replace(provider, run=noting))
+    assert_same(partial(random_model, "tiny", config_of(case), torch.float32), CONTEXT, providers="auto")
+    assert calls
 
 
 @pytest.mark.covering(1)

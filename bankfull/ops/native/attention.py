@@ -16,6 +16,7 @@ from bankfull.ops.native.checks import address, float_rows, integers, isa_is_cho
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages
 from bankfull.ops.reference.pages import Segment, move_tokens
+from bankfull.ops.reference.partial import partial_attention
 from bankfull.ops.reference.rounded_pages import (
     INT4,
     head_numbers,
@@ -95,6 +96,43 @@ def run_paged_attention(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    y = _attended("paged_attention", q, k_pages, v_pages, meta, scale, window, cap, k_scales, v_scales, sinks)
+    return y if q.dtype is torch.float32 else y.to(q.dtype)
+
+
+@partial_attention.provider("native", on="cpu", accepts=_accepts)
+def run_partial_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor | int,
+    meta: PagedMeta,
+    ranks: int,
+    scale: float,
+    window: Sight = None,
+    cap: float | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Tensor:
+    """The kernels attend to the pages that are here as to a shorter sequence."""
+    values = k_pages[..., :v_pages] if isinstance(v_pages, int) else v_pages
+    return _attended("partial_attention", q, k_pages, values, meta, scale, window, cap, k_scales, v_scales)
+
+
+def _attended(
+    name: str,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    scale: float,
+    window: Sight,
+    cap: float | None,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """In float32, with a log-sum-exp after the values of each head if it is partial."""
+    partial = name == "partial_attention"
     tokens, heads, size = q.shape
     frames, page_tokens, kv, _ = k_pages.shape
     values = head_numbers(v_pages)
@@ -103,19 +141,19 @@ def run_paged_attention(
         or v_pages.shape[:3] != (frames, page_tokens, kv)
         or meta.page_tokens != page_tokens
     ):
-        raise ValueError("paged_attention: shapes of queries, keys, values and page size do not match")
+        raise ValueError(f"{name}: shapes of queries, keys, values and page size do not match")
     dtype = k_pages.dtype
     if dtype not in PAGES or v_pages.dtype != dtype:
-        raise ValueError(f"paged_attention: no kernel reads keys in {dtype} and values in {v_pages.dtype}")
+        raise ValueError(f"{name}: no kernel reads keys in {dtype} and values in {v_pages.dtype}")
     if isinstance(window, int) and window < 1:
-        raise ValueError(f"paged_attention: a window of {window} tokens is too small; use at least 1")
+        raise ValueError(f"{name}: a window of {window} tokens is too small; use at least 1")
     rows, table = float_rows(q), integers(meta.pages)
     if table.dim() != 2 or table.shape[0] != len(meta.kv_len):
-        raise ValueError("paged_attention: page tables must have one row per sequence")
+        raise ValueError(f"{name}: page tables must have one row per sequence")
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"paged_attention: {heads} heads need one sink each, not {tuple(sinks.shape)}")
+        raise ValueError(f"{name}: {heads} heads need one sink each, not {tuple(sinks.shape)}")
     logits = None if sinks is None else float_rows(sinks)
-    y = torch.empty(tokens, heads, values)
+    y = torch.empty(tokens, heads, values + partial)
     _native.paged_attention(
         PAGES[dtype],
         rows.data_ptr(),
@@ -140,8 +178,9 @@ def run_paged_attention(
         meta.block,
         cap or 0.0,
         address(logits),
+        partial,
     )
-    return y if q.dtype is torch.float32 else y.to(q.dtype)
+    return y
 
 
 @write_pages.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -65,6 +65,8 @@ class PagedMeta:
     block: int = 0
     """Tokens of a block, aligned to position 0, that see each other in both directions, and all blocks before. 0 =
     causal: a token sees itself and those before it. Not together with a window or a tree."""
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What a provider has derived from this meta, for the next layers of the step."""
 
 
 def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:

@@ -2,6 +2,7 @@
 
 from bankfull.ops.triton import (
     attention,
+    attention_partial,
     delta,
     embedding,
     experts,
@@ -26,6 +27,7 @@ from bankfull.ops.triton import (
 
 __all__ = [
     "attention",
+    "attention_partial",
     "delta",
     "embedding",
     "experts",

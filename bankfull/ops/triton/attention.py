@@ -26,8 +26,9 @@ from bankfull.ops.reference.attention import (
 )
 from bankfull.ops.reference.rounded_pages import FP8, INT4, head_numbers, is_rounded
 from bankfull.ops.triton.attention_decode_launch import MOST_TOKENS, launch_decode
+from bankfull.ops.triton.attention_held import Held
 from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
-from bankfull.ops.triton.attention_prefill import launch_prefill
+from bankfull.ops.triton.attention_prefill_launch import launch_prefill
 from bankfull.ops.triton.attention_rope import launch_rotate_and_write
 from bankfull.ops.triton.attention_sparse import launch_sparse_decode, launch_sparse_prefill
 from bankfull.ops.triton.attention_tile import FLOATS
@@ -46,7 +47,7 @@ def reads_fp8() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
-def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
+def accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
     """KV pages in the queries' dtype, rounded, or in a dtype that converts to the queries' dtype without loss."""
     heads = facts.get("heads")
     rounded = pages is not None and is_rounded(pages) and (pages is not FP8 or reads_fp8())
@@ -58,10 +59,10 @@ def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = No
 
 def _accepts_attend(**facts: Any) -> bool:
     """The fused operation takes no KV scales."""
-    return _accepts(**facts) and not is_rounded(facts.get("pages") or torch.float32)
+    return accepts(**facts) and not is_rounded(facts.get("pages") or torch.float32)
 
 
-def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: Sight, sinks: Tensor | None) -> None:
+def check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: Sight, sinks: Tensor | None) -> None:
     page, key_heads = k_pages.shape[1:3]
     if head_numbers(k_pages) != q.shape[2] or v_pages.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
         raise ValueError("attention: shapes of queries, keys, values and page size do not match")
@@ -75,6 +76,17 @@ def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window:
         raise ValueError(f"attention: a window of {window} tokens is too small; use at least 1")
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_contiguous()):
         raise ValueError(f"attention: {q.shape[1]} heads need one sink each, not {tuple(sinks.shape)}")
+
+
+def checked_scales(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
+    if (scales is None) == is_rounded(k_pages.dtype):
+        raise ValueError(f"attention: KV pages in {k_pages.dtype} were passed {'no ' * (scales is None)}scales")
+    if k_pages.dtype is INT4 and (k_pages.shape != v_pages.shape or q.shape[2] % 8):
+        raise ValueError("attention: int4 keys and values must have heads of one size, a multiple of 8")
+    return scales
 
 
 def _on_device(meta: PagedMeta, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,7 +106,7 @@ def _fresh(meta: PagedMeta) -> np.ndarray:
     return (counts == meta.kv_len) & (counts > MOST_TOKENS)
 
 
-def _over_pages(
+def over_pages(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -106,10 +118,12 @@ def _over_pages(
     cap: float | None,
     sinks: Tensor | None,
     own: tuple[Tensor, Tensor] | None = None,
+    held: Held | None = None,
 ) -> Tensor:
-    """Attention of final queries over pages that hold all keys and values; `own`: also the step's keys and values."""
+    """Attention of final queries over pages that hold all keys and values; `own`: also the step's keys and values.
+    `held`: partial attention over these keys; `meta` is theirs, and the window is in them."""
     if isinstance(window, Mask):
-        return _under_mask(q, k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
+        return under_mask(q, k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
     if meta.partition is not None:
         return _by_partition(q, k_pages, v_pages, scales, meta, meta.partition, out, scale, window, cap, sinks)
     counts, table = np.diff(meta.q_start), contiguous_rows(meta.pages)
@@ -121,7 +135,20 @@ def _over_pages(
         if len(sequences):
             tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, sequences, device=q.device)
             launch_prefill(
-                q, keys, values, scales, table, lengths, tiles_of, out, scale, window, cap, sinks, meta.block
+                q,
+                keys,
+                values,
+                scales,
+                table,
+                lengths,
+                tiles_of,
+                out,
+                scale,
+                window,
+                cap,
+                sinks,
+                0 if held is not None else meta.block,
+                held,
             )
     if len(short):
         launch_decode(
@@ -144,11 +171,12 @@ def _over_pages(
             window,
             cap,
             sinks,
+            held,
         )
     return out
 
 
-def _under_mask(
+def under_mask(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -159,8 +187,10 @@ def _under_mask(
     mask: Mask,
     cap: float | None,
     sinks: Tensor | None,
+    partly: bool = False,
 ) -> Tensor:
-    """`_over_pages` with the kernels of sparse masks, also for captured steps."""
+    """`over_pages` with the kernels of sparse masks, also for captured steps. `partly`: partial attention over the
+    pages that are here."""
     table, (starts, lengths) = contiguous_rows(meta.pages), _on_device(meta, q.device)
     tiles_of: Callable[[int], Tensor] | None
     if meta.partition is not None:
@@ -174,9 +204,10 @@ def _under_mask(
         chosen = device_sequences(short, q.device) if width and len(long) else None
         tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, long, device=q.device) if len(long) else None
     if tiles_of is not None:
-        launch_sparse_prefill(q, k_pages, v_pages, scales, table, lengths, tiles_of, out, scale, mask, cap, sinks)
+        rest = tiles_of, out, scale, mask, cap, sinks, partly
+        launch_sparse_prefill(q, k_pages, v_pages, scales, table, lengths, *rest)
     if width:
-        args = starts, lengths, chosen, meta.ancestors, width, out, scale, mask, cap, sinks
+        args = starts, lengths, chosen, meta.ancestors, width, out, scale, mask, cap, sinks, partly
         launch_sparse_decode(q, k_pages, v_pages, scales, table, *args)
     return out
 
@@ -194,7 +225,7 @@ def _by_partition(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`_over_pages` for captured steps, whose sequences only the device knows. Padding tokens get no result."""
+    """`over_pages` for captured steps, whose sequences only the device knows. Padding tokens get no result."""
     assert meta.starts is not None and meta.lengths is not None and meta.ancestors is None
     table = contiguous_rows(meta.pages)
     launch_prefill(
@@ -225,7 +256,7 @@ def _by_partition(
     return out
 
 
-@paged_attention.provider("triton", on="cuda", accepts=_accepts)
+@paged_attention.provider("triton", on="cuda", accepts=accepts)
 def run_paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -238,14 +269,10 @@ def run_paged_attention(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    _check(q, k_pages, v_pages, meta, window, sinks)
+    check(q, k_pages, v_pages, meta, window, sinks)
     out = torch.empty((*q.shape[:2], head_numbers(v_pages)), dtype=q.dtype, device=q.device)
-    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-    if (scales is None) == is_rounded(k_pages.dtype):
-        raise ValueError(f"attention: KV pages in {k_pages.dtype} were passed {'no ' * (scales is None)}scales")
-    if k_pages.dtype is INT4 and (k_pages.shape != v_pages.shape or q.shape[2] % 8):
-        raise ValueError("attention: int4 keys and values must have heads of one size, a multiple of 8")
-    return _over_pages(contiguous_rows(q), k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
+    scales = checked_scales(q, k_pages, v_pages, k_scales, v_scales)
+    return over_pages(contiguous_rows(q), k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
 
 
 @attend.provider("triton", on="cuda", accepts=_accepts_attend)
@@ -263,7 +290,7 @@ def run_attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    _check(q, k_pages, v_pages, meta, window, sinks)
+    check(q, k_pages, v_pages, meta, window, sinks)
     q = contiguous_rows(q)
     new = None if k is None or v is None else (contiguous_rows(k), contiguous_rows(v))
     if angles is not None:
@@ -298,11 +325,11 @@ def run_attend(
         if norms is not None:
             q = run_rms_norm(q, norms.q, norms.eps, norms.offset)
         q = q if angles is None else run_rotate(q, *angles)
-        return _over_pages(q, k_pages, v_pages, None, meta, out, scale, window, cap, sinks)
+        return over_pages(q, k_pages, v_pages, None, meta, out, scale, window, cap, sinks)
     k, v = new
     # Pages of another dtype hold rounded keys and values, and all readers must see the same ones.
     fresh = meta.partition is None and not isinstance(window, Mask) and bool(_fresh(meta).any())
     keep = fresh and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
     rotated, keys = launch_rotate_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
     own = (keys, v) if keep else None
-    return _over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, sinks, own)
+    return over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, sinks, own)

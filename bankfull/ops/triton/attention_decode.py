@@ -56,6 +56,9 @@ def attention_decode(
     lengths,
     chosen,
     ancestors,
+    begins,
+    ends,
+    past_lengths,
     sinks,
     cos,
     sin,
@@ -127,7 +130,9 @@ def attention_decode(
 
     EARLY: load the first KV tile before the previous kernel has ended, which is safe because pages were written by
     earlier steps. (Lengths and page tables were written before the step's first kernel, which no later kernel
-    overtakes.) With too many programs for that, only its page frames are loaded early."""
+    overtakes.) With too many programs for that, only its page frames are loaded early.
+
+    `ends`: the attention is partial, over keys that `attention_held` has counted."""
     start_next(OVERLAP)
     if not FUSED:
         wait_for_inputs(OVERLAP)
@@ -147,6 +152,8 @@ def attention_decode(
     begin = length * 0
     if window is not None:
         begin = tl.maximum(length - known + 1 - window, 0)
+    if begins is not None:
+        begin = tl.load(begins + first)
     base = begin // BLOCK * BLOCK
     tiles = tl.cdiv(tl.maximum(end - base, 0), BLOCK)
     share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
@@ -162,10 +169,16 @@ def attention_decode(
         tree = length - known
         position = tree + (row_tile * ROWS + row % LIVE) // GROUPS
         path = None
+        query = (row_tile * ROWS + row % LIVE) // GROUPS
         if ancestors is not None:
-            query = (row_tile * ROWS + row % LIVE) // GROUPS
             path = tl.load(ancestors + first + query, mask=query < width, other=0)
             position = tl.where(path != 0, tree + bit_count(path).to(tl.int32) - 1, position)
+        reach = window
+        if ends is not None:
+            tree = tl.load(past_lengths + sequence)
+            position = tl.load(ends + first + query, mask=query < width, other=0) - 1
+            if begins is not None:
+                reach = position + 1 - tl.load(begins + first + query, mask=query < width, other=0)
         dims = tl.arange(0, PADDED)
         numbers = tl.arange(0, PADDED_VALUES)
         last = split == active - 1
@@ -258,7 +271,7 @@ def attention_decode(
             score = tl.dot(queries, tl.trans(early_keys.to(PRODUCT)), input_precision="ieee")
             if CAPPED:
                 score = capped(score, inner, outer)
-            early_seen = visible_keys(low + tl.arange(0, BLOCK), position, begin, high, window, path, tree, FUSED)
+            early_seen = visible_keys(low + tl.arange(0, BLOCK), position, begin, high, reach, path, tree, FUSED)
             score = tl.where(early_seen, score, float("-inf"))
             peak, total, acc = online_softmax(score, factor, early_values.to(PRODUCT), None, peak, total, acc, True)
             low += BLOCK
@@ -326,7 +339,7 @@ def attention_decode(
                     value_scale = tl.load(v_scale_places, mask=inside, other=0.0)
             if CAPPED:
                 score = capped(score, inner, outer)
-            score = tl.where(visible_keys(key, position, begin, high, window, path, tree, FUSED), score, float("-inf"))
+            score = tl.where(visible_keys(key, position, begin, high, reach, path, tree, FUSED), score, float("-inf"))
             frames = load_frames(table_base, at + BLOCK, begin, high, PAGE, BLOCK)
             if GROUP and WORDS:
                 each = of_words(value_scale, BLOCK, PADDED // 4, PADDED // GROUP)
@@ -368,7 +381,7 @@ def attention_decode(
                 new_scores = tl.dot(queries, tl.trans(new_keys.to(PRODUCT)), input_precision="ieee")
                 if CAPPED:
                     new_scores = capped(new_scores, inner, outer)
-                seen = visible_keys(new_key, position, begin, length, window, path, tree, False)
+                seen = visible_keys(new_key, position, begin, length, reach, path, tree, False)
                 new_scores = tl.where(seen, new_scores, float("-inf"))
                 peak, total, acc = online_softmax(
                     new_scores, factor, new_values.to(PRODUCT), None, peak, total, acc, True
@@ -388,6 +401,7 @@ def attention_decode(
                 out_token,
                 VALUES,
                 PADDED_VALUES,
+                ends is not None,
             )
         else:
             line = (pair * splits + split) * ROWS + row
@@ -422,6 +436,7 @@ def attention_decode(
                     out_token,
                     VALUES,
                     PADDED_VALUES,
+                    ends is not None,
                 )
                 # Reset for the next launch, which may be a replay of this one.
                 tl.store(arrivals + pair, 0)

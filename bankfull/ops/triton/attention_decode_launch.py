@@ -11,6 +11,7 @@ from torch import Tensor
 from bankfull.ops.reference.attention import TREE_TOKENS, HeadNorms
 from bankfull.ops.reference.rounded_pages import INT4, head_numbers, int4_group
 from bankfull.ops.triton.attention_decode import attention_decode
+from bankfull.ops.triton.attention_held import Held
 from bankfull.ops.triton.attention_splits import (
     MERGED,
     most_queries,
@@ -48,9 +49,11 @@ def launch_decode(
     window: int | None,
     cap: float | None,
     sinks: Tensor | None,
+    held: Held | None = None,
 ) -> None:
     """Decode sequences with at most `width` new tokens: the whole batch, or those `chosen`. `new`: keys and values to
-    be written to their pages; without them, queries are already final."""
+    be written to their pages; without them, queries are already final. `held`: partial attention over these keys, whose
+    table, lengths and ancestors are passed."""
     heads, size = q.shape[1:]
     page, key_heads = v_pages.shape[1:3]
     values = head_numbers(v_pages)
@@ -92,6 +95,9 @@ def launch_decode(
         lengths,
         chosen,
         ancestors,
+        held and held.begins,
+        held and held.ends,
+        held and held.past_lengths,
         sinks,
         cos,
         sin,

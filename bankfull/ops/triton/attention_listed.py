@@ -188,9 +188,11 @@ def attend_listed(
     STAGES: tl.constexpr,
     PRODUCT: tl.constexpr,
     MASK: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     """Online softmax over the keys low .. high of the list `sight`. `path`: the mask of each query's ancestors among
-    the tokens from `end` on, whose own masks are `ancestors`; None: no trees."""
+    the tokens from `end` on, whose own masks are `ancestors`; None: no trees. PARTIAL: without the keys of pages whose
+    entries of the table are negative."""
     dims = tl.arange(0, PADDED)
     numbers = tl.arange(0, PADDED_VALUES)
     within = tl.arange(0, BLOCK)
@@ -204,6 +206,8 @@ def attend_listed(
         key, there = listed_keys(at + within, end, sight, tree_tokens, MASK)
         there = there & (at + within < high)
         frame = tl.load(table_base + key // PAGE, mask=there, other=0).to(tl.int64)
+        if PARTIAL:
+            there = there & (frame >= 0)
         place = (key % PAGE).to(tl.int64)
         k_there = k_base + (frame * k_frame + place * k_place)[:, None] + dims[None, :]
         keys = tl.load(k_there, mask=there[:, None] & (dims < SIZE)[None, :], other=0.0)

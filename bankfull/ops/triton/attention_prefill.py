@@ -10,26 +10,18 @@ tile, without address computation in the threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bankfull.ops.reference.rounded_pages import INT4, head_numbers, int4_group
 from bankfull.ops.triton.attention_tile import (
     capped,
-    dot_dtype,
     load_frames,
     load_pairs,
     offsets,
     online_softmax,
-    score_factors,
     store_heads,
 )
-from bankfull.ops.triton.launch import INTERPRETED, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import start_next, wait_for_inputs
 
 
 @triton.jit
@@ -79,8 +71,9 @@ def attend_keys(
     BORDER: tl.constexpr,
 ):
     """Online softmax over the keys low .. high. BORDER: some queries do not see all of these keys, and only keys in
-    begin .. end may be read. ALIKE: keys and values have the same strides. FRESH: no pages; the first key is at the
-    base pointer, or, if the bases are MAPPED, in row `own` of the tensor maps. GROUP: as in `attention_decode`."""
+    begin .. end may be read. `window`: of all queries, or one of each. ALIKE: keys and values have the same strides.
+    FRESH: no pages; the first key is at the base pointer, or, if the bases are MAPPED, in row `own` of the tensor maps.
+    GROUP: as in `attention_decode`."""
     dims = tl.arange(0, PADDED // 2 if GROUP else PADDED)
     numbers = tl.arange(0, PADDED_VALUES // 2 if GROUP else PADDED_VALUES)
     within = tl.arange(0, BLOCK)
@@ -136,7 +129,7 @@ def attend_keys(
         if BORDER:
             seen = inside[None, :] & (key[None, :] <= position[:, None])
             if window is not None:
-                seen = seen & (key[None, :] > position[:, None] - window)
+                seen = seen & (key[None, :] > (position - window)[:, None])
             score = tl.where(seen, score, float("-inf"))
         if not FRESH:
             frames = load_frames(table_base, at + BLOCK, begin, tl.minimum(high, end), PAGE, BLOCK)
@@ -155,6 +148,8 @@ def attention_prefill(
     table,
     lengths,
     tiles,
+    begins,
+    ends,
     sinks,
     q_token,
     q_head,
@@ -196,7 +191,8 @@ def attention_prefill(
     OVERLAP: tl.constexpr,
 ):
     """FRESH: `k_pages` and `v_pages` are the step's own keys and values with token strides `k_place` and `v_place`, or
-    tensor maps of them if MAPPED. `sight`: tokens of a block that see each other (`PagedMeta.block`); None: causal."""
+    tensor maps of them if MAPPED. `sight`: tokens of a block that see each other (`PagedMeta.block`); None: causal.
+    `ends`: the attention is partial, over keys that `attention_held` has counted."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     tile = tiles + tl.program_id(0) // HEAD_TILES * 4
@@ -231,10 +227,21 @@ def attention_prefill(
     begin = past * 0
     low = begin
     base = begin
+    reach = window
     if window is not None:
         begin = tl.maximum(past + 1 - window, 0)
+        base = tl.maximum(end - window, 0)
+    if ends is not None:
+        position = tl.load(ends + token, mask=real, other=0) - 1
+        end = tl.load(ends + first + count - 1)
+        seen_by_all = tl.load(ends + first)
+        if begins is not None:
+            reach = position + 1 - tl.load(begins + token, mask=real, other=0)
+            begin = tl.load(begins + first)
+            base = tl.load(begins + first + count - 1)
+    if reach is not None:
         low = begin // BLOCK * BLOCK
-        base = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK), tl.cdiv(end, BLOCK)) * BLOCK
+        base = tl.minimum(tl.cdiv(base, BLOCK), tl.cdiv(end, BLOCK)) * BLOCK
     whole = tl.maximum(seen_by_all // BLOCK * BLOCK, base)
     own = first - past
     table_base = table + sequence.to(tl.int64) * table_row
@@ -246,7 +253,7 @@ def attention_prefill(
         if FRESH:
             k_base += own.to(tl.int64) * k_place
             v_base += own.to(tl.int64) * v_place
-    if window is not None:
+    if reach is not None:
         peak, total, acc = attend_keys(
             low,
             base,
@@ -273,7 +280,7 @@ def attention_prefill(
             v_scale_head,
             inner,
             outer,
-            window,
+            reach,
             peak,
             total,
             acc,
@@ -318,7 +325,7 @@ def attention_prefill(
         v_scale_head,
         inner,
         outer,
-        window,
+        reach,
         peak,
         total,
         acc,
@@ -363,7 +370,7 @@ def attention_prefill(
         v_scale_head,
         inner,
         outer,
-        window,
+        reach,
         peak,
         total,
         acc,
@@ -382,110 +389,4 @@ def attention_prefill(
         GROUP,
         True,
     )
-    store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES)
-
-
-def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
-    """Query rows, keys per iteration, warps, stages.
-
-    64 rows with four warps: two programs fit on a multiprocessor, and one runs its GEMM during the other's softmax. On
-    an H200: 316 TFLOP/s for 8 x 2048 tokens, against 282 with 128 rows and eight warps.
-    Float32 products do not use tensor cores: small tiles, to fit into registers.
-    """
-    if product_bytes == 4:
-        return 32, 16, 8, 2
-    return (64, 64, 4, 3) if padded <= 128 else (128, 32, 8, 2)
-
-
-def tensor_map(rows: Tensor, block: int) -> TensorDescriptor | None:
-    """Tensor map of a step's keys or values, one row per token, in tiles of `block` rows of one head; None if the
-    layout does not allow it: it needs 16-byte strides, contiguous heads, and a head as wide as its tile."""
-    count, heads, size = rows.shape
-    token, head, number = rows.stride()
-    adjacent = number == 1 and (head == size or heads == 1) and token >= heads * size
-    aligned = rows.data_ptr() % 16 == 0 and token * rows.element_size() % 16 == 0
-    if not adjacent or not aligned or size != max(16, power_of_two(size)):
-        return None
-    return TensorDescriptor(rows, [count, heads * size], [token, 1], [block, size])
-
-
-def launch_prefill(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    table: Tensor,
-    lengths: Tensor,
-    tiles_of: Callable[[int], Tensor],
-    out: Tensor,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    sinks: Tensor | None,
-    sight: int = 0,
-) -> None:
-    """Attention of final queries over pages that hold all keys and values, with the tiles that `tiles_of(tokens per
-    tile)` returns. With three dimensions, `keys` and `values` are the step's own, and the sequences of the tiles must
-    have no past. `sight`: `PagedMeta.block`."""
-    fresh = keys.dim() == 3
-    heads, size = q.shape[1:]
-    key_heads, numbers, paired = values.shape[-2], head_numbers(values), values.dtype is INT4
-    page = 1 if fresh else values.shape[1]
-    groups = heads // key_heads
-    padded, padded_values = (max(32 if paired else 16, power_of_two(n)) for n in (size, numbers))
-    rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
-    if scales is not None and values.dtype is not torch.int8:  # these conversions need registers
-        block = max(16, block // 2)  # at least what a product needs
-    packed = groups if groups <= rows else 1
-    tiles = tiles_of(rows // packed)
-    k_scales, v_scales = scales or (None, None)
-    inner, outer = score_factors(scale, cap)
-    k_strides, v_strides = ((0, *part.stride()[:2]) if fresh else part.stride()[:3] for part in (keys, values))
-    options = overlapped(q)
-    k_map = v_map = None
-    # GPUs with programmatic dependent launch also have TMA. Other tile sizes were not measured with it.
-    if fresh and block == 64 and (INTERPRETED or options["OVERLAP"]):
-        k_map, v_map = tensor_map(keys, block), tensor_map(values, block)
-    mapped = k_map is not None and v_map is not None
-    attention_prefill[(len(tiles) * (heads // packed),)](
-        q,
-        out,
-        k_map if mapped else keys,
-        v_map if mapped else values,
-        k_scales,
-        v_scales,
-        table,
-        lengths,
-        tiles,
-        sinks,
-        *q.stride()[:2],
-        out.stride(0),
-        *k_strides,
-        *v_strides,
-        *((0, 0, 0) if k_scales is None else k_scales.stride()[:3]),
-        *((0, 0, 0) if v_scales is None else v_scales.stride()[:3]),
-        table.stride(0),
-        inner,
-        outer,
-        window,
-        sight or None,
-        heads // packed,
-        groups,
-        packed,
-        size,
-        numbers,
-        padded,
-        padded_values,
-        page,
-        cap is not None,
-        k_strides[:2] == v_strides[:2],
-        rows,
-        block,
-        stages,
-        dot_dtype(q),
-        fresh,
-        mapped,
-        int4_group(size) if paired else 0,
-        num_warps=warps,
-        **options,
-    )
+    store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES, ends is not None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bankfull.ops.triton.attention_decode_launch import WIDTHS
 from bankfull.ops.triton.attention_listed import attend_listed, most_listed, numbers_of, sight_of
-from bankfull.ops.triton.attention_prefill import tile_shape
+from bankfull.ops.triton.attention_prefill_launch import tile_shape
 from bankfull.ops.triton.attention_splits import LATE, MERGED, merged, most_queries, scratch, split_count, tile_keys
 from bankfull.ops.triton.attention_tile import bit_count, dot_dtype, score_factors, store_heads
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
@@ -72,6 +72,7 @@ def sparse_decode(
     AT_ONCE: tl.constexpr,
     PRODUCT: tl.constexpr,
     MASK: tl.constexpr,
+    PARTIAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program (KV head and tile of its rows, split, sequence). Row = token * GROUPS + head within the group."""
@@ -162,9 +163,10 @@ def sparse_decode(
             STAGES,
             PRODUCT,
             MASK,
+            PARTIAL,
         )
         if active == 1:
-            store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES)
+            store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES, PARTIAL)
         else:
             line = (pair * splits + split) * ROWS + tl.arange(0, ROWS)
             numbers = tl.arange(0, PADDED_VALUES)
@@ -187,7 +189,7 @@ def sparse_decode(
                     ROWS,
                     AT_ONCE,
                 )
-                store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES)
+                store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES, PARTIAL)
                 # Reset for the next launch, which may be a replay of this one.
                 tl.store(arrivals + pair, 0)
 
@@ -236,6 +238,7 @@ def sparse_prefill(
     STAGES: tl.constexpr,
     PRODUCT: tl.constexpr,
     MASK: tl.constexpr,
+    PARTIAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Tiles as in `attention_prefill`; an empty tile of a captured step stores nothing."""
@@ -300,8 +303,9 @@ def sparse_prefill(
         STAGES,
         PRODUCT,
         MASK,
+        PARTIAL,
     )
-    store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES)
+    store_heads(out, acc, peak, total, sinks, token, head, real, out_token, VALUES, PADDED_VALUES, PARTIAL)
 
 
 def launch_sparse_decode(
@@ -320,8 +324,10 @@ def launch_sparse_decode(
     mask: Mask,
     cap: float | None,
     sinks: Tensor | None,
+    partial: bool = False,
 ) -> None:
-    """Sequences with at most `width` new tokens, whose keys and values are in their pages."""
+    """Sequences with at most `width` new tokens, whose keys and values are in their pages. `partial`: those of entries
+    of the table that are not negative, with a log-sum-exp after each head."""
     heads, size = q.shape[1:]
     page, key_heads, values = v_pages.shape[1:]
     groups = heads // key_heads
@@ -336,7 +342,7 @@ def launch_sparse_decode(
     listed = most_listed(mask, width, table.shape[1] * page)
     splits = split_count(pairs, listed, block, LATE.programs * multiprocessors(q.device))
     splits = min(splits, LATE.most_splits)
-    partial = scratch(q.device, rows, padded_values)
+    own = scratch(q.device, rows, padded_values)
     k_scales, v_scales = scales or (None, None)
     sparse_decode[(key_heads * row_tiles, splits, sequences)](
         q,
@@ -351,10 +357,10 @@ def launch_sparse_decode(
         chosen,
         ancestors,
         sinks,
-        partial.acc,
-        partial.peak,
-        partial.total,
-        partial.arrivals,
+        own.acc,
+        own.peak,
+        own.total,
+        own.arrivals,
         *q.stride()[:2],
         out.stride(0),
         *k_pages.stride()[:3],
@@ -378,6 +384,7 @@ def launch_sparse_decode(
         min(LATE.at_once, max(1, MERGED // (rows * padded_values))),
         dot_dtype(q),
         numbers_of(mask),
+        partial,
         num_warps=LATE.warps,
         **overlapped(q),
     )
@@ -396,8 +403,10 @@ def launch_sparse_prefill(
     mask: Mask,
     cap: float | None,
     sinks: Tensor | None,
+    partial: bool = False,
 ) -> None:
-    """The tiles that `tiles_of(tokens per tile)` returns, over pages that hold all keys and values."""
+    """The tiles that `tiles_of(tokens per tile)` returns, over pages that hold all keys and values. `partial`: as for
+    decoding."""
     heads, size = q.shape[1:]
     page, key_heads, values = v_pages.shape[1:]
     groups = heads // key_heads
@@ -439,6 +448,7 @@ def launch_sparse_prefill(
         stages,
         dot_dtype(q),
         numbers_of(mask),
+        partial,
         num_warps=warps,
         **overlapped(q),
     )

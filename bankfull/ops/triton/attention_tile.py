@@ -73,14 +73,15 @@ def bit_count(x):
 
 @triton.jit
 def visible_keys(key, position, begin, end, window, path, tree, ALL: tl.constexpr):
-    """Mask of keys visible to the queries. ALL: every query sees all of begin .. end, except for a window. `path`: the
-    mask of each query's ancestors among the keys from `tree` on, 0 if its sequence has no tree; None: no trees."""
+    """Mask of keys visible to the queries. ALL: every query sees all of begin .. end, except for a window. `window`:
+    of all queries, or one of each. `path`: the mask of each query's ancestors among the keys from `tree` on, 0 if its
+    sequence has no tree; None: no trees."""
     seen = ((key >= begin) & (key < end))[None, :]
     if path is None:
         if not ALL:
             seen = seen & (key[None, :] <= position[:, None])
         if window is not None:
-            seen = seen & (key[None, :] > position[:, None] - window)
+            seen = seen & (key[None, :] > (position - window)[:, None])
     else:
         inside = (key >= tree)[None, :] & (path != 0)[:, None]
         ancestors = path[:, None] >> tl.minimum(tl.maximum(key - tree, 0), 63).to(tl.int64)[None, :]
@@ -88,7 +89,8 @@ def visible_keys(key, position, begin, end, window, path, tree, ALL: tl.constexp
             seen = seen & tl.where(inside, (ancestors & 1) != 0, key[None, :] <= position[:, None])
         if window is not None:
             # Of two tokens on a path, as many are from one to the other as there are bits.
-            seen = seen & tl.where(inside, bit_count(ancestors) <= window, key[None, :] > position[:, None] - window)
+            before = (position - window)[:, None]
+            seen = seen & tl.where(inside, bit_count(ancestors) <= position[:, None] - before, key[None, :] > before)
     return seen
 
 
@@ -306,6 +308,12 @@ def repeated(x, ROWS: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def log_sum(peak, total):
+    """The natural logarithm of a sum of weights, which are relative to 2^peak; minus infinity where it is empty."""
+    return (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453
+
+
+@triton.jit
 def store_heads(
     out,
     acc,
@@ -318,13 +326,18 @@ def store_heads(
     out_token,
     VALUES: tl.constexpr,
     PADDED_VALUES: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     """Weighted values divided by the sum of weights; zero for a row that saw no key. `sinks`: one more logit of each
-    head, counted here, after all splits are merged; exp2 may overflow, then the sink takes all the weight."""
+    head, counted here, after all splits are merged; exp2 may overflow, then the sink takes all the weight. PARTIAL: the
+    log-sum-exp of the scores follows the values of each head."""
     if sinks is not None:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         total += tl.exp2(sink - peak)
     numbers = tl.arange(0, PADDED_VALUES)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    there = out + (token.to(tl.int64) * out_token + head * VALUES)[:, None] + numbers[None, :]
+    heads = out + token.to(tl.int64) * out_token + head * (VALUES + PARTIAL)
+    if PARTIAL:
+        tl.store(heads + VALUES, log_sum(peak, total), mask=real)
+    there = heads[:, None] + numbers[None, :]
     tl.store(there, acc.to(out.dtype.element_ty), mask=real[:, None] & (numbers < VALUES)[None, :])

@@ -18,6 +18,7 @@ from torch import Tensor
 from bankfull.ops.reference.attention import TREE_TOKENS, PagedMeta
 from bankfull.ops.reference.latent import latent_attention
 from bankfull.ops.triton.attention_decode_launch import MOST_TOKENS, WIDTHS
+from bankfull.ops.triton.attention_held import Held
 from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
 from bankfull.ops.triton.attention_splits import merged, scratch
 from bankfull.ops.triton.attention_tile import (
@@ -25,6 +26,7 @@ from bankfull.ops.triton.attention_tile import (
     bit_count,
     dot_dtype,
     load_frames,
+    log_sum,
     offsets,
     online_softmax,
     score_factors,
@@ -45,11 +47,27 @@ TILE_ROWS = 64
 
 
 @triton.jit
-def store_latents(out, acc, total, token, head, real, out_token, out_head, RANK: tl.constexpr, PADDED: tl.constexpr):
-    """Weighted latents divided by the sum of weights; zero for a row that saw no key."""
+def store_latents(
+    out,
+    acc,
+    peak,
+    total,
+    token,
+    head,
+    real,
+    out_token,
+    out_head,
+    RANK: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Weighted latents divided by the sum of weights; zero for a row that saw no key. PARTIAL: as in `store_heads`."""
     numbers = tl.arange(0, PADDED)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    there = out + (token.to(tl.int64) * out_token + head * out_head)[:, None] + numbers[None, :]
+    heads = out + token.to(tl.int64) * out_token + head * out_head
+    if PARTIAL:
+        tl.store(heads + RANK, log_sum(peak, total), mask=real)
+    there = heads[:, None] + numbers[None, :]
     tl.store(there, acc.to(out.dtype.element_ty), mask=real[:, None] & (numbers < RANK)[None, :])
 
 
@@ -64,6 +82,9 @@ def latent_attention_kernel(
     chosen,
     tiles,
     ancestors,
+    begins,
+    ends,
+    past_lengths,
     partial_acc,
     partial_peak,
     partial_total,
@@ -92,7 +113,8 @@ def latent_attention_kernel(
     OVERLAP: tl.constexpr,
 ):
     """`tiles`: (sequence, first token, tokens, tokens from there to the sequence's end) of each program of the last
-    axis; None: it is a sequence, or a place in `chosen`."""
+    axis; None: it is a sequence, or a place in `chosen`. `ends`: the attention is partial, over keys that
+    `attention_held` has counted."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     row_tile, split = tl.program_id(0), tl.program_id(1)
@@ -119,6 +141,13 @@ def latent_attention_kernel(
     begin = length * 0
     if window is not None:
         begin = tl.maximum(tree + 1 - window, 0)
+    if ends is not None:
+        tree = tl.load(past_lengths + sequence)
+        end = length
+        if tiles is not None:
+            end = tl.load(ends + first + width - 1)
+        if begins is not None:
+            begin = tl.load(begins + first)
     base = begin // BLOCK * BLOCK
     count = tl.cdiv(tl.maximum(end - base, 0), BLOCK)
     share = tl.maximum(tl.cdiv(count, splits), LEAST)
@@ -134,6 +163,11 @@ def latent_attention_kernel(
         if ancestors is not None:
             path = tl.load(ancestors + token, mask=real, other=0)
             position = tl.where(path != 0, tree + bit_count(path).to(tl.int32) - 1, position)
+        reach = window
+        if ends is not None:
+            position = tl.load(ends + token, mask=real, other=0) - 1
+            if begins is not None:
+                reach = position + 1 - tl.load(begins + token, mask=real, other=0)
         numbers = tl.arange(0, PADDED)
         turned = tl.arange(0, PADDED_ROPE)
         own = q + token.to(tl.int64) * q_token + head * q_head
@@ -167,12 +201,12 @@ def latent_attention_kernel(
             ).to(PRODUCT)
             score = tl.dot(plain_query, tl.trans(latents), input_precision="ieee")
             score = tl.dot(rope_query, tl.trans(keys), score, input_precision="ieee")
-            seen = visible_keys(key, position, begin, high, window, path, tree, False)
+            seen = visible_keys(key, position, begin, high, reach, path, tree, False)
             score = tl.where(seen, score, float("-inf"))
             frames = load_frames(table_base, at + BLOCK, begin, high, PAGE, BLOCK)
             peak, total, acc = online_softmax(score, factor, latents, None, peak, total, acc, True)
         if active == 1:
-            store_latents(out, acc, total, token, head, real, out_token, out_head, RANK, PADDED)
+            store_latents(out, acc, peak, total, token, head, real, out_token, out_head, RANK, PADDED, ends is not None)
         else:
             line = (pair * splits + split) * ROWS + tl.arange(0, ROWS)
             tl.store(partial_peak + line, peak, mask=real)
@@ -182,10 +216,12 @@ def latent_attention_kernel(
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
             if arrived == active - 1:
-                whole, _, weights = merged(
+                whole, highest, weights = merged(
                     partial_acc, partial_peak, partial_total, pair * splits, active, real, PADDED, ROWS, ROWS, 1
                 )
-                store_latents(out, whole, weights, token, head, real, out_token, out_head, RANK, PADDED)
+                store_latents(
+                    out, whole, highest, weights, token, head, real, out_token, out_head, RANK, PADDED, ends is not None
+                )
                 # Reset for the next launch, which may be a replay of this one.
                 tl.store(arrivals + pair, 0)
 
@@ -200,6 +236,7 @@ def _launch(
     out: Tensor,
     scale: float,
     window: int | None,
+    held: Held | None,
     *,
     width: int,
     chosen: Tensor | None = None,
@@ -229,6 +266,9 @@ def _launch(
         chosen,
         tiles,
         None if tiles is not None else meta.ancestors,
+        held and held.begins,
+        held and held.ends,
+        held and held.past_lengths,
         own.acc,
         own.peak,
         own.total,
@@ -256,12 +296,12 @@ def _launch(
     )
 
 
-def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: object) -> bool:
+def accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: object) -> bool:
     """Latents in the queries' dtype, or in one that converts to it without loss."""
     return dtype in FLOATS and (pages in (None, dtype) or (dtype is torch.float32 and pages in FLOATS))
 
 
-@latent_attention.provider("triton", on="cuda", accepts=_accepts)
+@latent_attention.provider("triton", on="cuda", accepts=accepts)
 def run_latent_attention(
     q: Tensor, pages: Tensor, rank: int, meta: PagedMeta, scale: float, window: int | None = None
 ) -> Tensor:
@@ -269,9 +309,23 @@ def run_latent_attention(
         raise ValueError("latent_attention: shapes of queries, latents and page size do not match")
     q = contiguous_rows(q)
     out = torch.empty((*q.shape[:2], rank), dtype=q.dtype, device=q.device)
+    return attend_latents(q, pages, rank, meta, out, scale, window)
+
+
+def attend_latents(
+    q: Tensor,
+    pages: Tensor,
+    rank: int,
+    meta: PagedMeta,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    held: Held | None = None,
+) -> Tensor:
+    """`held`: partial attention over these keys; `meta` is theirs."""
     starts = to_device(meta.q_start, q.device) if meta.starts is None else meta.starts
     lengths = to_device(meta.kv_len, q.device) if meta.lengths is None else meta.lengths
-    run = partial(_launch, q, pages, rank, meta, starts, lengths, out, scale, window)
+    run = partial(_launch, q, pages, rank, meta, starts, lengths, out, scale, window, held)
     each = max(1, (16 if q.element_size() == 4 else TILE_ROWS) // q.shape[1])
     if meta.partition is not None:  # a captured step, whose sequences only the device knows
         run(width=each, tiles=meta.partition.tiles(each))
