@@ -14,11 +14,12 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.sketch import Sketch
 from bankfull.sched.way import Way
-from bankfull.state.manager import Match, Parked, SequenceState, StateManager
+from bankfull.state.manager import StateManager
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
 from bankfull.state.policy import Window
 from bankfull.state.prefix import Chain
+from bankfull.state.sequence_state import Match, Parked, SequenceState
 from bankfull.state.tiers import Key, Tiers
 from bankfull.types import Tier, TierAddress, Work
 
