@@ -191,7 +191,7 @@ class Engine(Generic[RunnerKind]):
         seconds = now - max(launched, self._free_at)
         self.scheduler.took(plan, seconds)
         self._free_at = now
-        for work, tokens in zip(plan.work, result.tokens, strict=True):
+        for work, tokens in zip(plan.work, result.tokens, strict=True) if not self.no_drafts else ():
             if work.drafts and not work.block:
                 self.totals.verified(work.drafts, max(0, len(tokens) - 1))
         if self.adaptive is not None:
@@ -205,9 +205,9 @@ class Engine(Generic[RunnerKind]):
             self.drafting.extend([((output.request, output.child), output.tokens) for output in outputs])
             self.totals.drafting += self._clock() - begun
         drafts = {owners[row]: drafts for row, drafts in result.drafts.items() if row in owners}
-        if self.depth > 0:
+        if self._guessed and self.depth > 0:
             drafts.update({key: self._host_drafts(key) for key in self._guessed})
-        self.totals.sampled += sum(len(output.tokens) for output in outputs)
+        self.totals.sampled += sum([len(output.tokens) for output in outputs])
         for output in outputs if self._grammars else ():
             try:
                 # A complete grammar ends its sequence: only an end token could follow, and those may be ignored.
@@ -231,7 +231,8 @@ class Engine(Generic[RunnerKind]):
 
     def _drop(self, outputs: list[Output]) -> None:
         """Forget the sequences that have ended."""
-        self._grammars.drop(outputs)
+        if self._grammars:
+            self._grammars.drop(outputs)
         if self.drafting is not None:
             for output in outputs:
                 if output.finish is not None:
@@ -239,7 +240,7 @@ class Engine(Generic[RunnerKind]):
 
     def _note(self, plan: StepPlan) -> None:
         self.totals.steps += 1
-        self.totals.tokens += sum(work.count + work.drafts for work in plan.work)
+        self.totals.tokens += plan.tokens
         for observe in self.on_launch:
             observe(plan)
         for enter in plan.enter:

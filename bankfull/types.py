@@ -133,8 +133,7 @@ class Transfer:
         return self.src.tier == self.dst.tier == Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(NamedTuple):
     """A sequence takes a row."""
 
     request: Hashable
@@ -152,8 +151,7 @@ class Enter:
     payload: Any
 
 
-@dataclass(frozen=True, slots=True)
-class PageEdit:
+class PageEdit(NamedTuple):
     """New entries of a row's page table in one group, from index `first`."""
 
     group: int
@@ -195,7 +193,7 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         """Tokens that the step computes, drafts included."""
-        return sum(w.count + w.drafts for w in self.work)
+        return sum([w.count + w.drafts for w in self.work])
 
 
 @dataclass(slots=True)

@@ -147,6 +147,7 @@ def policies(
     if on_engine:
         measured = _on_engine(engine, base, compared, asked, traffic.load, stretch)
         rate, model, compared, memory_tokens = measured.rate, measured.model, measured.compared, measured.memory_tokens
+        base = replace(base, rows=measured.rows)
     else:
         few = replace(asked, jobs=min(asked.jobs, SATURATION_JOBS))
         rate = traffic.load * saturation(replace(base, policy="fcfs"), model, few)
@@ -257,8 +258,9 @@ class EngineRuns:
     rate: float
     """Jobs per second that arrived."""
     model: StepModel
+    rows: int
+    """Those asked for, or as many as the engine has."""
     compared: dict[str, SchedConfig]
-    """The schedulers, with no more rows than the engine has."""
     memory_tokens: int
     """Tokens whose state fits into the engine's memory; 0 if it has no pages."""
     figures: list[PolicyFigures]
@@ -277,7 +279,7 @@ def _on_engine(
     stretch: float,
 ) -> EngineRuns:
     from bankfull.cli.terminal import progress
-    from bankfull.plan.policies.compare import figures
+    from bankfull.plan.policies.compare import contenders, figures
     from bankfull.plan.policies.machine_speed import MachineSpeed, slowdown
     from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
     from bankfull.plan.policies.simulator import SimulatedEngine, saturation
@@ -293,8 +295,8 @@ def _on_engine(
             f"Jobs of up to {asked.most_tokens} tokens do not fit into the context of {llm.max_model_len}; lower "
             "--longest or --prompt-len."
         )
-    rows = own.scheduler.config.rows
-    compared = {name: replace(sched, rows=min(rows, sched.rows)) for name, sched in compared.items()}
+    base = replace(base, rows=min(base.rows, own.scheduler.config.rows))
+    compared = contenders(base, list(compared))  # the batches of fewer rows are smaller
     few, fcfs = replace(asked, jobs=min(asked.jobs, CALIBRATION_JOBS)), replace(base, policy="fcfs")
     own = scheduled(own, fcfs)
     _, records = measure(own, few.draw(float("inf")), few, vocab)
@@ -311,7 +313,7 @@ def _on_engine(
                 lambda done, _, name=name, before=before: advance(before + done, name),  # type: ignore[misc]
             )
     model = fit([one for _, records in runs.values() for one in records])
-    found = EngineRuns(rate, model, compared, memory_tokens(own.scheduler.state, asked), [], [], {})
+    found = EngineRuns(rate, model, base.rows, compared, memory_tokens(own.scheduler.state, asked), [], [], {})
     for name, (run, records) in runs.items():
         speed = MachineSpeed(model, records)
         made = SimulatedEngine(compared[name], model, asked, memory_tokens=found.memory_tokens, speed=speed)

@@ -117,8 +117,6 @@ class FleetReplica:
             late.insert(0, begun)
         # The engine measures a step as the difference of two readings of its clock.
         seconds = [end - start for start, end in pairwise(late)]
-        for seq in running:
-            self.runner.skip(seq.row, steps)
         self.clock.now = last
         ended = take_plain_steps(self.scheduler, steps, _decoded, seconds)
         totals = self.engine.totals

@@ -48,7 +48,7 @@ class Clock:
         return self.now
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FakeStep:
     """A future of a step's result. Waiting for it moves the clock to the step's end."""
 
@@ -61,7 +61,7 @@ class FakeStep:
     def wait(self) -> StepResult:
         self.clock.now = max(self.clock.now, self.ends)
         completed = [transfer.id for transfer in self.plan.transfers]
-        return StepResult(self.plan.step, self.tokens, [None] * len(self.tokens), completed=completed)
+        return StepResult(self.plan.step, self.tokens, completed=completed)
 
 
 class FakeRunner:
@@ -73,8 +73,7 @@ class FakeRunner:
         self._clock, self._seconds, self._token, self._fixed = clock, seconds, token, fixed
         self._free_at = 0.0
         self._request: dict[int, Any] = {}
-        self._known: dict[int, int] = {}
-        """Per row: the request number, and the number of known tokens."""
+        """Per row: the request number."""
         self._masked: dict[int, int] = {}
         """Per row: masked tokens of the block that is being denoised."""
         self.busy = 0.0
@@ -82,7 +81,6 @@ class FakeRunner:
     def forward(self, plan: StepPlan) -> FakeStep:
         for enter in plan.enter:
             self._request[enter.row] = enter.request
-            self._known[enter.row] = len(enter.tokens)
             self._masked.pop(enter.row, None)
         seconds = self._seconds(plan.work) if plan.work else 0.0
         self.busy += seconds
@@ -98,20 +96,15 @@ class FakeRunner:
         """Steps that ran without this runner have ended at this time."""
         self._free_at = max(self._free_at, time)
 
-    def skip(self, row: int, tokens: int) -> None:
-        """The row has generated these tokens without this runner."""
-        self._known[row] += tokens
-
     def _next(self, work: Work) -> list[int]:
-        row, new = work.row, work.block or 1
-        if work.block:
-            left = self._masked.pop(row, work.block) - self._fixed
-            if left > 0:
-                self._masked[row] = left
-                return []
-        position = self._known[row]
-        self._known[row] = position + new
-        return [self._token(self._request[row], position + i) for i in range(new)]
+        row, known = work.row, work.start + work.count
+        if not work.block:
+            return [self._token(self._request[row], known)]
+        left = self._masked.pop(row, work.block) - self._fixed
+        if left > 0:
+            self._masked[row] = left
+            return []
+        return [self._token(self._request[row], known + i) for i in range(work.block)]
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from bankfull.errors import ConfigError
 from bankfull.limits.meter.step import StepShape
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
-from bankfull.state.manager import Match
 from bankfull.state.prefix import Chain
+from bankfull.state.sequence_state import Match
 from bankfull.types import Request, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)

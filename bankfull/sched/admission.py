@@ -8,7 +8,8 @@ from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue
 from bankfull.sched.policy import Policy
 from bankfull.sched.sequence import Sequence
-from bankfull.state.manager import Match, StateManager
+from bankfull.state.manager import StateManager
+from bankfull.state.sequence_state import Match
 
 
 class AdmissionRoom:

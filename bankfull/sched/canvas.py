@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from bankfull.errors import RequestError
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.sketch import Sketch
-from bankfull.state.manager import Reserved, StateManager
+from bankfull.state.manager import StateManager
+from bankfull.state.sequence_state import Reserved
 from bankfull.types import CanvasShape, Request, Work
 
 

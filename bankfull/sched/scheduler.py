@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import count
 
 from bankfull.config import SchedConfig
@@ -28,7 +28,8 @@ from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_se
 from bankfull.sched.shares import COMPANY_STEPS, Tenants, batch_share
 from bankfull.sched.sketch import Sketch
 from bankfull.sched.way import Way
-from bankfull.state.manager import Reserved, SequenceState, StateManager
+from bankfull.state.manager import StateManager
+from bankfull.state.sequence_state import Reserved, SequenceState
 from bankfull.types import Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
 Drafts = int | Mapping[int, int]
@@ -96,8 +97,7 @@ class Scheduler:
         check_request(request, self.waiting, self.config, self.state)
         if self.canvas is not None:
             self.canvas.check(request, self.config.step_tokens, self.state)
-        now = self._clock()
-        batch = self.policy.is_batch(request)
+        now, batch = self._clock(), self.policy.is_batch(request)
         siblings = siblings_of(request, self.state.layout.block_tokens, now, batch, self._arrivals)
         self.stuck = False
         for seq in siblings:
@@ -289,29 +289,29 @@ class Scheduler:
             return self.canvas.serve(seq, step, self._insist)
         if seq.children:
             self._fork_children(seq, step)
-        missing = seq.missing
+        request, missing, budget = seq.request, seq.missing, step.budget
         timed, scored = (step.room, seq.scored) if missing > 1 else (None, False)
-        budget = step.budget if timed is None else min(step.budget, timed.tokens(scored))
-        size = self._share_of(seq, missing, budget if missing <= 1 else min(budget, step.prompt_budget))
+        if missing > 1:
+            budget = min(budget, step.prompt_budget, budget if timed is None else timed.tokens(scored))
+        size = self._share_of(seq, missing, budget)
         if size <= 0:
             return True
         assert seq.state is not None
-        sample = size == missing and seq.request.generates
+        sample = size == missing and request.generates
         most = drafts if isinstance(drafts, int) else drafts.get(seq.row, 0)
         if most:
             # Even if every draft in flight and every new one is accepted, the limit holds.
-            room = seq.request.limit - seq.known - seq.drafted - 1
-            own = seq.request.drafts
+            room, own = request.limit - seq.known - seq.drafted - 1, request.drafts
             most = max(0, min(most, step.spare, room, most if own is None else own)) if sample and size == 1 else 0
         upto = seq.start + seq.drafted + size
-        ahead = max(0, min(self._ahead, seq.request.limit - upto - most)) if sample else 0
+        ahead = max(0, min(self._ahead, request.limit - upto - most)) if self._ahead and sample else 0
         reserved = self.state.reserve(seq.state, upto + most, 1 + most, ahead)
         if reserved is None:
             most = 0  # draft tokens are worth neither waiting nor preempting
             reserved = self._insist(seq, upto, step)
             if reserved is None:
                 return False
-        step.prompts = step.prompts or (not seq.batch and (missing > 1 or seq.start < seq.prompt_len))
+        step.prompts |= not seq.batch and (missing > 1 or seq.start < seq.prompt_len)
         step.give(seq, Work(seq.row, seq.start, size, most, sample), reserved)
         if size > 1:
             self._filling.append(seq)
@@ -465,7 +465,7 @@ class Scheduler:
         self._seconds = seconds
         if self.pace.measured and plan.work:
             parts = zip(plan.work, self._inflight[0][1], strict=True)
-            kinds = kinds_of((w.count, s.request.scored and w.start < s.prompt_len - 1) for w, s in parts)
+            kinds = kinds_of([(w.count, s.request.scored and w.start < s.prompt_len - 1) for w, s in parts])
             self.pace.observe(*kinds, seconds)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Output]:
@@ -478,9 +478,8 @@ class Scheduler:
         for i, (work, seq, tokens) in enumerate(zip(plan.work, served, result.tokens, strict=True)):
             if not seq.flying or seq.flying[0] is not work:
                 continue  # aborted, ended or preempted since: the token is dropped
-            output = Output(seq.request.id, seq.child, [], None, None, None, seq.cached, seq.blocked)
-            if result.extras:
-                output.extra = result.extras[i]
+            extra = result.extras[i] if result.extras else None
+            output = Output(seq.request.id, seq.child, [], None, None, extra, seq.cached, seq.blocked)
             if i in result.errors:
                 output.finish, output.error = Finish.ERROR, result.errors[i]
             else:
@@ -490,11 +489,12 @@ class Scheduler:
             if output.tokens or output.finish is not None or output.extra is not None:
                 outputs.append(output)
         now = self._clock()
-        for seq in self.policy.after(plan, served, now, self._seconds):
-            self.rank_again(seq, now)
+        self.rank_again(self.policy.after(plan, served, now, self._seconds), now)
         return outputs
 
-    def rank_again(self, seq: Sequence, now: float) -> None:
-        if seq in self._by_request.get(seq.request.id, ()):
-            line = self._waiting if seq.state is None else self._running
-            line.reorder(seq, (seq.batch, self.policy.rank(seq, now), seq.order[-1]))
+    def rank_again(self, changed: Iterable[Sequence], now: float) -> None:
+        for seq in changed:
+            if seq in self._by_request.get(seq.request.id, ()):  # else it has ended
+                order = (seq.batch, self.policy.rank(seq, now), seq.order[-1])
+                if order != seq.order:
+                    (self._waiting if seq.state is None else self._running).reorder(seq, order)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from bankfull.state.manager import Parked, SequenceState, StateManager
+from bankfull.state.manager import StateManager
 from bankfull.state.prefix import Chain
+from bankfull.state.sequence_state import Parked, SequenceState
 from bankfull.state.tiers import Fetch
 from bankfull.types import Enter, Finish, Output, Request, Work
 
@@ -71,6 +72,10 @@ class Sequence:
     blocked: float = 0.0
     """Seconds that it waited behind others so far (`sched.blocked`)."""
     blocked_since: float | None = None
+    prompt_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt)
 
     @property
     def priority(self) -> int:
@@ -79,10 +84,6 @@ class Sequence:
     @property
     def tenant(self) -> str:
         return self.request.tenant
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
 
     @property
     def scored(self) -> bool:
@@ -195,7 +196,8 @@ def settle_sequence(seq: Sequence, step: int, tokens: list[int], output: Output,
     seq.land(accepted)
     # A row that ends may have one more step in flight, which reads the slot that the device has accepted.
     last_use = step if output.finish is None else state.launched
-    state.commit(seq.state, last_use, accepted)
+    if state.snapshots is not None:
+        state.commit(seq.state, last_use, accepted)
     if seq.computed >= seq.state.border:
         state.publish(seq.state, seq.tokens, seq.computed, seq.prompt_len, request.keeps)
     if seq.kept < len(request.keeps):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from bankfull.sched.pace import Room
 from bankfull.sched.sequence import Sequence
-from bankfull.state.manager import Reserved
+from bankfull.state.sequence_state import Reserved
 from bankfull.types import PageEdit, StepPlan, Work
 
 
@@ -47,18 +47,19 @@ class Sketch:
 
     def give(self, seq: Sequence, work: Work, reserved: Reserved) -> None:
         """Make `work` part of the step, in the places reserved for it."""
+        plan, row = self.plan, work.row
         work.slots = reserved.slots
         if reserved.pages:
-            self.plan.pages.extend(PageEdit(group, seq.row, first, pages) for group, first, pages in reserved.pages)
-        self.plan.work.append(work)
+            plan.pages += [PageEdit(group, row, first, pages) for group, first, pages in reserved.pages]
+        plan.work.append(work)
         self.served.append(seq)
-        self.fixed.add(seq.row)
+        self.fixed.add(row)
         self.budget -= work.count + work.drafts
         if work.count > 1:
             self.prompt_tokens -= work.count
             self.prompt_rows -= 1
         self.spare -= work.drafts
-        seq.turn = self.plan.step
+        seq.turn = plan.step
         seq.launch(work)
 
     @contextmanager

@@ -21,53 +21,48 @@ Decoded = Callable[[Sequence, int], list[int]]
 
 def plain_steps(scheduler: Scheduler) -> int:
     """Plain steps that could be taken now; the last of them ends at least one sequence. No step may be in flight.
-    Windows, recurrent state, batch work and forks change more than lengths in a step; they are always stepped one by
-    one."""
+    Windows, recurrent state, tiers, batch work and forks change more than lengths in a step; they are always stepped
+    one by one."""
     state, running = scheduler.state, scheduler._running
-    if not running or scheduler._inflight or state.windowed or state.snapshots is not None:
+    if not running or scheduler._inflight or state.windowed or state.snapshots is not None or state.tiers is not None:
         return 0
     if state.moving or running[-1].batch or (scheduler.waiting and _may_admit(scheduler)):
         return 0
     if 0 < scheduler.config.decode_rows < len(running):
         return 0
-    steps = 1 << 30
-    for seq in running:
-        if (
-            seq.missing != 1
-            or seq.start < seq.prompt_len
-            or seq.children
-            or not seq.request.generates
-            or seq.request.stop_ids
-        ):
-            return 0
-        steps = min(steps, seq.request.limit - len(seq.tokens))
-    if steps <= 0 or len(running) > scheduler.config.step_tokens:
+    if len(running) > scheduler.config.step_tokens:
         return 0
-    return min(steps, _steps_with_pages(scheduler, steps))
+    left = []
+    for seq in running:
+        request, start = seq.request, seq.start
+        if seq.missing != 1 or start < seq.prompt_len or seq.children or not request.generates or request.stop_ids:
+            return 0
+        left.append(request.limit - start - 1)
+    steps = min(left)
+    return steps if steps > 0 and _have_pages(scheduler, steps) else 0
 
 
 def _may_admit(scheduler: Scheduler) -> bool:
     """Whether the next plan could admit a waiting sequence, or do anything else for those that wait."""
     waiting, policy = scheduler._waiting, scheduler.policy
-    if scheduler.state.tiers is not None or scheduler._tenants.compete or waiting[-1].batch:
+    if scheduler._tenants.compete or waiting[-1].batch:
         return True
     quota = waiting.quota(scheduler.running, scheduler._clock(), scheduler.sealed)
     index = waiting.admissible(0, quota)
     if index is None:
         return False
-    return bool(scheduler._free_rows) or bool(
-        policy.preemptive and policy.giving_way(waiting[index], scheduler._running, None)
-    )
+    if scheduler._free_rows:
+        return True
+    return policy.preemptive and bool(policy.giving_way(waiting[index], scheduler._running, None))
 
 
-def _steps_with_pages(scheduler: Scheduler, steps: int) -> int:
-    """Steps for which the pages suffice; all or none: a shortage is the scheduler's own decision."""
-    need = 0
+def _have_pages(scheduler: Scheduler, steps: int) -> bool:
+    """Whether the pages suffice for so many steps; a shortage is the scheduler's own decision."""
+    need, growth = 0, scheduler.state.growth
     for seq in scheduler._running:
         assert seq.state is not None
-        for group, table in zip(scheduler.state.layout.paged, seq.state.tables, strict=True):
-            need += max(0, -(-(seq.start + steps) // group.page_tokens) - len(table))
-    return steps if need <= scheduler.state.pages.available else 0
+        need += growth(seq.state, seq.start + steps)
+    return need <= scheduler.state.pages.available
 
 
 def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds: list[float]) -> list[Sequence]:
@@ -79,25 +74,28 @@ def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds
     scheduler._steps = count(last + 1)
     scheduler._company = last
     state.launch(last)
-    for seq in scheduler._running:
-        assert seq.state is not None
-        reserved = state.reserve(seq.state, seq.start + steps)
-        assert reserved is not None, "plain_steps() has counted the pages"
+    ended = []
+    for seq in served:
+        own, computed = seq.state, seq.start + steps
+        assert own is not None
+        if computed > own.covered:
+            reserved = state.reserve(own, computed)
+            assert reserved is not None, "plain_steps() has counted the pages"
         seq.tokens += decoded(seq, steps)
-        seq.computed += steps
-        seq.start += steps
+        seq.computed = seq.start = computed
         seq.turn = last
-        if seq.computed >= seq.state.border:
-            state.publish(seq.state, seq.tokens, seq.computed, seq.prompt_len)
+        if computed >= own.border:
+            state.publish(own, seq.tokens, computed, seq.prompt_len)
+        if computed + 1 >= seq.request.limit:
+            ended.append(seq)
     state.settle(last)
     if scheduler.pace.measured:
         scheduler.pace.observe_decodes(len(scheduler._running), seconds[-REMEMBERED:])
-    ended = [seq for seq in scheduler._running if len(seq.tokens) >= seq.request.limit]
     now, policy = scheduler._clock(), scheduler.policy
-    if ended and policy.counting:  # it hears of a step's ends before it hears of the step
-        policy.after_plain(ended, seconds[:-1], now - sum(seconds))
+    if policy.counting and ended and steps > 1:  # it hears of the last step's ends before it hears of the step
+        scheduler.rank_again(policy.after_plain(ended, seconds[:-1], now - seconds[-1]), now)
+        ended.sort(key=lambda seq: seq.order)
     for seq in ended:
         scheduler._end(seq)
-    for seq in policy.after_plain(served, seconds, now):
-        scheduler.rank_again(seq, now)
+    scheduler.rank_again(policy.after_plain(served, seconds, now), now)
     return ended

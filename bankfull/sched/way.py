@@ -12,6 +12,7 @@ from bankfull.sched.sequence import Sequence
 from bankfull.sched.shares import Holdings, Tenants, first_of_each
 from bankfull.sched.sketch import Sketch
 from bankfull.state.manager import StateManager
+from bankfull.state.sequence_state import Match
 
 
 class Way:
@@ -47,8 +48,11 @@ class Way:
                 step.claims.append(head)
 
     def _make_for(self, head: Sequence) -> None:
+        match: Match | None = None
         while giving := self._giving_way_to(head):
-            pages, slots = self._room.lack(head, self._room.match(head))
+            if match is None:  # else it is as before: preemption evicts nothing
+                match = self._room.match(head)
+            pages, slots = self._room.lack(head, match)
             if self._free_rows and self.coming(pages, slots):
                 return  # it fits, or soon will
             gain = sum(self._state.held(s.state) for s in giving if s.state is not None)

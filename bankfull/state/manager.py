@@ -8,7 +8,6 @@ that step has settled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 from sys import maxsize
 
@@ -20,66 +19,10 @@ from bankfull.state.pages import Census, Pool
 from bankfull.state.pins import Pins
 from bankfull.state.policy import GroupPolicy, Hit, Reusable, Snapshots, longest_reusable, policy_of
 from bankfull.state.prefix import Chain
+from bankfull.state.sequence_state import NOTHING, Match, Parked, Reserved, SequenceState
 from bankfull.state.spec import Layout
 from bankfull.state.tiers import Key, Tiers
 from bankfull.types import NULL, Keep, Tier, TierAddress
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """The pages and slots of one sequence. `tables[g]` is its page table in group g; entries before the window are
-    NULL."""
-
-    chain: Chain
-    tables: list[list[int]]
-    live: list[int]
-    """Per group, the index of the first page that is still held, besides those that a mask keeps."""
-    published: list[int]
-    """Per group, the number of pages that were published to the prefix cache."""
-    covered: int
-    """Tokens that the tables of all groups have pages for."""
-    border: int
-    """Computed tokens from which on there is something new to publish."""
-    slot: int = NULL
-    """Slot of the recurrent state after the settled tokens."""
-    writing: list[tuple[int, ...]] = field(default_factory=list)
-    """Recurrent slots that launched steps write, oldest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A prefix whose state is in the prefix cache."""
-
-    length: int
-    tables: tuple[tuple[int, ...], ...] = ()
-    slot: int = NULL
-    private: tuple[Key, ...] = ()
-    """Keys that only this sequence may use: their content changes when it goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """A sequence without a row whose computed tokens are kept, as cached content. It is lost, and computed again, only
-    if memory is short and no lower tier has a copy."""
-
-    computed: int
-    private: tuple[Key, ...]
-    """Keys of its partial pages and of its recurrent state."""
-    slot: Key | None
-    """Key of its recurrent state, private or that of a snapshot; None if it has none."""
-    step: int
-    """The last launched step that may still write beside the computed tokens."""
-
-
-@dataclass(slots=True)
-class Reserved:
-    """Places for a step: new page table entries as (group, first index, pages), and slots to write."""
-
-    pages: Sequence[tuple[int, int, tuple[int, ...]]]
-    slots: tuple[int, ...]
-
-
-NOTHING = Reserved((), ())
 
 
 class StateManager:
@@ -175,19 +118,24 @@ class StateManager:
 
     def shortage(self, state: SequenceState, upto: int, slots: int) -> tuple[int, int]:
         """Pages and slots that `reserve` would lack; (0, 0) when it would succeed."""
+        lacking = max(0, self.growth(state, upto) - self.pages.available)
+        return lacking, 0 if self.snapshots is None else max(0, slots - self.slots.available)
+
+    def growth(self, state: SequenceState, upto: int) -> int:
+        """Pages for the first `upto` tokens that the sequence does not have yet."""
+        if upto <= state.covered:
+            return 0
         pages = 0
-        if upto > state.covered:
-            for group, table in zip(self.layout.paged, state.tables, strict=True):
-                pages += max(0, -(-upto // group.page_tokens) - len(table))
-        wanted = slots if self.snapshots is not None else 0
-        return max(0, pages - self.pages.available), max(0, wanted - self.slots.available)
+        for group, table in zip(self.layout.paged, state.tables, strict=True):
+            pages += max(0, -(-upto // group.page_tokens) - len(table))
+        return pages
 
     def held(self, state: SequenceState) -> int:
         """Pages that a sequence holds, alone or with others."""
-        return sum(
-            len(table) - live + sum(1 for page in table[:live] if page)
-            for table, live in zip(state.tables, state.live, strict=True)
-        )
+        pages = 0
+        for table, live in zip(state.tables, state.live, strict=True):
+            pages += len(table) - (live and table[:live].count(NULL))
+        return pages
 
     # -- the life of a sequence
 
@@ -196,8 +144,10 @@ class StateManager:
         tables = [list(t) for t in match.tables] or [[] for _ in self.layout.paged]
         for table in tables:
             self.pages.share_all(table)
-        self.slots.share(match.slot)
-        self.withdraw(match.private)
+        if match.slot:
+            self.slots.share(match.slot)
+        if match.private:
+            self.withdraw(match.private)
         live = [policy.first_live(match.length) for policy in self.policies]
         published = [match.length // group.page_tokens for group in self.layout.paged]
         return self._opened(chain, tables, live, published, match.length, match.slot)
@@ -209,15 +159,15 @@ class StateManager:
             return NOTHING
         if ahead and self.shortage(state, upto + ahead, slots) == (0, 0):
             upto += ahead
-        if self.shortage(state, upto, slots) != (0, 0):
+        if self.growth(state, upto) > self.pages.available:
             return None
-        edits = self._extend(state, upto) if upto > state.covered else ()
         written: tuple[int, ...] = ()
         if self.snapshots is not None:
+            if slots > self.slots.available:
+                return None
             written = tuple(self.slots.take(slots) or ())
-            assert len(written) == slots, "shortage() and take() disagree"
             state.writing.append(written)
-        return Reserved(edits, written)
+        return Reserved(self._extend(state, upto) if upto > state.covered else (), written)
 
     def _extend(self, state: SequenceState, upto: int) -> list[tuple[int, int, tuple[int, ...]]]:
         edits = []
@@ -225,9 +175,9 @@ class StateManager:
             missing = -(-upto // group.page_tokens) - len(table)
             if missing > 0:
                 taken = self.pages.take(missing)
-                assert taken is not None, "shortage() and take() disagree"
+                assert taken is not None, "growth() and take() disagree"
                 edits.append((g, len(table), tuple(taken)))
-                table.extend(taken)
+                table += taken
         state.covered = self._covered(state.tables)
         return edits
 
@@ -309,8 +259,9 @@ class StateManager:
         for written in state.writing:
             self.slots.drop_all(written, self.launched)
         state.writing.clear()
-        self.slots.drop(state.slot, self.launched)
-        state.slot = NULL
+        if state.slot:
+            self.slots.drop(state.slot, self.launched)
+            state.slot = NULL
 
     # -- parking, and content below the device
 
@@ -347,6 +298,13 @@ class StateManager:
     def match_parked(self, parked: Parked, chain: Chain) -> Match | None:
         """The whole state of a parked sequence; None if some of it was lost."""
         own = dict(parked.private)
+        if self._one_group:
+            names = chain.names[1 : parked.computed // chain.block + 1]
+            if parked.computed % chain.block:
+                names.append(own.get(0, b""))
+            pages = self.pages.find_first(zip(repeat(0), names))
+            whole = len(pages) * chain.block >= parked.computed
+            return Match(parked.computed, (tuple(pages),), NULL, parked.private) if whole else None
         tables = []
         for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
             first, size = policy.first_live(parked.computed), group.page_tokens
@@ -482,7 +440,7 @@ class StateManager:
 
     def _covered(self, tables: list[list[int]]) -> int:
         sizes = zip(self.layout.paged, tables, strict=True)
-        return min((len(table) * group.page_tokens for group, table in sizes), default=maxsize)
+        return min([len(table) * group.page_tokens for group, table in sizes], default=maxsize)
 
     def _next_border(self, length: int) -> int:
         block = self.layout.block_tokens

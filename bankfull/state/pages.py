@@ -67,7 +67,7 @@ class Pool:
     @property
     def available(self) -> int:
         """Places that `take` could return now."""
-        return self.free + self._cached
+        return len(self._free) + self.size + 1 - len(self._refs) + self._cached
 
     @property
     def free(self) -> int:
@@ -101,7 +101,8 @@ class Pool:
             return None
         free = self._free
         if len(free) < count:
-            self._use(min(count - len(free), self._unused))
+            if unused := self._unused:
+                self._use(min(count - len(free), unused))
             while len(free) < count:
                 self._evict()
         taken = free[: -count - 1 : -1]

@@ -122,7 +122,7 @@ class Layout:
     """Granularity of the hash chain; every group's page is a whole number of blocks."""
 
     def frames_for(self, length: int, new: int) -> int:
-        return sum(group.frames_for(length, new) for group in self.paged)
+        return sum([group.frames_for(length, new) for group in self.paged])
 
     @property
     def token_bytes(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.tiny import save
 
 from .conftest import Cli
 
@@ -43,6 +46,17 @@ def test_the_model_runs_the_same_jobs_and_both_are_compared(cli: Cli, model: Pat
     for kind in ("measured", "simulated", "replayed"):
         assert [one["policy"] for one in found[kind]] == ["fcfs", "mlfq"] == list(found["slowdowns"])
     assert found["same_order"] in (True, False) and found["largest_error"] >= 0 and found["step_model"]["step"] > 0
+
+
+def test_an_engine_with_fewer_rows_than_a_batch_compares_smaller_batches(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """Memory for the recurrent state of a few sequences lowers the rows."""
+    recurrent = save("mamba2", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, recurrent / name)
+    words = (*TINY[:-4], "--rows", 8, "--memory", "32KiB", "--with", "fcfs", "--with", "static", "--json")
+    done = cli("bench", "policies", "-m", recurrent, "--engine", *words)
+    assert done.code == 0, done.err
+    assert done.json["rows"] < 8 and len(done.json["measured"]) == 2
 
 
 def test_the_budgets_trade_first_tokens_for_later_ones(cli: Cli, tmp_path: Path) -> None:

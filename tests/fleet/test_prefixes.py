@@ -14,8 +14,9 @@ from bankfull.fleet.prefix_report import REPORT_SECONDS, PrefixReporter
 from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
 from bankfull.serve.engine.wire import Facts, PrefixChanges
 from bankfull.state.journal import PRIVATE, SLOT, KeyJournal, place_tag, short_key
-from bankfull.state.manager import Match, StateManager
+from bankfull.state.manager import StateManager
 from bankfull.state.prefix import Chain
+from bankfull.state.sequence_state import Match
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.types import NULL, Request
 from tests.quick import examples

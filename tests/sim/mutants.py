@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from pytest import MonkeyPatch
@@ -14,11 +13,12 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.sketch import Sketch
 from bankfull.sched.way import Way
-from bankfull.state.manager import Match, Parked, SequenceState, StateManager
+from bankfull.state.manager import StateManager
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
 from bankfull.state.policy import Window
 from bankfull.state.prefix import Chain
+from bankfull.state.sequence_state import Match, Parked, SequenceState
 from bankfull.state.tiers import Key, Tiers
 from bankfull.types import Tier, TierAddress, Work
 
@@ -120,7 +120,7 @@ def a_parked_page_keeps_its_key(patch: MonkeyPatch) -> None:
 def a_parked_sequence_goes_on_one_token_later(patch: MonkeyPatch) -> None:
     def park(manager: StateManager, state: SequenceState, computed: int, copy: bool) -> Parked | None:
         parked = original(manager, state, computed, copy)
-        return None if parked is None else replace(parked, computed=computed + 1)
+        return None if parked is None else parked._replace(computed=computed + 1)
 
     original = StateManager.park
     patch.setattr(StateManager, "park", park)

@@ -1,7 +1,7 @@
 """Jobs through the engine's own loop, scheduler and state, on a device that only models time.
 
-Plain decode steps are taken together (`sched.stride`), with the same result as single steps: a hundred thousand jobs
-take about a minute under fcfs. Policies that preempt have more steps that are not plain, and take about twice as long.
+Plain decode steps are taken together (`sched.stride`), with the same result as single steps. Policies that preempt have
+more steps that are not plain, and take up to twice as long. With a host tier every step is taken alone.
 """
 
 from __future__ import annotations
@@ -175,17 +175,19 @@ class SimulatedEngine:
             self._engine.add(Request(job.number, prompt, job.prompt + job.output, tenant=job.tenant))
 
     def _receive(self, output: Output) -> None:
+        """The times between a job's first token and its last one do not count: strides do not tell them."""
         number = cast(int, output.request)
-        served, ended = self._run.times[number], output.finish is not None
-        if served.first is None:
-            self._run.last_started = max(self._run.last_started, self._engine.started.pop(number, 0.0))
-        served.receive(self.clock.now, len(output.tokens), ended)
-        if ended:
-            served.tokens, served.blocked = (
-                served.output,
-                output.blocked,
-            )  # those of strides were not received one by one
-            self._run.ends.append(number)
+        served = self._run.times[number]
+        if served.first is None and output.tokens:
+            served.first = self.clock.now
+            self._run.last_started = max(self._run.last_started, self._engine.started.pop(number))
+        if output.finish is not None:
+            self._ended(number, output.blocked)
+
+    def _ended(self, number: int, blocked: float) -> None:
+        served = self._run.times[number]
+        served.tokens, served.last, served.blocked = served.output, self.clock.now, blocked
+        self._run.ends.append(number)
 
     def _plain_ends(self, running: Sequence[Running], most: int, arrival: float) -> list[float]:
         """When the next plain steps end: at most so many, up to the first one that ends after `arrival`."""
@@ -202,7 +204,7 @@ class SimulatedEngine:
         """Take plain steps up to the next arrival; False if the next step is not plain."""
         scheduler, policy = self.scheduler, self.scheduler.policy
         most = plain_steps(scheduler)
-        if most < 2:
+        if not most:
             return False
         arrival = min(self._horizon, self._coming[0].time if self._coming else float("inf"))
         running = scheduler._running
@@ -210,8 +212,6 @@ class SimulatedEngine:
         ends = self._plain_ends(running, most, arrival)
         del ends[policy.steps_to_change(running, begun, ends) :]
         steps, last = len(ends), ends[-1]
-        for seq in running:
-            self._runner.skip(seq.row, steps)
         self.clock.now = last
         self._runner.free_from(last)
         before = [begun, *ends[:-1]]
@@ -219,9 +219,7 @@ class SimulatedEngine:
         ended = take_plain_steps(scheduler, steps, _decoded, seconds)
         self._engine.totals.steps += steps
         for seq in ended:
-            served = self._run.times[cast(int, seq.request.id)]
-            served.tokens, served.last, served.blocked = served.output, last, seq.blocked
-            self._run.ends.append(cast(int, seq.request.id))
+            self._ended(cast(int, seq.request.id), seq.blocked)
         return True
 
 

@@ -13,10 +13,10 @@ before it has a single token. Skip-join puts a job into the first queue whose qu
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from operator import ge
 
 from bankfull.config import SchedConfig
 from bankfull.sched.policies.fcfs import FirstCome
@@ -33,6 +33,8 @@ one. Where memory is short, it would lose what it has computed each time: queues
 prompt is computed would preempt all sequences in turns, and none would ever get a token."""
 DEEPEST = 12
 """The last queue; its sequences stay in it."""
+ROUNDING = 1e-6
+"""More seconds than the sums of a run of steps may be wrong by."""
 
 
 @dataclass(slots=True)
@@ -42,8 +44,9 @@ class QueuedJob:
     """Order of joining the queue."""
     since: float
     """Time at which it was served last, or joined."""
+    quantum: float
+    """Seconds that it may use before it moves to the next queue."""
     used: float = 0.0
-    """Seconds of its quantum."""
     before: int | None = None
     """Its place before all queues; None for a sequence that is in its queue."""
 
@@ -70,7 +73,10 @@ class Mlfq(FirstCome):
         return request.priority >= BATCH_PRIORITY
 
     def quantum_of(self, level: int) -> float:
-        return self.quantum * 2.0**level
+        return self.quantum * (1 << level)
+
+    def _limit(self, level: int) -> float:
+        return self.quantum_of(level) if level < DEEPEST else math.inf
 
     def level_of(self, sequence: Sequence) -> int:
         return self._jobs[sequence].level
@@ -78,7 +84,8 @@ class Mlfq(FirstCome):
     def rank(self, sequence: Sequence, now: float) -> float:
         job = self._jobs.get(sequence)
         if job is None:
-            job = self._jobs[sequence] = QueuedJob(self.first_level(sequence), next(self._places), now)
+            level = self.first_level(sequence)
+            job = self._jobs[sequence] = QueuedJob(level, next(self._places), now, self._limit(level))
         if not _fruitless(sequence):
             job.before = None
         elif job.before is None:  # the first one keeps its place, and so gets its token
@@ -89,9 +96,9 @@ class Mlfq(FirstCome):
         return 0
 
     def giving_way(self, head: Sequence, running: list[Sequence], beyond: list[Sequence] | None) -> list[Sequence]:
-        level = self._jobs[head].level
-        below = (s for s in running if s.batch > head.batch or (s.batch == head.batch and self._jobs[s].level > level))
-        return [s for s in below if not _fruitless(s)]
+        jobs, level, batch = self._jobs, self._jobs[head].level, head.batch
+        below = [s for s in running if (s.batch > batch or (s.batch == batch and jobs[s].level > level))]
+        return [s for s in below if not (s.fruitless and _fruitless(s))]
 
     def victim(self, needy: Sequence, able: list[Sequence], holdings: Holdings | None) -> Sequence | None:
         return super().victim(needy, able, None)
@@ -100,38 +107,38 @@ class Mlfq(FirstCome):
         return self.after_plain(served, [seconds], now)
 
     def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        changed = []
-        for seq in served:
-            job = self._jobs.get(seq)
-            if job is None:  # it has ended
-                continue
-            for each in seconds:
+        alive = [(seq, job, job.level) for seq in served if (job := self._jobs.get(seq)) is not None]
+        jobs = [job for _, job, _ in alive]
+        for each in seconds:
+            moved = False
+            for job in jobs:
                 job.used += each
+                if job.used >= job.quantum:
+                    self._move(job, job.level + 1)
+                    self.demotions += 1
+                    moved = True
+            if moved and len(seconds) > 1:  # those that move in one step do so in their order
+                jobs.sort(key=lambda job: (job.level, job.place))
+        changed = []
+        for seq, job, level in alive:
             job.since = now
-            spent = job.used >= self.quantum_of(job.level) and job.level < DEEPEST
-            if spent:
-                self._move(job, job.level + 1)
-                self.demotions += 1
-            if spent or ((seq.fruitless or job.before is not None) and _fruitless(seq) == (job.before is None)):
+            freed = (seq.fruitless or job.before is not None) and _fruitless(seq) == (job.before is None)
+            if freed or level != job.level:
                 changed.append(seq)
         return changed + (self._promoted(now) if now - self._oldest >= self.starvation else [])
 
     def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
-        """Up to the step that uses up a quantum, or after which a sequence may be promoted."""
+        """Up to the first step after which a sequence may be below the first one that waits, or promoted."""
         if any(seq.fruitless and _fruitless(seq) for seq in running):
             return 1  # with its next token it may give way
-        before = begun
-        budgets = [(job.used, self.quantum_of(job.level)) for job in map(self._jobs.__getitem__, running)]
-        used, quanta = [used for used, _ in budgets], [quantum for _, quantum in budgets]
-        shortest = min(quantum - used for used, quantum in budgets)
-        for number, end in enumerate(ends, 1):
-            seconds = end - before
-            before = end
-            used = [one + seconds for one in used]  # in the order of `after_plain`, so that the sums are equal
-            spent = end - begun >= shortest / 2 and any(map(ge, used, quanta))
-            if spent or end - self._oldest >= self.starvation:
-                return number
-        return len(ends)
+        until = self._oldest + self.starvation
+        head = next((seq for seq in self.outlook.waiting() if seq.parent is None), None)
+        if head is not None and (level := self._jobs[head].level) < DEEPEST:
+            for job in map(self._jobs.__getitem__, running):
+                # Its quantum and those of all queues down to the level of `head`: at least so long it stays above.
+                quanta = job.quantum + self.quantum_of(level + 1) - self.quantum_of(job.level + 1)
+                until = min(until, begun + quanta - job.used)
+        return min(len(ends), bisect_left(ends, until - ROUNDING) + 1)
 
     def _promoted(self, now: float) -> list[Sequence]:
         """Sequences that have waited too long, the one that has waited longest first."""
@@ -151,7 +158,7 @@ class Mlfq(FirstCome):
         return starving
 
     def _move(self, job: QueuedJob, level: int) -> None:
-        job.level, job.place, job.used = level, next(self._places), 0.0
+        job.level, job.place, job.quantum, job.used = level, next(self._places), self._limit(level), 0.0
 
     def next_turn(self, sequence: Sequence, now: float) -> float:
         """FastServe's estimate: the time until its promotion, or until all jobs before it have used up their quanta

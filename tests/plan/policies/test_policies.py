@@ -41,23 +41,22 @@ def simulated(name: str, traffic: JobTraffic, rate: float, base: SchedConfig = B
     st.sampled_from([0, 3000]),
     st.sampled_from([1, 3]),
     st.booleans(),
+    st.sampled_from([0, 0, 2000]),
 )
 def test_strides_equal_single_steps(
-    name: str, seed: int, rows: int, rate: float, memory_tokens: int, keys: int, busy: bool
+    name: str, seed: int, rows: int, rate: float, memory_tokens: int, keys: int, busy: bool, host_tokens: int
 ) -> None:
     """Identical times, blocking, ends and counters, to the last bit."""
     traffic = JobTraffic(jobs=40, seed=seed, shortest=4, longest=200, keys=keys)
     base = SchedConfig(rows=rows, step_tokens=64, quantum_ms=20.0, starvation=0.5)
     memory = max(memory_tokens, traffic.most_tokens + 64) if memory_tokens else 0
     speed = MachineSpeed(MODEL, [StepRecord(2, 90, 0, 0.03 + 0.01 * (at % 5), 0.1 * at) for at in range(50)])
-    fast, slow = (
-        simulated(name, traffic, rate, base, stepped=stepped, memory_tokens=memory, speed=speed if busy else None)
-        for stepped in (False, True)
-    )
+    options: dict[str, Any] = {"memory_tokens": memory, "host_tokens": host_tokens, "speed": speed if busy else None}
+    fast, slow = (simulated(name, traffic, rate, base, stepped=stepped, **options) for stepped in (False, True))
     for one, other in zip(fast.times, slow.times, strict=True):
         assert (one.first, one.last, one.tokens, one.blocked) == (other.first, other.last, other.tokens, other.blocked)
     assert (fast.seconds, fast.preemptions, fast.steps) == (slow.seconds, slow.preemptions, slow.steps)
-    assert sorted(fast.ends) == sorted(slow.ends)
+    assert (fast.ends, fast.swapped) == (slow.ends, slow.swapped)
 
 
 def test_skip_join_mlfq_is_far_ahead_of_fcfs_and_near_the_oracle() -> None:
