@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from pytest import MonkeyPatch
@@ -121,7 +120,7 @@ def a_parked_page_keeps_its_key(patch: MonkeyPatch) -> None:
 def a_parked_sequence_goes_on_one_token_later(patch: MonkeyPatch) -> None:
     def park(manager: StateManager, state: SequenceState, computed: int, copy: bool) -> Parked | None:
         parked = original(manager, state, computed, copy)
-        return None if parked is None else replace(parked, computed=computed + 1)
+        return None if parked is None else parked._replace(computed=computed + 1)
 
     original = StateManager.park
     patch.setattr(StateManager, "park", park)

@@ -1,7 +1,7 @@
 """Jobs through the engine's own loop, scheduler and state, on a device that only models time.
 
-Plain decode steps are taken together (`sched.stride`), with the same result as single steps: a hundred thousand jobs
-take about a minute under fcfs. Policies that preempt have more steps that are not plain, and take about twice as long.
+Plain decode steps are taken together (`sched.stride`), with the same result as single steps. Policies that preempt have
+more steps that are not plain, and take up to twice as long. With a host tier every step is taken alone.
 """
 
 from __future__ import annotations
