@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -128,7 +128,7 @@ def test_a_prediction_module_has_its_experts_on_the_ranks_of_the_others(mesh: st
     exactly("mtp", mesh)
 
 
-@pytest.mark.parametrize("mesh", some(["tp=2", "tp=2,sp=on", "tp=2,ffn=1"], "tp=2"))
+@pytest.mark.parametrize("mesh", some(["tp=2", "tp=2,sp=on"], "tp=2"))
 @pytest.mark.parametrize("kind", some(KINDS, "eagle-tree", "medusa"))
 def test_drafters_run_behind_the_host_on_devices_that_are_late(kind: str, mesh: str) -> None:
     exactly(kind, mesh, partial(Late, 5, apart=True))
@@ -158,7 +158,6 @@ def test_ranks_draft_what_one_process_drafts(kind: str, mesh: str) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 11), st.data())
-@settings(max_examples=30, deadline=None)
 def test_ranks_find_the_best_outputs_and_exchange_only_candidates(ranks: int, count: int, data: st.DataObject) -> None:
     """Also where ranks have padded rows, or none of their own."""
     most, generator = data.draw(st.integers(1, count)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
