@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -201,12 +201,13 @@ class FailingPlaces:
         self.whole.close()
 
 
-def replace_disk(made: SplitBench, rank: int, places: Any) -> None:
-    """`places`: makes another object from a rank's pages on disk."""
+def replace_disk(made: SplitBench, rank: int, places: Callable[[Any], FailingPlaces]) -> FailingPlaces:
+    """`places`: makes them from a rank's own."""
     mover = made.runners[rank].mover
     assert mover is not None
     store: Any = mover.stores[Tier.DISK]
-    store.files["pages"] = places(store.files["pages"])
+    store.files["pages"] = found = places(store.files["pages"])
+    return found
 
 
 @pytest.mark.covering(1)
@@ -218,12 +219,11 @@ def test_a_disk_of_one_rank_that_loses_pages_changes_no_token(
     monkeypatch.setattr(state_tiers, "PAUSE_SECONDS", 0.0)
     asked = prompts()
     with engine("llama", mesh, disk=tmp_path) as made:
-        failing: list[FailingPlaces] = []
-        replace_disk(made, rank, lambda whole: failing.append(FailingPlaces(whole, 2)) or failing[0])
+        failing = replace_disk(made, rank, partial(FailingPlaces, seed=2))
         for _ in range(3):
             ask(made.bench, "llama", asked)
         traffic = tier_of(made.bench, Tier.DISK).traffic
-        assert failing[0].lost > 0 and traffic.failed == failing[0].lost and traffic.read > 0
+        assert failing.lost > 0 and traffic.failed == failing.lost and traffic.read > 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
