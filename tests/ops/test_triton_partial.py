@@ -19,7 +19,7 @@ from tests.ops import cases
 from tests.ops.partials import HERE, SEQUENCES, SIGHTS, check, drawn
 from tests.quick import examples
 
-interpreted_in_full = pytest.mark.full if not torch.cuda.is_available() else lambda test: test
+interpreted_in_full = [] if torch.cuda.is_available() else [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,8 +62,8 @@ def test_parts_are_those_of_the_body(name) -> None:
     check(drawn(counts, 1, **options), "triton", 2, 3e-5 if exact else 4e-2)
 
 
-@interpreted_in_full
-@examples(60, deadline=None)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=interpreted_in_full) for page in (1, 4, 16)])
+@examples(25, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     counts=SEQUENCES,
@@ -72,25 +72,23 @@ def test_parts_are_those_of_the_body(name) -> None:
     cap=st.sampled_from([None, 3.0]),
     block=st.sampled_from([0, 0, 4]),
     trees=st.booleans(),
-    page=st.sampled_from([1, 4, 16]),
 )
-def test_any_parts_are_those_of_the_body(seed, counts, ranks, sight, cap, block, trees, page) -> None:
+def test_any_parts_are_those_of_the_body(page, seed, counts, ranks, sight, cap, block, trees) -> None:
     trees = trees and not block
     made = drawn(counts, seed, sight=None if block else sight, cap=cap, block=block, trees=trees, page=page)
     check(made, "triton", ranks)
 
 
-@interpreted_in_full
-@examples(40, deadline=None)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=interpreted_in_full) for page in (4, 16)])
+@examples(20, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     counts=SEQUENCES,
     ranks=st.integers(1, 4),
     window=st.sampled_from([None, 1, 9, 40]),
     trees=st.booleans(),
-    page=st.sampled_from([4, 16]),
 )
-def test_any_parts_of_latents_are_those_of_the_body(seed, counts, ranks, window, trees, page) -> None:
+def test_any_parts_of_latents_are_those_of_the_body(page, seed, counts, ranks, window, trees) -> None:
     made = drawn(counts, seed, sight=window, kv=1, groups=6, size=24, latent=16, trees=trees, page=page)
     check(made, "triton", ranks)
 
