@@ -184,6 +184,25 @@ class Engine(Generic[RunnerKind]):
         """The time at which a step may find work although nothing arrives; None if only an arrival helps."""
         return self.scheduler.wake_at()
 
+    @property
+    def launched(self) -> list[StepPlan]:
+        """Steps that have not settled, the oldest first."""
+        return [plan for plan, *_ in self._inflight]
+
+    def settle(self) -> list[Output]:
+        """Settle the oldest launched step without planning another one."""
+        begun = self._clock()
+        outputs = self._settle()
+        self.totals.busy += self._clock() - begun
+        return outputs
+
+    def took(self, steps: int, rows: int, seconds: float) -> None:
+        """Count plain steps that have run without this engine (`sched.stride`)."""
+        self.totals.steps += steps
+        self.totals.tokens += steps * rows
+        self.totals.sampled += steps * rows
+        self.totals.busy += seconds
+
     def _settle(self) -> list[Output]:
         plan, step, launched, owners = self._inflight.popleft()
         result = step.wait()

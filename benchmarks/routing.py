@@ -25,7 +25,7 @@ from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.fleet.prefixes import HeldPrefixes, PromptKeys
 from bankfull.fleet.routing import POLICIES, routing_policy
-from bankfull.plan.simulate import Clock, FakeRunner
+from bankfull.plan.fake_runner import Clock, FakeRunner
 from bankfull.sched.scheduler import Scheduler
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges
 from bankfull.serve.engine.worker import STEP_MS, Gauge

@@ -12,7 +12,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.fleet.page_tables import PageTables, SequencePages, page_tables_of
-from bankfull.plan.simulate import Clock, FakeRunner
+from bankfull.plan.fake_runner import Clock, FakeRunner
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Paged, TensorSpec, layout_of

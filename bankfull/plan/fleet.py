@@ -23,12 +23,13 @@ from bankfull.fleet.prefixes import MOST_KEYS
 from bankfull.plan.day import Day
 from bankfull.plan.day_content import FIRST_OWN, Content, PartChain
 from bankfull.plan.decode_times import DecodeTimes, Floats
+from bankfull.plan.fake_runner import Clock
 from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of
 from bankfull.plan.fleet_ledger import FleetLedger
 from bankfull.plan.fleet_options import FleetOptions
 from bankfull.plan.fleet_replica import NO_STEPS, FleetReplica
 from bankfull.plan.fleet_requests import FleetConversation, FleetMember, FleetRequest
-from bankfull.plan.simulate import Clock, ReplicaSpec
+from bankfull.plan.simulate import ReplicaSpec
 from bankfull.state.prefix import Chain
 from bankfull.types import Request
 

@@ -20,8 +20,9 @@ from bankfull.engine import Engine
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.plan.day_content import Content
 from bankfull.plan.decode_times import DecodeTimes, Floats
+from bankfull.plan.fake_runner import Clock, FakeRunner
 from bankfull.plan.fleet_front import FleetStep, load_of
-from bankfull.plan.simulate import Clock, FakeRunner, ReplicaSpec
+from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.step_times import TimeBreakdown
 from bankfull.sched.pace import REMEMBERED
 from bankfull.sched.scheduler import Scheduler
@@ -119,12 +120,8 @@ class FleetReplica:
         seconds = [end - start for start, end in pairwise(late)]
         self.clock.now = last
         ended = take_plain_steps(self.scheduler, steps, _decoded, seconds)
-        totals = self.engine.totals
-        totals.steps += steps
-        totals.tokens += steps * len(running)
-        totals.sampled += steps * len(running)
+        self.engine.took(steps, len(running), last - begun)
         self.computed_tokens += steps * len(running)
-        totals.busy += last - begun
         self.runner.busy += last - begun
         if not ended:
             return None

@@ -41,7 +41,7 @@ from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, bottlene
 from bankfull.plan.pareto import ORDER, front, recommend
 from bankfull.plan.separate import RATIOS, PlannedPools
 from bankfull.plan.sites import Site, caveats
-from bankfull.plan.traffic import TrafficSpec
+from bankfull.plan.traffic import TraceRequest, TrafficSpec
 from bankfull.weights.source import ModelFiles
 
 SCREENED = 60
@@ -153,6 +153,8 @@ class Planner:
     _skipped: list[str] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
     _seen: dict[Key, SimulatedOutcome] = field(default_factory=dict)
+    _traces: dict[Key, Sequence[TraceRequest]] = field(default_factory=dict)
+    """By traffic, number of requests and vocabulary: many configurations run the same one."""
     _done: int = 0
     _losses: Losses = field(init=False)
 
@@ -435,8 +437,9 @@ class Planner:
         if key not in self._seen:
             self.advance(self._done, _shown(configuration))
             vocab = configuration.prepared.metered.model.vocab
-            trace = traffic.trace(count, vocab, asked.seed)
-            run = configuration.run(trace, traffic.longest)
+            if (drawn := (traffic, count, vocab)) not in self._traces:
+                self._traces[drawn] = traffic.trace(count, vocab, asked.seed)
+            run = configuration.run(self._traces[drawn], traffic.longest)
             self._seen[key] = outcome_of(configuration, run, traffic, asked.objectives)
             self._done += 1
         return self._seen[key]

@@ -111,9 +111,9 @@ def _join(request: RequestTimes, rest: RequestTimes) -> None:
 
 
 def _joined(spec: SeparatedSpec, requests: list[RequestTimes], first: Run, second: Run) -> Run:
-    spent = TimeBreakdown(first.spent.terms + second.spent.terms)
-    for name in ("overhead", "exchange", "least", "steps", "prefill"):
-        setattr(spent, name, getattr(first.spent, name) + getattr(second.spent, name))
+    spent = TimeBreakdown()
+    for run in (first, second):
+        spent.add(run.spent)
     ends = [one.last for one in requests if one.last is not None]
     seconds = max(max(ends, default=0.0) - requests[0].arrived, 1e-9)
     busy = first.busy * first.seconds * spec.engines.prefill + second.busy * second.seconds * spec.engines.decode

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from itertools import accumulate, islice, pairwise
+from typing import cast
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
@@ -18,93 +19,22 @@ from bankfull.engine import Engine
 from bankfull.errors import ConfigError, RequestError
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.fleet.routing import DEFAULT_POLICY
+from bankfull.plan.fake_runner import Clock, FakeRunner
 from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of, load_of
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest
 from bankfull.runtime.memory import Sizes
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
+from bankfull.sched.sequence import Sequence as Running
+from bankfull.sched.stride import take_plain_steps
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout
-from bankfull.types import CanvasShape, Output, Request, StepPlan, StepResult, Work
+from bankfull.types import CanvasShape, Output, Request, StepPlan, Work
 
 MOST_STEPS = 2_000_000
-
-StepSeconds = Callable[[Sequence[Work]], float]
-Tokens = Callable[[int, int], int]
-"""(request number, position) -> the sampled token."""
-
-
-def some_token(request: int, position: int) -> int:
-    """Different for each request, so that no two outputs share pages."""
-    return (request * 1_000_003 + position * 7919) & 0x7FFFFFFF
-
-
-@dataclass(slots=True)
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass(slots=True)
-class FakeStep:
-    """A future of a step's result. Waiting for it moves the clock to the step's end."""
-
-    plan: StepPlan
-    clock: Clock
-    ends: float
-    """Seconds on the clock."""
-    tokens: list[list[int]]
-
-    def wait(self) -> StepResult:
-        self.clock.now = max(self.clock.now, self.ends)
-        completed = [transfer.id for transfer in self.plan.transfers]
-        return StepResult(self.plan.step, self.tokens, completed=completed)
-
-
-class FakeRunner:
-    """A `Runner` that only models time. A step begins when the device is free, and ends after its seconds.
-
-    `fixed`: masked tokens that a denoising step of a diffusion model fixes; a block is complete when none is left."""
-
-    def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens = some_token, fixed: int = 1) -> None:
-        self._clock, self._seconds, self._token, self._fixed = clock, seconds, token, fixed
-        self._free_at = 0.0
-        self._request: dict[int, Any] = {}
-        """Per row: the request number."""
-        self._masked: dict[int, int] = {}
-        """Per row: masked tokens of the block that is being denoised."""
-        self.busy = 0.0
-
-    def forward(self, plan: StepPlan) -> FakeStep:
-        for enter in plan.enter:
-            self._request[enter.row] = enter.request
-            self._masked.pop(enter.row, None)
-        seconds = self._seconds(plan.work) if plan.work else 0.0
-        self.busy += seconds
-        self._free_at = max(self._clock.now, self._free_at) + seconds
-        # The tokens are fixed at launch: another sequence may enter a row before the step settles.
-        tokens = [self._next(w) if w.sample else [] for w in plan.work]
-        return FakeStep(plan, self._clock, self._free_at, tokens)
-
-    def finish(self, step: FakeStep, masks: Mapping[int, Any]) -> None:
-        """The tokens are known already."""
-
-    def free_from(self, time: float) -> None:
-        """Steps that ran without this runner have ended at this time."""
-        self._free_at = max(self._free_at, time)
-
-    def _next(self, work: Work) -> list[int]:
-        row, known = work.row, work.start + work.count
-        if not work.block:
-            return [self._token(self._request[row], known)]
-        left = self._masked.pop(row, work.block) - self._fixed
-        if left > 0:
-            self._masked[row] = left
-            return []
-        return [self._token(self._request[row], known + i) for i in range(work.block)]
+LEAST_STRIDE = 3
+"""Plain steps that are worth taking together: the engine's pipeline is emptied before and filled afterwards."""
 
 
 @dataclass(slots=True)
@@ -188,8 +118,15 @@ def _last_token(work: Work) -> Work:
 
 
 class Replica:
-    def __init__(self, spec: ReplicaSpec, requests: Sequence[RequestTimes], trace: Sequence[TraceRequest]) -> None:
-        self.spec, self._requests, self._trace = spec, requests, trace
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        requests: Sequence[RequestTimes],
+        trace: Sequence[TraceRequest],
+        stepped: bool = False,
+    ) -> None:
+        """`stepped`: every step runs through the engine, also the plain ones, with the same result."""
+        self.spec, self._requests, self._trace, self._stepped = spec, requests, trace, stepped
         self.clock, self.spent = Clock(), TimeBreakdown()
         # Pages beyond those that all requests fill, plus one per running request, are never used.
         # The last block of a diffusion model may end beyond the request.
@@ -242,17 +179,97 @@ class Replica:
                 return
             if self.scheduler.stuck and not self._wait(time):
                 return
+            if not self._stepped and self._stride(time):
+                continue
             before = self.engine.totals.steps
             outputs = self.engine.step()
-            if self.on_step is not None:
-                self.on_step(outputs)
-            for output in outputs:
-                self._receive(output)
+            self._deliver(outputs)
             if not outputs and self.engine.totals.steps == before and not self.engine.busy:
                 return
         raise ConfigError(
             f"The simulation of this traffic did not end within {MOST_STEPS} steps; give fewer or shorter requests."
         )
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        if self.on_step is not None:
+            self.on_step(outputs)
+        for output in outputs:
+            self._receive(output)
+
+    def _stride(self, time: float) -> bool:
+        """Take the plain decode steps together that end before the next arrival, before this time and before a
+        sequence ends. Each has the time that it has alone, and the next plan finds what it would find after single
+        steps: nothing arrives or ends between the plan of a step in flight and its end."""
+        until = min(time, self._requests[self._coming[0]].arrived) if self._coming else time
+        steps = self._plain_steps()
+        if not steps or self.runner.free_at >= until:
+            return False
+        while self.engine.launched:
+            self._deliver(self.engine.settle())
+        running = [*self.scheduler._running]
+        seconds = self._plain_seconds(running, steps, until)
+        if not seconds:
+            return False
+        ends = [*accumulate(seconds, initial=self.clock.now)]
+        apart = [end - start for start, end in pairwise(ends)]  # as the engine's clock measures them
+        self.clock.now = ends[-1]
+        take_plain_steps(self.scheduler, len(seconds), self._decoded, apart)
+        self.engine.took(len(seconds), len(running), ends[-1] - ends[0])
+        self.runner.took(seconds, ends[-1])
+        pages = self.manager.pages
+        self.most_pages = max(self.most_pages, pages.size - pages.available)
+        self.sequences += len(seconds) * len(running)
+        longest = max(apart[1:], default=0.0)
+        for seq in running:
+            served = self._requests[cast(int, seq.request.id)]
+            served.tokens += len(seconds)
+            served.longest_gap = max(served.longest_gap, ends[1] - served.newest, longest)
+            served.newest = ends[-1]
+        if self.on_step is not None:
+            self.on_step([])
+        return True
+
+    def _decoded(self, seq: Running, count: int) -> list[int]:
+        return self.runner.decode(seq.row, len(seq.tokens), count)
+
+    def _plain_steps(self) -> int:
+        """Plain steps after those in flight, none of which ends a sequence; 0 if there are few, or not certainly."""
+        scheduler, state = self.scheduler, self.manager
+        running, config = scheduler._running, scheduler.config
+        if not running or scheduler.waiting or scheduler.policy.counting or self.spec.canvas is not None:
+            return 0
+        if state.windowed or state.snapshots is not None or state.moving or state.tiers is not None:
+            return 0
+        if state.pages.coming:  # they count as used until the steps in flight have settled
+            return 0
+        if len(running) > config.step_tokens or 0 < config.decode_rows < len(running):
+            return 0
+        if any(seq.missing != 1 or seq.start < seq.prompt_len for seq in running):
+            return 0
+        if any(work.count != 1 for plan in self.engine.launched for work in plan.work):
+            return 0
+        steps = min(seq.request.limit - seq.known for seq in running) - 1
+        if steps < LEAST_STRIDE:
+            return 0
+        need = 0
+        for seq in running:
+            assert seq.state is not None
+            for group, table in zip(state.layout.paged, seq.state.tables, strict=True):
+                need += max(0, -(-(seq.start + steps) // group.page_tokens) - len(table))
+        return steps if need <= state.pages.available else 0
+
+    def _plain_seconds(self, running: Sequence[Running], steps: int, until: float) -> list[float]:
+        """Times of at most so many steps, as far as they end before `until`."""
+        found, now = list[float](), self.clock.now
+        work = [Work(seq.row, seq.start, 1, sample=True) for seq in running]
+        for spent in islice(self.spec.times.decodes(work), steps):
+            seconds = spent.seconds
+            if now + seconds >= until:
+                break
+            self.spent.add(spent)
+            found.append(seconds)
+            now += seconds
+        return found
 
     def _wait(self, time: float) -> bool:
         """Move the clock to the next event of an engine whose batch is incomplete; False if it is after `time`."""
@@ -335,10 +352,18 @@ class Run:
         return sum(served.arrived <= time for served in self.requests) - gone
 
 
-def simulate(spec: ReplicaSpec, trace: Sequence[TraceRequest], replicas: int = 1, routing: str = DEFAULT_POLICY) -> Run:
-    """Run a whole trace from an idle start to the last token. Several replicas are routed to by the server's policy."""
+def simulate(
+    spec: ReplicaSpec,
+    trace: Sequence[TraceRequest],
+    replicas: int = 1,
+    routing: str = DEFAULT_POLICY,
+    *,
+    stepped: bool = False,
+) -> Run:
+    """Run a whole trace from an idle start to the last token. Several replicas are routed to by the server's policy.
+    `stepped`: as for a `Replica`."""
     requests = [RequestTimes(a.time, len(a.prompt), a.output) for a in trace]
-    fleet = [Replica(spec, requests, trace) for _ in range(replicas)]
+    fleet = [Replica(spec, requests, trace, stepped) for _ in range(replicas)]
     front = _front_of(spec, fleet, routing) if replicas > 1 else None
     for number, served in enumerate(requests):
         for replica in fleet:
@@ -380,9 +405,7 @@ def _front_of(spec: ReplicaSpec, fleet: Sequence[Replica], routing: str) -> Flee
 def _joined(requests: list[RequestTimes], fleet: Sequence[Replica]) -> Run:
     spent = TimeBreakdown()
     for replica in fleet:
-        spent.terms = spent.terms + replica.spent.terms
-        for name in ("overhead", "exchange", "least", "steps", "prefill"):
-            setattr(spent, name, getattr(spent, name) + getattr(replica.spent, name))
+        spent.add(replica.spent)
     ends = [served.last for served in requests if served.last is not None]
     seconds = max(max(ends, default=0.0) - requests[0].arrived, 1e-9)
     busy = sum(replica.runner.busy for replica in fleet) / (seconds * len(fleet))

@@ -9,7 +9,7 @@ operations, each at its calibrated fraction of the ceiling, plus a fixed cost pe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
@@ -117,6 +117,14 @@ class TimeBreakdown:
     def seconds(self) -> float:
         return float(self.terms.sum()) + self.overhead + self.exchange
 
+    def add(self, other: TimeBreakdown) -> None:
+        self.terms += other.terms
+        self.overhead += other.overhead
+        self.exchange += other.exchange
+        self.least += other.least
+        self.steps += other.steps
+        self.prefill += other.prefill
+
     def shares(self) -> dict[str, float]:
         """Shares of all seconds, largest first."""
         whole = self.seconds or 1.0
@@ -200,6 +208,15 @@ class StepTimes:
         """Likely seconds of a planned step, which are added to `spent`."""
         decoding, prefill = features_of_work(work, self.windows, self.shares, self.block)
         return self.charge(decoding, prefill, len(work), sum(w.count + w.drafts for w in work), spent)
+
+    def decodes(self, work: Sequence[Work]) -> Iterator[TimeBreakdown]:
+        """Times of plain decode steps, one after the other; `work`: that of the first. No window cuts a sequence."""
+        decoding, prefill = features_of_work(work, self.windows, self.shares, self.block)
+        while True:
+            spent = TimeBreakdown()
+            self.charge(decoding, prefill, len(work), len(work), spent)
+            yield spent
+            decoding[FIXED_FEATURES : FIXED_FEATURES + 2 * len(self.windows)] += len(work)
 
     def charge(
         self, decoding: np.ndarray, prefill: np.ndarray, sequences: int, tokens: int, spent: TimeBreakdown

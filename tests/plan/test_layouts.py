@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -210,6 +210,10 @@ class Weighed(StepTimes):
         spent.overhead += seconds
         spent.steps += 1
         return seconds
+
+    def decodes(self, work: Sequence[Work]) -> Iterator[TimeBreakdown]:
+        while True:
+            yield TimeBreakdown(overhead=self.step, steps=1)
 
 
 def pair(transfer: float = 0.0, prefill: int = 1, decode: int = 1, token: float = 0.1) -> SeparatedSpec:

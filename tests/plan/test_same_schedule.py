@@ -82,7 +82,7 @@ def simulated_plans(
         queue=10**6,
     )
     requests = [RequestTimes(a.time, len(a.prompt), a.output) for a in trace]
-    replica = Replica(spec, requests, trace)
+    replica = Replica(spec, requests, trace, stepped=True)
     plans: list[ComparedPlan] = []
     replica.engine.on_launch.append(lambda plan: plans.append(told(plan)))
     for number, served in enumerate(requests):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from bankfull.bench.load.arrivals import Arrivals
 from bankfull.config import SchedConfig, StateConfig
-from bankfull.plan.simulate import Clock, FakeRunner, ReplicaSpec, Run, simulate
+from bankfull.plan.fake_runner import Clock, FakeRunner
+from bankfull.plan.simulate import ReplicaSpec, Run, simulate
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest, TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
@@ -28,6 +29,10 @@ class Constant(StepTimes):
         spent.overhead += self.seconds
         spent.steps += 1
         return self.seconds
+
+    def decodes(self, work: Sequence[Work]) -> Iterator[TimeBreakdown]:
+        while True:
+            yield TimeBreakdown(overhead=self.seconds, steps=1)
 
 
 def spec(

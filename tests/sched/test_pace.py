@@ -12,7 +12,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
-from bankfull.plan.simulate import Clock, FakeRunner
+from bankfull.plan.fake_runner import Clock, FakeRunner
 from bankfull.sched.pace import ALONE, FIRST_TOKENS, LEAST_TOKENS, SHARED, Pace
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.sched.scheduler import Scheduler

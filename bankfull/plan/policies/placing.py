@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from bankfull.config import SchedConfig
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.routing import routing_policy
+from bankfull.plan.fake_runner import Clock
 from bankfull.plan.fleet_front import facts_of, load_of
 from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
 from bankfull.plan.policies.simulator import Advance, JobRun, SimulatedEngine
 from bankfull.plan.policies.step_model import StepModel
-from bankfull.plan.simulate import Clock, RequestTimes
+from bankfull.plan.simulate import RequestTimes
 
 ROUTINGS = ("completion", "least-loaded", "random-two")
 """Routing policies that are compared."""

@@ -14,10 +14,11 @@ from typing import Any, cast
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
+from bankfull.plan.fake_runner import Clock, FakeRunner
 from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
 from bankfull.plan.policies.machine_speed import MachineSpeed
 from bankfull.plan.policies.step_model import StepModel
-from bankfull.plan.simulate import Clock, FakeRunner, RequestTimes
+from bankfull.plan.simulate import RequestTimes
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence as Running
 from bankfull.sched.stride import plain_steps, take_plain_steps

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
 from bankfull.llm import LLM
+from bankfull.plan.fake_runner import Clock
 from bankfull.plan.policies.compare import CONTENDERS, agreement, contenders, figures, policy_chart
 from bankfull.plan.policies.jobs import JobTraffic
 from bankfull.plan.policies.machine_speed import MachineSpeed
 from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
 from bankfull.plan.policies.simulator import JobRun, SimulatedEngine, saturation
 from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
-from bankfull.plan.simulate import Clock, RequestTimes
+from bankfull.plan.simulate import RequestTimes
 from bankfull.types import StepPlan
 from tests.tiny import speaking_folder
 
