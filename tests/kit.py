@@ -35,7 +35,8 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.state.disk import DiskStore
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
-from bankfull.state.tiers import LowerTier, Tiers, TransferRates
+from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Output, Request, Tier
 from tests.tiny import DEVICE
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bankfull.state.tiers import TransferRates
+from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Tier
 
 

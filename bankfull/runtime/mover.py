@@ -25,7 +25,7 @@ from bankfull.runtime.joint_moves import JointMoves
 from bankfull.state.disk import DamagedPlace
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
-from bankfull.state.tiers import TransferRates
+from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Tier, TierAddress, Transfer
 
 log = logging.getLogger("bankfull")

@@ -32,7 +32,8 @@ from bankfull.state.expected import ExpectedState
 from bankfull.state.manager import StateManager
 from bankfull.state.shipping import Shipping
 from bankfull.state.spec import Layout
-from bankfull.state.tiers import LowerTier, Tiers, TransferRates, key_from_disk
+from bankfull.state.tiers import LowerTier, Tiers, key_from_disk
+from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Tier
 from bankfull.weights.fingerprint import weights_fingerprint
 from bankfull.weights.source import ModelFiles

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from bankfull.state.journal import PRIVATE, SLOT
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
+from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Tier, TierAddress
 
 if TYPE_CHECKING:
@@ -53,36 +54,6 @@ def key_from_disk(name: bytes) -> Key:
 def name_in(tier: Tier, key: Key) -> bytes:
     """The name that a transfer from or to this tier carries."""
     return disk_key(key) if tier >= Tier.EXCHANGE else b""
-
-
-class TransferRates:
-    """Measured bytes per second from one tier to another."""
-
-    FIRST = {Tier.HOST: 10e9, Tier.EXCHANGE: 5e9, Tier.DISK: 500e6}  # noqa: RUF012
-    """Assumed before anything was measured."""
-    WEIGHT = 0.2
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Tier, Tier], float] = {}
-        self._elsewhere: dict[int, dict[tuple[Tier, Tier], float]] = {}
-        """Of other ranks, which move their parts at the same time."""
-
-    def observe(self, src: Tier, dst: Tier, nbytes: int, seconds: float) -> None:
-        if seconds > 0 and nbytes:
-            rate, before = nbytes / seconds, self._found.get((src, dst))
-            self._found[src, dst] = rate if before is None else before + self.WEIGHT * (rate - before)
-
-    def measured(self) -> list[tuple[Tier, Tier, float]]:
-        return [(*way, rate) for way, rate in self._found.items()]
-
-    def hear(self, rank: int, measured: Sequence[tuple[Tier, Tier, float]]) -> None:
-        """What another rank has measured so far."""
-        self._elsewhere[rank] = {(src, dst): rate for src, dst, rate in measured}
-
-    def of(self, src: Tier, dst: Tier) -> float:
-        """Of the slowest rank: content has moved when all of its parts have."""
-        known = (found.get((src, dst)) for found in (self._found, *self._elsewhere.values()))
-        return min((rate for rate in known if rate), default=self.FIRST[max(src, dst)])
 
 
 @dataclass(slots=True)

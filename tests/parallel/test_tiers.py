@@ -33,7 +33,8 @@ from bankfull.runtime.joint_moves import JointMoves, RankMoves
 from bankfull.runtime.tier_ranks import held_by_all, slot_bytes
 from bankfull.state import tiers as state_tiers
 from bankfull.state.disk import DamagedPlace, PlaceEntry, StoredTier, stored
-from bankfull.state.tiers import LowerTier, TransferRates
+from bankfull.state.tiers import LowerTier
+from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Tier
 from tests.kit import Bench
 from tests.parallel.apart_device import ApartCpu

@@ -81,7 +81,7 @@ class SimulatedEngine:
         self._model, self._traffic, self._speed, self._stepped = model, traffic, speed, stepped
         self._state = state_of(sched, traffic, memory_tokens, self.clock)
         if host_tokens:
-            lower = LowerTier(Tier.HOST, host_tokens // PAGE_TOKENS, 0, eager=False, rate=0)
+            lower = LowerTier(Tier.HOST, host_tokens // PAGE_TOKENS, 0)
             pages, page_bytes = self._state.pages, PAGE_TOKENS * token_bytes
             self._state.tiers = Tiers(
                 pages,
