@@ -187,7 +187,7 @@ class ClusterManager:
                 )
                 return
         status, *others = statuses
-        if (hosts := in_order(str(status["node_id"]), others)) != replica.hosts:
+        if (hosts := in_order(str(status.get("node_id", "")), others)) != replica.hosts:
             replica.hosts, replica.asked_at = hosts, 0.0  # the gateway must know them first
             return
         address = (str(status["host"]), int(status["port"]))

@@ -42,7 +42,7 @@ class AdmissionRoom:
         """What it starts from, if it has room; if need be, those that wait give back what they hold, itself last. One
         that overtakes others leaves them what they hold, and what is on its way to them."""
         aside = self._aside
-        if aside.lacks_room(seq, waiting, bool(self._running)):
+        if self._state.tiers is not None and aside.lacks_room(seq, waiting, bool(self._running)):
             return None
         promised = aside.promised() if overtakes else 0
         while (lack := self.lack(seq, match := self.match(seq), promised)) != (0, 0):
