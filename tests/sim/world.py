@@ -371,6 +371,8 @@ class World:
         for seq in self.sched._waiting:
             for pool, place in () if seq.fetch is None else seq.fetch.held:
                 (pages if pool is state.pages else slots)[place] += 1
+        for key, place in () if state.tiers is None else state.tiers._leaving:
+            (pages if state.tiers.device_pool(key) is state.pages else slots)[place] += 1
         for held in state.pins._held.values():
             if held.pool in (state.pages, state.slots):
                 (pages if held.pool is state.pages else slots)[held.place] += 1
