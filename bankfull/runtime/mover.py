@@ -41,6 +41,7 @@ RUNG_TOGETHER = 8
 """Transfers of a store that end before a waiting engine is woken, unless no other one is queued: each time it runs a
 whole step in Python, for which the store's threads wait."""
 STORE_PATIENCE = 4
+"""How many times as long `wait` waits for a store as for copies to and from the host, for the same reason."""
 TRIAL_BYTES = 64 << 20
 """Copied once in each direction at the start, to measure the rate."""
 COMPLAINTS_SECONDS = 60.0
