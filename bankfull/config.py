@@ -120,7 +120,7 @@ class StateConfig:
     """Bytes of pinned host memory for state that leaves a GPU ("8GiB"); None = no host tier."""
     kv_disk: str | None = None
     """Bytes of the disk tier, and its directory after a colon ("100GiB", "100GiB:/var/cache/kv"); without a directory
-    it is in the cache directory. None = no disk tier."""
+    it is in the cache directory. All engines that use the directory share the bytes. None = no disk tier."""
     kv_host_rate: str | int | None = None
     """Bytes per second that write-behind to the host may take; None = no limit."""
     kv_disk_rate: str | int | None = None
@@ -208,6 +208,10 @@ def parse_memory(value: str | int | float | None, free: int) -> int | None:
     return int(number * free) if relative else int(number)
 
 
+CPU_SHARE = 0.4
+"""Fraction of a CPU's free memory that the pools of one engine take by default."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """Device and precision of the model."""
@@ -220,8 +224,11 @@ class RunConfig:
     expand: bool = False
     """Dequantize weights at load; takes more memory."""
     quantize: str | None = None
-    """Quantize the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "fp8", "q4_k,keep", ...
-    (lossy), or "llm.int8" (calibrated: `quantize.outliers`). "2:4" drops the zeros of matrices that were pruned so."""
+    """Quantize the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "q4_k,keep", "fp8" (on a
+    GPU with activations rounded per token, too), ... (lossy), or "llm.int8" (calibrated: `quantize.outliers`). "2:4"
+    drops the zeros of matrices that were pruned so."""
+    stored: str | None = None
+    """The method that the checkpoint must be quantized with, or gguf; None: whatever it is."""
     kv_dtype: str = "auto"
     """Type of keys and values in the KV cache; auto = the model's, or bfloat16 where activations are quantized. int8,
     fp8 and int4 are lossy."""
@@ -421,6 +428,15 @@ class SpeculativeChoice:
 
     def number(self, key: str) -> int:
         return int(self.options[key])
+
+    def ways(self, lookup: bool) -> dict[str, bool | None]:
+        """The names that a request may choose: those that run, with whether its drafts then come from lookup alone
+        (True), never from there (False), or from what there is (None). `lookup`: whether the host looks up."""
+        if self.name == "auto":
+            return {"suffix": None} if lookup else {}
+        if self.then is not None:
+            return {CHAIN: None, "suffix": True, self.then.name: False}
+        return {} if self.name == "off" else {self.name: None}
 
     @staticmethod
     def parse(text: str) -> SpeculativeChoice:

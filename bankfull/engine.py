@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bankfull.decode.draft_counts import DraftCounts
+from bankfull.decode.speculating import Speculating
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import BankfullError
 from bankfull.runtime.device import Future
+from bankfull.runtime.exhausted import lacks_memory, needs_more_memory
 from bankfull.runtime.runner import Runner
 from bankfull.sched.scheduler import Drafts, Scheduler
 from bankfull.types import Finish, Guess, Output, Request, StepPlan, StepResult
@@ -24,8 +26,8 @@ from bankfull.types import Finish, Guess, Output, Request, StepPlan, StepResult
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bankfull.decode.adaptive import AdaptiveWidth
     from bankfull.decode.drafting import Drafting
+    from bankfull.decode.speculating import Chooser
     from bankfull.runtime.device_runner import DeviceRunner
     from bankfull.sample.grammar import MaskPool, Matcher
     from bankfull.sample.params import SamplingParams
@@ -59,14 +61,12 @@ class Engine(Generic[RunnerKind]):
         depth: int,
         clock: Callable[[], float] = time.monotonic,
         drafting: Drafting | None = None,
-        adaptive: AdaptiveWidth | None = None,
+        adaptive: Chooser | None = None,
     ) -> None:
-        """`drafting`: finds draft tokens on the host, if any. `adaptive`: chooses how many of the strategy's drafts are
-        verified; without it, as many as the strategy proposes."""
+        """`drafting`: finds draft tokens on the host, if any. `adaptive`: chooses the rows that the strategy drafts
+        for, and how many of its drafts are verified; without it, as many as it proposes."""
         self.scheduler, self.runner, self.strategy, self.depth = scheduler, runner, strategy, depth
-        self.drafting, self.adaptive = drafting, adaptive
-        self._proposed = 0 if adaptive is None else adaptive.widest
-        """Drafts per row that the newest planned step proposes."""
+        self.drafting, self.adaptive = drafting, None if adaptive is None else Speculating(adaptive, strategy)
         self.started: dict[Hashable, float] = {}
         """Request id -> time at which it first got a row; the caller removes entries."""
         self.totals = Totals()
@@ -74,6 +74,8 @@ class Engine(Generic[RunnerKind]):
         """Called with every planned step just before it is launched."""
         self.on_settle: list[Callable[[StepPlan, StepResult], None]] = []
         """Called with every step and its results when they have arrived, before they are processed."""
+        self.draft_ways: Mapping[str, bool | None] = {}
+        """Ways of drafting that a request may choose (`SpeculativeChoice.ways`)."""
         self.no_drafts = "it is off" if drafting is None and strategy.idle else ""
         if strategy.canvas is not None:
             self.no_drafts = "the model denoises blocks of tokens"
@@ -92,8 +94,13 @@ class Engine(Generic[RunnerKind]):
     def add(self, request: Request, matchers: Sequence[Matcher] = ()) -> None:
         """Queue a request; `matchers`: its grammar, once for each sample, at the position of the sample's tokens."""
         self.scheduler.add(request)
-        if self.drafting is not None and request.drafts != 0:
-            self.drafting.expect(request.id, request.samples - len(request.finished), request.reference)
+        # Masks of drafts would come too late for the stages of a pipeline, which run several steps ahead.
+        drafts = request.drafts != 0 and not (matchers and self.scheduler.stages > 1)
+        if self.drafting is not None and drafts and request.lookup is not False:
+            open_samples = request.samples - len(request.finished)
+            self.drafting.expect(request.id, open_samples, request.reference, request.lookup is True)
+        if self.adaptive is not None:
+            self.adaptive.expect(request)
         for child, matcher in enumerate(matchers):
             if child not in request.finished:
                 self._grammars.add((request.id, child), matcher)
@@ -124,41 +131,83 @@ class Engine(Generic[RunnerKind]):
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
             if self._inflight:
+                self._guessed = {}  # no planned step has these drafts
                 outputs = self._settle()
         else:
             self._note(plan)
             if self.drafting is not None:
                 self._guess(self.drafting, plan)
             if self.adaptive is not None:
-                self._proposed = plan.proposes = self.adaptive.next(sum(work.sample for work in plan.work))
-            launched = self._clock()
-            step = self.runner.forward(plan)
-            if len(self._inflight) >= max(1, self.depth):
-                outputs = self._settle()
-            self.runner.finish(step, self._grammars.masks(plan, self._owner))
-            owners = {work.row: self._owner[work.row] for work in plan.work} if self._grammars else {}
-            self._inflight.append((plan, step, launched, owners))
-            self.scheduler.name_ahead()
-            if self.depth == 0:
-                outputs = self._settle()
+                self.adaptive.choose(plan, self._owner)
+            outputs = self._run(plan)
         if not self.busy:
             self.scheduler.state.check()
         self.totals.busy += self._clock() - begun
         return outputs
 
+    def _run(self, plan: StepPlan) -> list[Output]:
+        """Launch a step, and settle the one that is due. A launch that lacks memory gives up this step alone."""
+        launched, outputs, lacking = self._clock(), list[Output](), ""
+        try:
+            step = self.runner.forward(plan)
+        except (MemoryError, RuntimeError) as error:
+            lacking = self._lacking(error)
+        if lacking:  # outside of the handler, whose traceback holds what the step had allocated
+            while self._inflight:
+                outputs += self._settle()
+            return outputs + self._give_up([plan])
+        owners = {work.row: self._owner[work.row] for work in plan.work} if self._grammars else {}
+        self._inflight.append((plan, step, launched, owners))
+        if len(self._inflight) > max(1, self.depth):
+            outputs = self._settle()
+        if not self._inflight:  # the step before it has failed, and this one with it
+            return outputs
+        try:
+            self.runner.finish(step, self._grammars.masks(plan, self._owner))
+        except (MemoryError, RuntimeError) as error:
+            lacking = self._lacking(error)
+        if lacking:
+            del self._inflight[-1]
+            return outputs + self._give_up([plan])
+        self.scheduler.name_ahead()
+        return outputs + self._settle() if self.depth == 0 else outputs
+
+    def _lacking(self, error: Exception) -> str:
+        """What the error says, if memory was lacking and the step can be given up; else the error is raised."""
+        if not lacks_memory(error) or getattr(self.runner, "followers", None) is not None:
+            raise error  # other ranks would run another step than this one
+        return str(error) or type(error).__name__
+
+    def _give_up(self, plans: Sequence[StepPlan]) -> list[Output]:
+        """Abandon launched steps, the oldest first in `plans`, whose results do not count: their requests run again,
+        one at a time, and the one that fails alone ends."""
+        cause, first = None, plans[0]
+        for plan in reversed(plans):
+            cause = self.scheduler.abandon(plan)
+        if not first.work:
+            raise MemoryError("A step without work lacks memory.")
+        if cause is None:
+            return []
+        tokens = sum(work.count for work in first.work)
+        outputs = self.abort(cause, Finish.ERROR)
+        for output in outputs:
+            output.error = needs_more_memory(tokens)
+        return outputs
+
     def _drafts(self) -> Drafts:
         drafting = self.drafting
+        own: Drafts = 0 if self.strategy.idle else self.strategy.width(self.scheduler.running)
         if self.adaptive is not None:
-            own = self._proposed
-        else:
-            own = 0 if self.strategy.idle else self.strategy.width(self.scheduler.running)
+            own = self.adaptive.verifies
         if drafting is None:
             return own
         begun = self._clock()
         rows = self.scheduler.decoding()
         found = drafting.widths({row: self._owner[row] for row in rows}, self.scheduler.config.step_tokens - len(rows))
         self.totals.drafting += self._clock() - begun
-        return {row: found.get(row, own) for row in rows} if own else found
+        if isinstance(own, int):
+            return {row: found.get(row, own) for row in rows} if own else found
+        return {**own, **found}
 
     def _guess(self, drafting: Drafting, plan: StepPlan) -> None:
         """Send the host's guesses with the plan. A grammar needs a mask after each draft: with a step in flight, the
@@ -192,6 +241,7 @@ class Engine(Generic[RunnerKind]):
     def settle(self) -> list[Output]:
         """Settle the oldest launched step without planning another one."""
         begun = self._clock()
+        self._guessed = {}  # no planned step has these drafts
         outputs = self._settle()
         self.totals.busy += self._clock() - begun
         return outputs
@@ -204,8 +254,18 @@ class Engine(Generic[RunnerKind]):
         self.totals.busy += seconds
 
     def _settle(self) -> list[Output]:
-        plan, step, launched, owners = self._inflight.popleft()
-        result = step.wait()
+        plan, step, launched, owners = self._inflight[0]
+        lacking, result = "", None
+        try:
+            result = step.wait()
+        except (MemoryError, RuntimeError) as error:
+            lacking = self._lacking(error)
+        if result is None:
+            assert lacking, "a step has a result, or lacks memory for it"
+            plans = self.launched
+            self._inflight.clear()
+            return self._give_up(plans)
+        del self._inflight[0]
         now = self._clock()
         seconds = now - max(launched, self._free_at)
         self.scheduler.took(plan, seconds)
@@ -214,7 +274,7 @@ class Engine(Generic[RunnerKind]):
             if work.drafts and not work.block:
                 self.totals.verified(work.drafts, max(0, len(tokens) - 1))
         if self.adaptive is not None:
-            self._measure(self.adaptive, plan, result, seconds)
+            self.adaptive.observe(plan, result, seconds)
         for observe in self.on_settle:
             observe(plan, result)
         outputs = self.scheduler.settle(plan, result)
@@ -226,32 +286,31 @@ class Engine(Generic[RunnerKind]):
         drafts = {owners[row]: drafts for row, drafts in result.drafts.items() if row in owners}
         if self._guessed and self.depth > 0:
             drafts.update({key: self._host_drafts(key) for key in self._guessed})
-        self.totals.sampled += sum([len(output.tokens) for output in outputs])
         for output in outputs if self._grammars else ():
+            ended = output.finish is not None
             try:
-                # A complete grammar ends its sequence: only an end token could follow, and those may be ignored.
-                ends = Finish.STOP if self._grammars.advance(output, drafts) else None
+                # A complete grammar ends its sequence: only an end token could follow, and those may be ignored. So
+                # does whatever drafts behind it have led to: an end token, the limit, or no token at all.
+                if self._grammars.advance(output, drafts):
+                    output.finish, output.error = Finish.STOP, None
             except BankfullError as error:
-                ends, output.error = Finish.ERROR, str(error)
-            if ends is not None:
-                self.scheduler.abort(output.request, ends, output.child)
-                output.finish = ends
+                output.finish, output.error = Finish.ERROR, str(error)
+            if output.finish is not None and not ended:
+                self.scheduler.abort(output.request, output.finish, output.child)
+        self.totals.sampled += sum([len(output.tokens) for output in outputs])
+        # A sequence that has sampled nothing yet may verify drafts with its last prompt token, as siblings do.
+        silent = drafts.keys() - {(output.request, output.child) for output in outputs if output.tokens}
+        for key in silent:
+            self._grammars.draft(key, drafts[key])
         self._drop(outputs)
         return outputs
-
-    @staticmethod
-    def _measure(adaptive: AdaptiveWidth, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Tell the chooser of widths about a step that is like those before and after it: it computes no prompt, and
-        proposes as many drafts as all of its rows verify."""
-        width = plan.proposes
-        if width is not None and plan.work and all(w.count == 1 and w.sample and w.drafts == width for w in plan.work):
-            accepted = sum(len(tokens) for tokens in result.tokens) - len(plan.work)
-            adaptive.observe(len(plan.work), width, accepted / len(plan.work), seconds)
 
     def _drop(self, outputs: list[Output]) -> None:
         """Forget the sequences that have ended."""
         if self._grammars:
             self._grammars.drop(outputs)
+        if self.adaptive is not None:
+            self.adaptive.drop(outputs)
         if self.drafting is not None:
             for output in outputs:
                 if output.finish is not None:
@@ -315,10 +374,10 @@ class Grammars:
 
     def advance(self, output: Output, drafts: Mapping[Key, tuple[list[int], list[int]]]) -> bool:
         """Advance the matcher by a sequence's new tokens; True when the grammar allows no more. Tokens after that are
-        removed: drafts were accepted up to a complete grammar. `drafts`: of the sequences' next step."""
+        removed: drafts behind a complete grammar are verified without one. `drafts`: of the sequences' next step."""
         key = (output.request, output.child)
         matcher = self._matchers.get(key)
-        if matcher is None or output.finish is not None or not output.tokens:
+        if matcher is None or not output.tokens:
             return False
         self._finish_mask(key)
         for i, token in enumerate(output.tokens):
@@ -328,7 +387,8 @@ class Grammars:
                 if output.extra is not None:
                     del output.extra.logprobs[i + 1 :]
                 return True
-        self._prepare(key, drafts.get(key))
+        if output.finish is None:
+            self._prepare(key, drafts.get(key))
         return False
 
     def drop(self, outputs: list[Output]) -> None:

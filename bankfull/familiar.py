@@ -186,14 +186,31 @@ def _quantization_config(name: str, value: Any) -> Own:
     return {"quantize": found[0]}
 
 
+STORED = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "compressed-tensors": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
+    "hqq": "hqq",
+    "gguf": "gguf",
+}
+"""Values of `quantization` that name the format of a quantized checkpoint."""
+
+
 def _quantization(name: str, value: Any) -> Own:
     if value is None:
         return {}
     if value == "fp8":
         return {"quantize": "fp8"}
+    if value in ("int8", "int4"):
+        return {"quantize": value}
+    if isinstance(value, str) and value in STORED:
+        return {"stored": STORED[value]}
     raise ValueError(
-        "is not supported: the format of a quantized checkpoint is detected, so leave it out; to quantize another one "
-        "at load, give quantize='int8', 'int4' or 'fp8'"
+        f"is not supported: leave it out, or name the format of a quantized checkpoint ({', '.join(STORED)}); to "
+        "quantize another one at load, give quantize='int8', 'int4' or 'fp8'"
     )
 
 
@@ -214,11 +231,18 @@ def _device(name: str, value: Any) -> Own:
 
 
 def _device_map(name: str, value: Any) -> Own:
-    if isinstance(value, Mapping) and list(value) == [""]:
-        value = value[""]
-    if isinstance(value, Mapping) or value in ("balanced", "balanced_low_0", "sequential"):
+    if isinstance(value, Mapping):
+        places = {_device_name(place) for place in value.values()}
+        if len(places) != 1 or places == {"disk"}:
+            raise ValueError(
+                "splits a model across devices, but one device runs the whole model; give device='cuda', or "
+                "parallel='tp=2' for two GPUs"
+            )
+        value = places.pop()
+    if value in ("balanced", "balanced_low_0", "sequential"):
         raise ValueError(
-            "splits a model across devices, but one device runs the whole model; give 'auto', 'cpu' or 'cuda'"
+            "splits a model across devices by layers, but one device runs the whole model; give device='cuda', or "
+            "parallel='pp=2' for two GPUs"
         )
     return _device(name, value)
 
@@ -229,14 +253,84 @@ def _device_name(value: Any) -> str:
     return str(value)
 
 
+ALL_LAYERS = 99
+"""Layers on the GPU from which on llama.cpp's users mean all of them."""
+
+
 def _gpu_layers(name: str, value: Any) -> Own:
     if value is None or value == -1:
         return {}
-    if value == 0 and value is not False:
-        return {"device": "cpu"}
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value == 0:
+            return {"device": "cpu"}
+        if value >= ALL_LAYERS:
+            return {}  # as there, the CPU where there is no GPU
     raise ValueError(
-        "splits a model between CPU and GPU, but one device runs the whole model; give device='cuda' or 'cpu'"
+        "splits a model between CPU and GPU, but one device runs the whole model; give -1 for the GPU or 0 for the CPU"
     )
+
+
+def _main_gpu(name: str, value: Any) -> Own:
+    if value is None or value == 0:
+        return {}
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("is no number of a GPU; give device='cuda:1'")
+    return {"device": f"cuda:{value}"}
+
+
+def _context(name: str, value: Any) -> Own:
+    """llama.cpp: 0 = the model's."""
+    return {} if value is None or (value == 0 and value is not False) else {"max_model_len": value}
+
+
+_LOOKUP_KEYS = {
+    "num_speculative_tokens": "width",
+    "prompt_lookup_min": "least",
+    "prompt_lookup_max": "most",
+}
+_DRAFTERS = {
+    "draft_model": ("draft", "depth"),
+    "eagle": ("eagle", "depth"),
+    "eagle3": ("eagle", "depth"),
+    "medusa": ("medusa", "nodes"),
+    "mtp": ("mtp", "width"),
+    "deepseek_mtp": ("mtp", "width"),
+}
+"""vLLM's methods with a model: the way here, and its option for the number of draft tokens."""
+
+
+def _speculative_config(name: str, value: Any) -> Own:
+    """vLLM's dict: a method, a model, and how many tokens."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("is no dict; give speculative, such as 'suffix', 'eagle' or 'draft:MODEL'")
+    method, model = value.get("method"), value.get("model")
+    if method is None:
+        method = "ngram" if model in (None, "ngram", "[ngram]") else "draft_model"
+    if method in ("ngram", "suffix"):
+        keys = {key: own for key, own in _LOOKUP_KEYS.items() if method == "ngram" or own == "width"}
+        way, model = method, None
+    elif method in _DRAFTERS:
+        way, number = _DRAFTERS[method]
+        keys = {"num_speculative_tokens": number}
+        if model is not None and way == "mtp":
+            raise ValueError(
+                "names a model, but method mtp drafts with the module of the model itself; leave model out"
+            )
+        if model is None and way == "draft":
+            raise ValueError("names no model to draft with; give speculative='draft:MODEL'")
+    else:
+        raise ValueError("names an unknown method; give speculative, such as 'suffix', 'eagle' or 'draft:MODEL'")
+    unread = sorted(str(key) for key in value.keys() - keys.keys() - {"method", "model"})
+    if unread:
+        raise ValueError(
+            f"has {unread[0]!r}, which {method} has not here; give speculative={way!r} with its own options"
+        )
+    if model is not None and (not isinstance(model, str) or "," in model):
+        raise ValueError("names a model that is no path without commas; give speculative='draft:MODEL'")
+    options = [f"{own}={value[key]}" for key, own in keys.items() if value.get(key) is not None]
+    return {"speculative": ",".join((way if model is None else f"{way}:{model}", *options))}
 
 
 def _do_sample(name: str, value: Any) -> Own:
@@ -255,6 +349,9 @@ _KERNELS = "is not supported: the fastest kernels for this machine are chosen au
 _CHUNKS = "is not supported: long prompts are always split into chunks; leave it out"
 _CAPTURED = "is not supported: steps are captured wherever the device supports it; leave it out"
 _TOKENIZER = "is not supported: the tokenizer comes with the model; leave it out"
+_TEMPLATE = "is not supported: the chat template comes with the model; leave it out"
+_READ_ONCE = "is not supported: weights are read into memory once and stay there; leave it out"
+_PAGES = "is not supported: give kv_dtype, such as 'int8', for keys and values alike"
 _NO_CODE = "is not supported: code from a checkpoint is never run; leave it out"
 
 ENGINE: dict[str, Reading] = {
@@ -263,6 +360,10 @@ ENGINE: dict[str, Reading] = {
     "device": _device,
     "device_map": _device_map,
     "n_gpu_layers": _gpu_layers,
+    "gpu_layers": _gpu_layers,
+    "main_gpu": _main_gpu,
+    "split_mode": _never(_ONE_DEVICE),
+    "tensor_split": _never(_ONE_DEVICE),
     "load_in_8bit": _rounding("llm.int8"),
     "load_in_4bit": _rounding("int4"),
     "quantization_config": _quantization_config,
@@ -270,7 +371,12 @@ ENGINE: dict[str, Reading] = {
     "max_seq_len": _if_given("max_model_len"),
     "max_seq_length": _if_given("max_model_len"),
     "context_length": _if_given("max_model_len"),
-    "n_ctx": _if_given("max_model_len"),
+    "n_ctx": _context,
+    "n_batch": _if_given("step_tokens"),
+    "n_ubatch": _if_given("step_tokens"),
+    "n_seq_max": _if_given("rows"),
+    "n_threads": _if_given("threads"),
+    "n_threads_batch": _if_given("threads"),
     "max_num_seqs": _is("rows"),
     "max_running_requests": _is("rows"),
     "max_num_batched_tokens": _is("step_tokens"),
@@ -302,11 +408,41 @@ ENGINE: dict[str, Reading] = {
     "tokenizer_mode": _only("auto", None, else_=_TOKENIZER),
     "load_format": _only("auto", None, else_="is not supported: the format is detected automatically; leave it out"),
     "enable_lora": _only(False, None, else_=_NO_ADAPTERS),
-    "speculative_config": _never(_NO_DRAFTS),
+    "lora_path": _never(_NO_ADAPTERS),
+    "speculative_config": _speculative_config,
+    "speculative_model": _never(_NO_DRAFTS),
+    "num_speculative_tokens": _never(_NO_DRAFTS),
+    "draft_model": _never(_NO_DRAFTS),
+    "assistant_model": _never(_NO_DRAFTS),
+    "chat_format": _never(_TEMPLATE),
+    "chat_template": _never(_TEMPLATE),
+    "flash_attn": _only(True, None, else_=_KERNELS),
+    "use_mmap": _only(True, None, else_=_READ_ONCE),
+    "use_mlock": _only(False, None, else_=_READ_ONCE),
+    "offload_kqv": _only(True, None, else_="is not supported: the KV cache lies where the model runs; leave it out"),
+    "type_k": _never(_PAGES),
+    "type_v": _never(_PAGES),
+    "logits_all": _only(False, None, else_="is not supported: ask for logprobs or prompt_logprobs in SamplingParams"),
+    "embedding": _only(True, False, None, else_="must be True or False"),
+    "verbose": _only(False, None, else_="is not supported: a load prints one line at most; leave it out"),
+    "disable_log_stats": _only(True, None, else_="is not supported: `bankfull serve` has metrics; leave it out"),
+    "distributed_executor_backend": _only(
+        "mp", "uni", None, else_="is not supported: give parallel, and ray=HOST:PORT"
+    ),
+    "enable_expert_parallel": _only(False, None, else_="is not supported: give parallel, as in parallel='tp=2,ep=2'"),
+    "download_dir": _never("is not supported: set the environment's BANKFULL_CACHE to a directory"),
+    "cache_dir": _never("is not supported: set the environment's BANKFULL_CACHE to a directory"),
+    "limit_mm_per_prompt": _never("is not supported: only text is; leave it out"),
+    "max_loras": _never(_NO_ADAPTERS),
+    "max_lora_rank": _never(_NO_ADAPTERS),
     "swap_space": _gigabytes("kv_host"),
     "hicache_size": _gigabytes("kv_host"),
     "kv_offloading_size": _gigabytes("kv_host"),
-    "cpu_offload_gb": _only(0, None, else_="is not supported: weights stay on the device; quantize, or leave it out"),
+    "cpu_offload_gb": _only(
+        0,
+        None,
+        else_="is not supported: all weights stay on the device; give quantize='int8' or 'int4', or device='cpu'",
+    ),
 }
 
 SAMPLING: dict[str, Reading] = {

@@ -152,6 +152,7 @@ class Frontend:
             matcher = self._grammars.compile(params.structured)
             matchers = (matcher, *(matcher.copy() for _ in range(1, params.n)))
         stops = StopTable(params.stop) if params.stop and params.detokenize else None
+        drafts, lookup = self._chosen_drafts(params.speculative)
         request = Request(
             next(self._numbers) if request_id is None else request_id,
             tuple(ids),
@@ -165,7 +166,8 @@ class Frontend:
             reuse=params.prompt_logprobs is None and pool != "mean",
             generates=generates,
             scored=params.prompt_logprobs is not None,
-            drafts=None if params.speculative is True else int(params.speculative),
+            drafts=drafts,
+            lookup=lookup,
             reference=self._reference(params) if generates else (),
             keeps=tuple(keeps),
         )
@@ -191,6 +193,23 @@ class Frontend:
         pending.arrived = self._clock()
         self.pending[request.id] = pending
         return request.id
+
+    def _chosen_drafts(self, chosen: bool | int | str) -> tuple[int | None, bool | None]:
+        """The most drafts of a step, and `Request.lookup`."""
+        if chosen is True or chosen == "auto":
+            return None, None
+        if not isinstance(chosen, str):
+            return int(chosen), None
+        if chosen == "off":
+            return 0, None
+        ways = self.engine.draft_ways
+        if chosen not in ways:
+            runs = " and ".join(map(repr, ways)) or f"none ({self.engine.no_drafts or 'it is off'})"
+            raise RequestError(
+                f"speculative is {chosen[:80]!r}, but the ways of drafting that run here are {runs}: give one of "
+                f"{', '.join(map(repr, ('auto', 'off', *ways)))}, a number of draft tokens, true or false."
+            )
+        return None, ways[chosen]
 
     def _replay(self, pending: Pending, number: int) -> None:
         """Bring a sample to the state in which another engine has left it. The text of its tokens was sent there."""
@@ -301,8 +320,8 @@ class Frontend:
         if output.tokens and metrics.ttft is None:
             metrics.ttft = now
         extra: Extra | None = output.extra
-        logprobs = self._take_extra(pending, done, output, extra)
         text = self._text(sample, pending, output)
+        logprobs = self._take_extra(pending, done, output, extra)
         if sample.stop is not None and sample.stop.stopped is not None and done.finish_reason is None:
             done.stop_reason = sample.stop.stopped
             if output.finish is None:
@@ -346,19 +365,32 @@ class Frontend:
                 done.stop_reason = tokens[-1]
             if not (params.include_stop_str_in_output and tokens[-1] in params.stop_token_ids):
                 tokens.pop()
-        ahead = ""
-        # Before min_tokens stop strings do not count.
-        if sample.stop is not None and (early := params.min_tokens - 1 - len(done.token_ids) + len(output.tokens)) > 0:
-            ahead, tokens = sample.detokenizer.push(tokens[:early]), tokens[early:]
-        text = sample.detokenizer.push(tokens)
-        if output.finish is not None:
-            text += sample.detokenizer.finish()
+        early = 0
+        if sample.stop is not None:  # before min_tokens stop strings do not count
+            early = max(0, params.min_tokens - 1 - len(done.token_ids) + len(output.tokens))
+        text, tokens = sample.detokenizer.push(tokens[:early]), tokens[early:]
         if sample.stop is None or len(done.token_ids) < params.min_tokens:
-            return ahead + text
-        text = sample.stop.push(text)
-        if output.finish is not None and sample.stop.stopped is None:
-            text += sample.stop.finish()
-        return ahead + text
+            text += sample.detokenizer.push(tokens)
+            return text if output.finish is None else text + sample.detokenizer.finish()
+        for place, token in enumerate(tokens, early + 1):
+            text += sample.stop.push(sample.detokenizer.push((token,)))
+            if sample.stop.stopped is not None:
+                self._cut(done, output, place)
+                return text
+        if output.finish is not None:
+            text += sample.stop.push(sample.detokenizer.finish())
+            if sample.stop.stopped is None:
+                text += sample.stop.finish()
+        return text
+
+    @staticmethod
+    def _cut(done: CompletionOutput, output: Output, kept: int) -> None:
+        """Remove the tokens after a stop string: accepted drafts, which plain decoding would not have generated."""
+        if extra := len(output.tokens) - kept:
+            del done.token_ids[-extra:]
+            del output.tokens[kept:]
+            if output.extra is not None:
+                del output.extra.logprobs[kept:]
 
     def _take_extra(
         self, pending: Pending, done: CompletionOutput, output: Output, extra: Extra | None
@@ -367,7 +399,9 @@ class Frontend:
             return None
         pending.prompt_logprobs.update(extra.prompt)
         if extra.pooled is not None:
-            pending.pooled[extra.pooled[0]] = extra.pooled[1]
+            at, vector = extra.pooled
+            # A prompt that was preempted begins anew, perhaps with other chunks.
+            pending.pooled = {**{i: part for i, part in pending.pooled.items() if i < at}, at: vector}
         if done.logprobs is None or done.cumulative_logprob is None:
             return None
         fresh = []

@@ -159,6 +159,8 @@ class LLM:
         results = self._finish(ids, None)
         outputs = []
         for one, result in zip(pending, results, strict=True):
+            if (error := result.outputs[0].error) is not None:
+                raise RequestError(error)
             vector = embedding_of(one, pooling, normalize)
             outputs.append(EmbeddingOutput(result.request_id, result.prompt_token_ids, vector, result.metrics))
         return outputs

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bankfull.building import build_weights, plan_build, ran_out_of_memory
 from bankfull.config import BUNDLED, CHAIN, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
 from bankfull.decode.adaptive import AdaptiveWidth, halved
 from bankfull.decode.draft import DraftModel, check_branching
@@ -33,12 +34,12 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
-from bankfull.models.registry import build_model, family_of
+from bankfull.models.registry import family_of
 from bankfull.models.splitting import stages_of
-from bankfull.ops import Kit, kit_for, native
+from bankfull.ops import Kit, native
 from bankfull.ops.activations import INT8
 from bankfull.ops.ranks import RankGroup
-from bankfull.precision import choose_dtype, choose_precision
+from bankfull.precision import choose_dtype
 from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.denoised import suited_state, suited_steps, suited_strategy
@@ -49,16 +50,16 @@ from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.refused import (
     refuse_eviction_without_use,
     refuse_feed_ranks_without_use,
+    refuse_other_format,
     refuse_other_size,
     refuse_pages_without_use,
     refuse_short_context,
 )
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
-from bankfull.runtime.tiering import add_tiers, state_facts
+from bankfull.runtime.tiering import add_tiers, begun_fingerprint, state_facts
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
-from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout, Recurrent, joined_states, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
@@ -139,9 +140,9 @@ def load(
     strategy: Strategy | None = None,
     text: tuple[Tokenizer, ChatTemplate | None] | None = None,
 ) -> Loaded:
-    """`device` and `strategy` replace those of the configuration (tests, experiments). `text`: the tokenizer and the
-    chat template, if they are read already."""
+    """`device`, `strategy`: instead of the configuration's. `text`: tokenizer and chat template, if read already."""
     files = open_model(locate(name))
+    refuse_other_format(files, run.stored)
     family_of(files.config)  # refuses an unsupported architecture before anything else is read
     with ThreadPoolExecutor(1) as pool:  # one thread reads the vocabulary; the kernels' threads repack weights
         reading = pool.submit(lambda: text or load_tokenizer(files))
@@ -224,13 +225,12 @@ def assemble(
     """An engine over a configuration and any source of tensors. `ranks`: this rank's groups, if the model is split."""
     device = device or open_device(run.device)
     choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
+    fingerprint = begun_fingerprint(files, state)
     pages = None if ranks is None else ranks.pages
     strategy = strategy or own_strategy(choice, files, run, device, pages) or Plain()
     files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
     if missing := ", ".join(sorted(strategy.needs - OFFERED)):
-        raise ConfigError(
-            f"{type(strategy).__name__} needs {missing}, which this engine does not offer; choose another strategy."
-        )
+        raise ConfigError(f"{type(strategy).__name__} needs {missing}, which is not offered; choose another strategy.")
     if run.threads is not None:
         native.set_threads(run.threads)
     if device.kind == "cpu" and run.providers == "auto":
@@ -315,15 +315,18 @@ def assemble(
             widths=widths,
         )
     except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
         size = shown(sizes.nbytes(layout))
         raise ConfigError(f"The {size} of {sizes.frames} pages could not be allocated; lower memory.") from error
-    add_tiers(manager, runner, state, state_facts(files, build, run), ranks)
+    add_tiers(manager, runner, state, state_facts(files, build, run, fingerprint), ranks)
     phases.end("state and captured steps")
     canvas = None if strategy.canvas is None else Canvas(strategy.canvas, sizes.max_len)
     scheduler = Scheduler(sched, manager, ahead=strategy.ahead, canvas=canvas)
     if ranks is not None:
         scheduler.stages, runner.chooses = run.mesh.pp, ranks.chooses
     engine = Engine(scheduler, runner, strategy, depth, drafting=drafting, adaptive=adaptive)
+    engine.draft_ways = choice.ways(drafting is not None)
     if engine.no_drafts and choice.name == "auto":
         engine.no_drafts = no_automatic_drafts(device, layout) or engine.no_drafts
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
@@ -398,7 +401,7 @@ def adaptive_width(choice: SpeculativeChoice, strategy: Strategy) -> AdaptiveWid
     """What chooses the number of the strategy's drafts, unless the choice has a fixed number."""
     if strategy.idle or not choice.options.get("adaptive", False):
         return None
-    return AdaptiveWidth(strategy.widths())
+    return AdaptiveWidth(strategy.widths(), strategy.share, strategy.late)
 
 
 def load_draft(
@@ -435,20 +438,6 @@ def load_draft(
             "draft model of attention layers only."
         )
     return DraftModel(OwnModel(model, build.kit), branching, rule)
-
-
-def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:
-    free = device.free_memory()
-    try:
-        model = build_model(files.config, build)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the "
-            "model, or use a smaller one."
-        ) from error
-    if build.activations.rounds:
-        files.source.release()  # the weights are repacked
-    return model
 
 
 class Phases:
@@ -488,12 +477,3 @@ def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
             f"A step of {sched.step_tokens} tokens does not fit beside the weights: {shown(device.free_memory())} are "
             "free; lower step_tokens or rows."
         ) from error
-
-
-def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
-    """The dtypes and providers of a model's build; options that are `auto` are decided here."""
-    chosen, kit = choose_precision(files, run, device.kind), kit_for(device.kind, run.providers)
-    kept = run.evicts()
-    evict = None if kept is None else Mask(kept[1], global_tokens=kept[0])
-    made = Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
-    return made if evict is None else replace(made, kv_evict=evict)

@@ -13,10 +13,14 @@ from bankfull.ops import native
 from bankfull.ops.activations import EXACT, RULES, ActivationRule
 from bankfull.ops.reference.linear_w8a8 import SCHEMES as BY_ROW
 from bankfull.ops.reference.rounded_pages import ROUNDED
-from bankfull.runtime.device import available_memory
-from bankfull.weights.published.activations import rounds_per_token
+from bankfull.runtime.device import multiplies_fp8
+from bankfull.runtime.host import available_memory
+from bankfull.weights.formats.rows import BF16_ROW, FP8
+from bankfull.weights.outliers import keeps_outliers
+from bankfull.weights.published.activations import is_published, rounds_per_token
 from bankfull.weights.requantized import block_types, inner_weights
 from bankfull.weights.source import ModelFiles
+from bankfull.weights.widened_source import WidenedSource, widened
 
 COPY_SHARE = 0.25
 """Largest fraction of the free memory for a second copy of the weights, at a byte each, for steps of many rows."""
@@ -43,41 +47,74 @@ def choose_precision(files: ModelFiles, run: RunConfig, device: str) -> Precisio
 
 
 def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
-    """auto: the checkpoint's dtype; for quantized files float32 on a CPU and bfloat16 on a GPU."""
+    """auto: the checkpoint's dtype; for a GGUF file float32 on a CPU and bfloat16 on a GPU. A quantized checkpoint in
+    float16 is computed in float32 on a CPU, which has no kernels for float16."""
     if wanted != "auto":
         return _dtype(wanted)
     saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
     if files.kind == "gguf" or saved is None:
         return torch.float32 if device == "cpu" else torch.bfloat16
-    return _dtype(str(saved).removeprefix("torch."))
+    found = _dtype(str(saved).removeprefix("torch."))
+    if (
+        device == "cpu"
+        and found == torch.float16
+        and (isinstance(files.source, WidenedSource) or block_types(files.source))
+    ):
+        return torch.float32
+    return found
 
 
 def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> ActivationRule:
     """auto, on a CPU with native kernels: int8 for a model with quantized weights, unless a dtype is given or weights
     are dequantized at load (int8-few where the copy for many rows would take too much memory); bf16 where the dtype is
-    bfloat16. On a GPU: token for a checkpoint that was made for it. Else float, the exact mode of a wider dtype."""
-    blocks = [] if run.expand else block_types(files.source)
+    bfloat16. On a GPU: token for a checkpoint that was made for it, and for weights that were rounded to fp8 at load,
+    as in other engines. Else float, the exact mode of a wider dtype."""
+    # Codes that are held as bfloat16 are multiplied as dense weights are.
+    blocks = [] if run.expand else [name for name in block_types(files.source) if name != BF16_ROW]
     if run.activations in ("int8", "int8-few") and not blocks:
         raise ConfigError(
             f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is "
-            "multiplied; use 'bf16' or 'float', or quantize the model."
+            "multiplied (a CPU multiplies fp8 as bfloat16); use 'bf16' or 'float', or quantize the model."
         )
     by_row = not set(BY_ROW).isdisjoint(blocks)
     if run.activations == "token" and not by_row:
         raise ConfigError(
             f"activations='token' has no use here: no matrix of {files.path.name} is in 8 bits with one scale per "
-            "row; quantize the model to 'int8:row' or 'fp8', or leave activations out."
+            "row when it is multiplied (a CPU multiplies fp8 as bfloat16); quantize the model to 'int8:row', or to "
+            "'fp8' on a GPU, or leave activations out."
+        )
+    cpu = device == "cpu" and run.providers == "auto" and native.status() is None
+    beside = cpu and bool(blocks) and keeps_outliers(files.source)
+    if beside and run.activations == "bf16":
+        raise ConfigError(
+            f"activations='bf16' has no use here: {files.path.name} keeps columns beside int8 matrices (LLM.int8()), "
+            "whose other activations are int8; leave activations out."
         )
     if run.activations != "auto":
         return RULES[run.activations]
-    if device != "cpu" and by_row and rounds_per_token(files.config):
+    wanted = is_rounded_to_fp8(files) or rounds_per_token(files.config)
+    if device != "cpu" and by_row and wanted and (FP8 not in blocks or multiplies_fp8()):
         return RULES["token"]
-    if device != "cpu" or run.providers != "auto" or native.status() is not None:
+    if not cpu:
         return EXACT
     if run.dtype == "auto" and blocks:
         too_large = native.copies_weights() and inner_weights(files.source) > COPY_SHARE * available_memory()
         return RULES["int8-few" if too_large else "int8"]
-    return RULES["bf16"] if choose_dtype(run.dtype, files, device) == torch.bfloat16 else EXACT
+    if choose_dtype(run.dtype, files, device) != torch.bfloat16:
+        return EXACT
+    return RULES["int8-few" if beside else "bf16"]  # a tape rounds the activations of all products in one way
+
+
+def is_rounded_to_fp8(files: ModelFiles) -> bool:
+    """Whether matrices are rounded to fp8 at load: the checkpoint itself is not quantized."""
+    return not is_published(files.config) and FP8 in block_types(files.source)
+
+
+def as_read(files: ModelFiles, run: RunConfig, device: str) -> ModelFiles:
+    """The model with its matrices in schemes that this kind of device reads."""
+    if device != "cpu" or run.providers != "auto" or run.expand or native.status() is not None:
+        return files
+    return widened(files, choose_dtype(run.dtype, files, device))
 
 
 def choose_kv_dtype(wanted: str, dtype: torch.dtype, rule: ActivationRule) -> torch.dtype:

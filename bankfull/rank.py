@@ -1,5 +1,6 @@
-"""The process of one rank of a model: `python -m bankfull.rank FD`, with its end of a connection to rank 0. Started by
-rank 0 (`parallel.leading`), or by the rank's host (`parallel.hosting`)."""
+"""The process of one rank of a model: `python -m bankfull.rank FD [SECRETS]`, with its end of a connection to rank 0.
+Started by rank 0 (`parallel.leading`), or by the rank's host (`parallel.hosting`), which has SECRETS for it, a file for
+`handshake.inherited`."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
 def main() -> int:
     # What only several ranks need: the core works without it.
     import bankfull
+    from bankfull.handshake.inherited import inherit
     from bankfull.parallel.groups import Bounds
     from bankfull.parallel.messages import HelloMessage, RankConnection, RankTask
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, whose end ends this process
+    if len(sys.argv) > 2:
+        inherit(int(sys.argv[2]))
     connection = RankConnection(socket.socket(fileno=int(sys.argv[1])), "rank 0")
     threading.Thread(target=_end_with, args=(connection.fileno(),), name="bankfull-watcher", daemon=True).start()
     connection.send(HelloMessage(bankfull.__version__, platform.node()))
@@ -37,6 +41,7 @@ def work(connection: RankConnection, task: RankTask) -> int:
     import torch
 
     from bankfull.errors import BankfullError
+    from bankfull.handshake.inherited import inherited
     from bankfull.loading import load_feeds, load_rank
     from bankfull.mesh import MeshSpec
     from bankfull.parallel.following import feed, follow
@@ -49,7 +54,7 @@ def work(connection: RankConnection, task: RankTask) -> int:
         device = "cuda" if task.run.device.startswith("cuda") else "cpu"
         if ":" in task.run.device:
             torch.cuda.set_device(task.run.device)  # where collectives make their tensors
-        ranks = join(RankPlace(mesh, task.rank), task.meeting, connection.host, device)
+        ranks = join(RankPlace(mesh, task.rank), task.meeting, connection.host, device, inherited().meeting)
         ranks.wait_at_most(task.bounds.load)
         if ranks.place.feeds:
             feeds = load_feeds(task.model, task.run, task.sched, task.max_len, ranks)

@@ -55,6 +55,8 @@ class Request:
     """Numbers of the samples that have ended on another engine and do not run."""
     drafts: int | None = None
     """Maximum draft tokens of a step for each of its sequences; None for no limit of its own."""
+    lookup: bool | None = None
+    """Whether its drafts come only from the host's lookup, or never; None: from what there is."""
     reference: tuple[int, ...] = ()
     """A text that the answer may repeat: draft tokens are looked up in it, too."""
     keeps: tuple[Keep, ...] = ()
@@ -189,6 +191,8 @@ class StepPlan:
     guesses: list[Guess] = field(default_factory=list)
     proposes: int | None = None
     """Drafts per row that the strategy proposes at the end of the step, for the next one; None: as many as it can."""
+    drafted: list[int] | None = None
+    """Rows that the strategy drafts for: it runs their prompts, too, and proposes for those that sample. None: all."""
 
     @property
     def tokens(self) -> int:
@@ -213,6 +217,8 @@ class StepResult:
     """Ids of transfers between tiers that have ended without a result."""
     drafts: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     """For rows under a grammar, if there are drafts: row -> tokens and parents of the drafts of its next step."""
+    drafting: float = 0.0
+    """Seconds of the device in which the strategy has run its own model and proposed drafts."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from statistics import median
 from time import perf_counter
 
 from bankfull import LLM, SamplingParams
-from bankfull.runtime.device import usable_cores
+from bankfull.runtime.host import usable_cores
 
 REPS = 5
 

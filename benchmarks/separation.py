@@ -23,12 +23,15 @@ from random import Random
 from typing import Any
 
 from bankfull.bench.load.slo import Slo, parse_slo
-from bankfull.errors import BankfullError
+from bankfull.cluster.local_replicas import local_replicas
+from bankfull.errors import BankfullError, ConfigError
+from bankfull.fleet.replica_range import ReplicaRange
+from bankfull.handshake.link_tls import LinkTls
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.engine.link import Link
-from bankfull.serve.replicas.local import Separation, local_replicas, local_separate
+from bankfull.serve.replicas.local import Separation, local_separate
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.separate_set import SeparateSet
 
@@ -221,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.separation", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--separate", default="prefill=1,decode=1", help="the pools, as for bankfull serve")
+    parser.add_argument("--link-tls", type=Path, help="folder for TLS between engines, with link=socket")
     parser.add_argument("--options", default="{}", help='engine options as JSON, such as {"memory": "1GiB"}')
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
@@ -249,7 +253,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.requests,
             parse_slo(given.slo),
         )
-        found = asyncio.run(compare(given.model, json.loads(given.options), Separation.parse(given.separate), work))
+        options, pools = json.loads(given.options), Separation.parse(given.separate)
+        if given.link_tls is not None:
+            if pools.link != "socket":
+                raise ConfigError("--link-tls needs link=socket in --separate.")
+            LinkTls(given.link_tls).answering()
+        found = asyncio.run(compare(given.model, options, pools, work, str(given.link_tls or "")))
     except (BankfullError, ValueError) as error:
         print(f"separation: {error}", file=sys.stderr)
         return 2
@@ -261,12 +270,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def compare(model: str, options: dict[str, Any], pools: Separation, work: Work) -> list[Measured]:
+async def compare(model: str, options: dict[str, Any], pools: Separation, work: Work, tls: str = "") -> list[Measured]:
     engines, over = pools.prefill + pools.decode, ", over sockets" if pools.link == "socket" else ""
+    over += " with TLS" if tls else ""
     arrangements = {
-        "one engine": local_replicas(1),
-        f"{engines} replicas": local_replicas(engines),
-        f"separate, {pools.prefill} + {pools.decode}{over}": local_separate(pools),
+        "one engine": local_replicas(ReplicaRange(1, 1)),
+        f"{engines} replicas": local_replicas(ReplicaRange(engines, engines)),
+        f"separate, {pools.prefill} + {pools.decode}{over}": local_separate(pools, tls=tls),
     }
     found = []
     for name, factory in arrangements.items():

@@ -3,7 +3,7 @@
 A page marks a block with `<!-- figures: NAME -->` and `<!-- /figures -->`; only this program writes between the two.
 NAME is a set of figures, which becomes a table with its command, date and machine, or a view: a text in which
 {SET.ROW.FIELD} or {SET.ROW.FIELD:FORMAT} is a figure, {SET.*.FIELD} the sum over all rows, and {SET.date},
-{SET.machine} or {SET.command} the origin.
+{SET.machine}, {SET.on} (the machine's name) or {SET.command} the origin.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Figures:
     name: str
     command: str
     date: date
+    on: str
+    """The machine's name in figures.toml."""
     machine: str
     columns: Mapping[str, str]
     """Heading -> format of its cells, with a row's fields in braces."""
@@ -49,14 +51,14 @@ class Figures:
         return [_cell(form, row) for form in self.columns.values()]
 
     def table(self) -> str:
-        origin = f"`{self.command}`, {self.date}, {self.machine}{f'; {self.note}' if self.note else ''}:"
+        origin = f"`{self.command}`, {self.date}, {self.on} ({self.machine}){f'; {self.note}' if self.note else ''}:"
         lines = [*wrap(origin, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
         lines += [_line(list(self.columns)), "|" + "---|" * len(self.columns)]
         return "\n".join([*lines, *(_line(self.cells(row)) for row in self.rows.values())])
 
     def value(self, path: str) -> Any:
-        """`date`, `machine`, `command`, ROW.FIELD, or *.FIELD for the sum."""
-        if path in ("date", "machine", "command"):
+        """`date`, `on`, `machine`, `command`, ROW.FIELD, or *.FIELD for the sum."""
+        if path in ("date", "on", "machine", "command"):
             return getattr(self, path)
         row, _, field = path.partition(".")
         rows = list(self.rows.values()) if row == "*" else [self.rows[row]] if row in self.rows else []
@@ -104,7 +106,14 @@ def load(path: Path = SOURCE) -> Source:
             what = f"lacks {', '.join(sorted(missing))}" if missing else known
             raise FiguresError(f"{path.name}: {name} {what}.")
         sets[name] = Figures(
-            name, raw["command"], raw["date"], machines[raw["machine"]], raw["columns"], raw["row"], raw.get("note", "")
+            name,
+            raw["command"],
+            raw["date"],
+            raw["machine"],
+            machines[raw["machine"]],
+            raw["columns"],
+            raw["row"],
+            raw.get("note", ""),
         )
     return Source(sets, views)
 

@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 
 try:
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
 except ModuleNotFoundError:  # a machine that runs `make test-gpu` need not have it
     settings = None
 
@@ -32,6 +33,9 @@ except ModuleNotFoundError:  # a machine that runs `make test-gpu` need not have
 def pytest_configure(config: pytest.Config) -> None:
     """Before the tests are imported: their own counts of examples follow from the profile's."""
     if settings is not None:
+        # Hypothesis draws some values from the constants of all loaded modules. To read them takes each process ten
+        # seconds, and examples would depend on which other tests a process has collected.
+        providers._get_local_constants = lambda: providers._local_constants
         for name, count in (("full", FULL_EXAMPLES), ("quick", QUICK_EXAMPLES)):
             settings.register_profile(name, deadline=None, derandomize=True, max_examples=count)
         settings.load_profile("quick" if is_quick(config) else "full")

@@ -33,9 +33,10 @@ from bankfull.sample.params import SamplingParams
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.disk import DiskStore
+from bankfull.state.lower_tier import LowerTier
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
-from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.state.tiers import Tiers
 from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Output, Request, Tier
 from tests.tiny import DEVICE
@@ -110,29 +111,8 @@ class Bench:
         self.poison()
 
     def _add_tiers(self) -> None:
-        layout, manager, slot = self.manager.layout, self.manager, 0
-        if layout.recurrent is not None:
-            slot = layout.recurrent.slot_bytes
-        pages, slots = (600 if layout.paged else 0), (300 if slot else 0)
-        lower, host, disk = [], None, None
-        if self.tiers in ("host", "both"):
-            host = HostPlaces(layout, self.runner.storage, pages, slots, self.device)
-            lower.append(LowerTier(Tier.HOST, pages, slots))
-        if self.tiers in ("disk", "both"):
-            self.folder = tempfile.TemporaryDirectory()
-            sizes = {"pages": pages, "slots": slots}, {"pages": layout.frame_bytes, "slots": slot}
-            disk = DiskStore(Path(self.folder.name), bytes(32), {}, *sizes)
-            lower.append(LowerTier(Tier.DISK, pages, slots))
-        self.runner.mover = Mover(self.runner.storage, self.device, rates := TransferRates(), host, disk)
-        manager.tiers = Tiers(
-            manager.pages,
-            manager.slots,
-            lower,
-            manager.moves,
-            page_bytes=layout.frame_bytes,
-            slot_bytes=slot,
-            rates=rates,
-        )
+        self.folder = tempfile.TemporaryDirectory()
+        add_lower_tiers(self.tiers, self.manager, self.runner, Path(self.folder.name))
 
     def close(self) -> None:
         if self.runner.mover is not None:
@@ -198,6 +178,32 @@ class Bench:
 
     def poison(self) -> None:
         poison(self.engine)
+
+
+def add_lower_tiers(names: str, manager: StateManager, runner: DeviceRunner, folder: Path) -> None:
+    """Tiers below the device, also on a CPU, whose loader has no use for host memory. `names`: host, disk, both."""
+    layout, slot = manager.layout, 0
+    if layout.recurrent is not None:
+        slot = layout.recurrent.slot_bytes
+    pages, slots = (600 if layout.paged else 0), (300 if slot else 0)
+    lower, host, disk = [], None, None
+    if names in ("host", "both"):
+        host = HostPlaces(layout, runner.storage, pages, slots, runner.device)
+        lower.append(LowerTier(Tier.HOST, pages, slots))
+    if names in ("disk", "both"):
+        sizes = {"pages": pages, "slots": slots}, {"pages": layout.frame_bytes, "slots": slot}
+        disk = DiskStore(folder, bytes(32), {}, *sizes)
+        lower.append(LowerTier(Tier.DISK, pages, slots))
+    runner.mover = Mover(runner.storage, runner.device, rates := TransferRates(), host, disk)
+    manager.tiers = Tiers(
+        manager.pages,
+        manager.slots,
+        lower,
+        manager.moves,
+        page_bytes=layout.frame_bytes,
+        slot_bytes=slot,
+        rates=rates,
+    )
 
 
 def poison(engine: Engine) -> None:

@@ -61,7 +61,8 @@ class Ladder:
             other = Ladder(self.count, self.last)
             try:
                 for node in reversed(path):
-                    other.advance(drafts.tokens[node])
+                    if not other.finished:
+                        other.advance(drafts.tokens[node])
                 masks.append(np.full_like(masks[0], -1) if other.finished else other.mask())
             except AssertionError:
                 masks.append(np.zeros_like(masks[0]))
@@ -111,6 +112,56 @@ def test_each_draft_is_verified_under_the_grammar_after_its_own_path(
     drafted = run(strategy)
     assert drafted.tokens == plain.tokens and drafted.finish == plain.finish
     assert_accepted(drafted, strategy)
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@DRAFTERS
+def test_what_drafts_behind_a_complete_grammar_lead_to_is_dropped(
+    shape: str, kind: type[Guess | GuessLookup], depth: int
+) -> None:
+    """Behind its end a sequence runs freely, until its step settles: into the token that ends requests, into its limit,
+    and to a place where its bans leave no token. Plain decoding goes to none of these."""
+    rooms, params = (6, 7, 13), replace(GRAMMAR, temperature=0.0, logprobs=1)
+
+    def run(strategy: Strategy, more: dict[int, dict[str, object]]) -> Bench:
+        bench = bench_of(strategy, shape, depth)
+        for i, count in enumerate(rooms):
+            bench.add(i, [i + 1, 5, 7], **{"count": NEW, "params": params, "matchers": [Ladder(count)], **more[i]})
+        bench.run()
+        return bench
+
+    plain = run(Plain(), {i: {} for i in range(3)})
+    beyond = bench_of(Plain(), shape, depth)
+    for i, count in enumerate(rooms):
+        beyond.add(i, plain.prompts[i] + plain.tokens[i, 0], NEW - count)
+    beyond.run()
+    free = beyond.tokens[1, 0]
+    assert not set(free[:1]) & set(plain.tokens[1, 0]), "the end token must come behind the grammar's end"
+    around = plain.tokens[2, 0][-1], beyond.tokens[2, 0][0]
+    nothing = replace(params, bad_word_ids=tuple((*around, token) for token in range(VOCAB)))
+    more: dict[int, dict[str, object]] = {0: {"count": 7}, 1: {"stop": free[:1]}, 2: {"params": nothing}}
+    truths = [plain.prompts[i] + plain.tokens[i, 0] + beyond.tokens[i, 0] for i in range(3)]
+    drafted = run(kind(truths, width=6, seed=depth), more)
+    assert drafted.tokens == plain.tokens and drafted.finish == plain.finish
+    for key, tokens in plain.tokens.items():
+        assert sum(len(extra.logprobs[: len(tokens)]) for extra in drafted.extras[key] if extra) == len(tokens)
+
+
+@pytest.mark.parametrize("kind", (Guess, GuessLookup))
+def test_a_constrained_request_may_end_while_its_drafts_are_verified(kind: type[Guess | GuessLookup]) -> None:
+    def constrained(strategy: Strategy) -> Bench:
+        bench = bench_of(strategy, "llama", 1)
+        bench.add("gone", [1, 5, 7], NEW, params=GRAMMAR, matchers=[Ladder(NEW)])
+        return bench
+
+    plain = constrained(Plain())
+    plain.run()
+    bench = constrained(kind([[1, 5, 7, *plain.tokens["gone", 0]]], width=2, seed=0))
+    for _ in range(4):
+        bench.engine.step()
+    bench.engine.abort("gone")
+    while bench.engine.busy:
+        bench.engine.step()
 
 
 def assert_accepted(bench: Bench, strategy: Guess | GuessLookup) -> None:

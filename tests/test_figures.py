@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-from docs.figures import BLOCK, ROOT, FiguresError, Source, load, texts
+from docs.commands import fault_of_words
+from docs.figures import BLOCK, ROOT, Figures, FiguresError, Source, load, texts
 
 MEASURED = re.compile(
     r"\b\d[\d,.]*\s?(?:k\s)?(?:(?:output\s)?tok(?:en)?s?/s|[GT]B/s|[GT]FLOP/s)|\b\d+\.\d+x\b|\b\d+\s(?:of\sits\s)?tests?\s(?:passed|failed)"
@@ -88,7 +92,9 @@ def test_a_table_names_its_origin(tmp_path: Path) -> None:
     source = source_of(tmp_path, SET.replace("[empty]", ""))
     text = "a\n<!-- figures: speed -->before<!-- /figures -->\nb <!-- figures: told --><!-- /figures -->"
     filled = source.filled(text)
-    assert "`measure`, 2026-01-31, a machine:" in filled and "| one | 2.2 |" in filled and "| two | - |" in filled
+    assert (
+        "`measure`, 2026-01-31, here (a machine):" in filled and "| one | 2.2 |" in filled and "| two | - |" in filled
+    )
     assert "before" not in filled and "told -->2.2 on a machine, 2026-01-31<!--" in filled
     assert source.filled(filled) == filled, "filling twice changes nothing"
 
@@ -111,3 +117,20 @@ def test_figures_without_their_origin_are_refused(tmp_path: Path) -> None:
         source_of(tmp_path, SET)
     with pytest.raises(FiguresError, match="speed needs a date"):
         source_of(tmp_path, SET.replace("2026-01-31", '"today"').replace("[empty]", ""))
+
+
+@pytest.mark.parametrize("figures", load().sets.values(), ids=lambda figures: figures.name)
+def test_the_command_of_a_set_exists_and_has_its_options(
+    figures: Figures, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(figures.command)
+    assert words[0] in ("bankfull", "make", "python"), f"{figures.command!r} is no command of the project"
+    assert fault_of_words(words, complete=True) is None
+    if words[:2] != ["python", "-m"]:
+        return
+    monkeypatch.setattr(sys, "argv", [words[2], "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    assert [word for word in words[3:] if word.startswith("--") and word not in told] == []

@@ -12,7 +12,7 @@ from bankfull.ops import native
 from bankfull.ops.reference.rounded_pages import write_pages_int8
 from bankfull.runtime import naive
 from bankfull.state.spec import layout_of
-from tests.test_exact import SETTINGS, check, pairwise, prompts
+from tests.test_exact import SETTINGS, check, pairwise, prompts, refusal
 from tests.tiny import DEVICE, model_of
 
 LOSSY = {"int8": torch.int8, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
@@ -20,6 +20,7 @@ MOST = {"fp8": 0.1, "int4": 0.3}
 HOW = {
     "shape": ("llama", "gemma"),
     **{name: SETTINGS[name] for name in SETTINGS if name not in ("shape", "policy")},
+    "strategy": [name for name in SETTINGS["strategy"] if refusal("llama", name) is refusal("gemma", name) is None],
     "kv": tuple(LOSSY),
     "kit": ("bodies", "kernels"),
 }

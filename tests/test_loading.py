@@ -14,14 +14,17 @@ import pytest
 import torch
 import transformers
 
-from bankfull import LLM, SamplingParams, precision
+from bankfull import LLM, SamplingParams, loading, precision
+from bankfull.building import plan_build
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError, ConfigError
+from bankfull.familiar import configure
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.loading import plan_build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
+from bankfull.ops.activations import RULES
+from bankfull.parallel.lost import RankLost
 from bankfull.precision import choose_activations
 from bankfull.quantize.at_load import rounded
 from bankfull.runtime import naive
@@ -109,7 +112,6 @@ def test_tables_are_rounded_only_where_asked_for() -> None:
         ({"quantize": "int5"}, "'int5'"),
         ({"quantize": "int4:48"}, "int4:64"),
         ({"quantize": "tables"}, "names no type"),
-        ({"quantize": "fp8"}, "on a CPU use int8"),
         ({"quantize": 4}, "quantize=4"),
         ({"quantize": "q4_0"}, "48 columns"),
         ({"kv_dtype": "int2"}, "kv_dtype='int2'"),
@@ -193,7 +195,7 @@ def test_activations_are_int8_unless_something_else_is_asked_for(
 
 
 def test_activations_per_token_need_weights_with_one_scale_per_row() -> None:
-    with pytest.raises(ConfigError, match=r"activations='token' has no use here.*'int8:row' or 'fp8'"):
+    with pytest.raises(ConfigError, match=r"activations='token' has no use here.*'int8:row', or to 'fp8' on a GPU"):
         fresh(quantize="int8:32", activations="token")
     llm = fresh(quantize="int8:row", activations="token")
     assert "linear_w8a8" in llm.loaded.kit.chosen
@@ -230,6 +232,30 @@ def test_a_checkpoint_made_for_rounded_activations_gets_them_on_a_gpu(said: obje
     files = replace(files, config={**files.config, "quantization_config": said})
     assert choose_activations(RunConfig(), files, "cuda").name == expected
     assert choose_activations(RunConfig(activations="float"), files, "cuda").name == "float"
+
+
+def test_fp8_means_8_bit_activations_on_a_gpu_as_in_other_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However it is asked for, unless the user keeps activations or the GPU cannot multiply them."""
+    run, *_ = configure({"quantization": "fp8"})
+    assert run.quantize == "fp8"
+    files = rounded(open_model(speaking_folder()), str(run.quantize), Cpu())
+    gpu = SimpleNamespace(kind="cuda", torch=CPU)
+
+    def told(run: RunConfig) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "bankfull"):
+            plan_build(files, run, gpu)  # type: ignore[arg-type]
+        return caplog.text
+
+    assert choose_activations(run, files, "cuda") is RULES["token"]
+    assert "lossy in two ways" in told(run) and "activations='float'" in told(run)
+    floats = replace(run, activations="float")
+    assert choose_activations(floats, files, "cuda") is RULES["float"] and not told(floats)
+    assert choose_activations(run, rounded(open_model(speaking_folder()), "int8", Cpu()), "cuda") is RULES["float"]
+    monkeypatch.setattr(precision, "multiplies_fp8", lambda: False)
+    assert choose_activations(run, files, "cuda") is RULES["float"] and "weights only" in told(run)
 
 
 def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,3 +364,28 @@ def test_a_step_of_a_cpu_has_tokens_for_each_of_its_threads(
 ) -> None:
     monkeypatch.setattr(native, "threads", lambda: threads)
     assert Cpu().suits == {"rows": 64, "step_tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RankLost("rank 1 of 2 has ended"), RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ConfigError("no")],
+)
+def test_only_a_failed_allocation_of_pages_is_reported_as_one(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(problem: BaseException) -> None:
+        def runner(*args: object, **options: object) -> None:
+            raise problem
+
+        monkeypatch.setattr(loading, "DeviceRunner", runner)
+
+    fails(error)
+    with pytest.raises(type(error)) as caught:
+        fresh()
+    assert caught.value is error
+    with pytest.raises(RuntimeError) as torchs:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    for failed in (torchs.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")):
+        fails(failed)
+        with pytest.raises(ConfigError, match="pages could not be allocated; lower memory"):
+            fresh()

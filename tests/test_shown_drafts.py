@@ -40,11 +40,11 @@ def test_the_rejected_path_follows_the_last_accepted_line() -> None:
 @pytest.mark.parametrize("how", ("suffix,adaptive=false", "ngram,adaptive=false", "draft", "medusa"))
 def test_every_draft_of_a_step_is_seen(how: str, depth: int, tmp_path: Path) -> None:
     if how == "draft":
-        how = f"draft:{speaking_folder(7)},depth=3"
+        how = f"draft:{speaking_folder(7)},depth=3,adaptive=false"
     if how == "medusa":
         config = json.loads((speaking_folder() / "config.json").read_text())
         write_heads(random_heads(1, heads=2, hidden=config["hidden_size"], vocab=config["vocab_size"]), tmp_path)
-        how = f"medusa:{tmp_path},nodes=6"
+        how = f"medusa:{tmp_path},nodes=6,adaptive=false"
     llm = tiny(how, depth=depth)
     plain = tiny("off").generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     found = deltas(llm)

@@ -156,6 +156,7 @@ def check_contents(found: Built) -> None:
     assert names == wanted, "the wheel holds the package's files, all of them and no others"
 
 
+@pytest.mark.full
 def test_a_wheel_works_without_the_sources(tmp_path: Path) -> None:
     """With the native module that this environment has, so that nothing is compiled: the full runs do that."""
     found = built(tmp_path, PURE)

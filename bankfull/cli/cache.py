@@ -12,7 +12,7 @@ import typer
 from bankfull.cli.options import Json
 
 if TYPE_CHECKING:
-    from bankfull.state.disk import StoredTier
+    from bankfull.state.disk_folders import StoredTier
 
 cache = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="List and delete cached prefixes on disk (--kv-disk)."
@@ -25,7 +25,7 @@ Where = Annotated[
 def _found(path: Path | None) -> tuple[Path, list[StoredTier]]:
     from bankfull.errors import ConfigError
     from bankfull.paths import cache_dir
-    from bankfull.state.disk import stored
+    from bankfull.state.disk_folders import stored
 
     root = cache_dir() / "kv" if path is None else path.expanduser()
     if path is not None and not root.is_dir():
@@ -81,21 +81,23 @@ def clear(
     """Delete what is stored. A cache that a process uses is left alone."""
     from bankfull.errors import ConfigError
     from bankfull.runtime.memory import shown
-    from bankfull.state.disk import remove
+    from bankfull.state.disk_folders import remove
 
     root, found = _found(path)
     wanted = [one for one in found if model is None or one.about.get("model") == model]
     if model is not None and not wanted:
         known = ", ".join(sorted({str(one.about.get("model")) for one in found})) or "none"
         raise ConfigError(f"{root} has no cache of {model[:80]!r}; it has: {known}.")
-    removed = [one for one in wanted if remove(one)]
+    removed = [one for one in wanted if remove(one.path)]
     kept = [one for one in wanted if one not in removed]
     if json:
         print(json_text.dumps({"removed": [_fields(one) for one in removed], "in_use": [_fields(one) for one in kept]}))
         return
     print(f"Deleted {shown(sum(one.nbytes for one in removed))} in {root}.")
     for one in kept:
-        print(f"{one.about.get('model') or one.path.name} is in use: stop the process, or reset its prefix cache.")
+        print(
+            f"{one.about.get('model') or one.path.name} stays: stop the process that uses it, or see who may change it."
+        )
 
 
 def _ago(seconds: float) -> str:

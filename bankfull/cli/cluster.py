@@ -123,7 +123,9 @@ def _show(command: dict[str, Any], pid: int | None, json: bool) -> None:
     if json:
         print(json_text.dumps(state))
         return
-    where = "on a Ray of its own" if state["ray"] == "local" else f"on the Ray cluster at {state['ray']}"
+    where = {None: "processes of this machine", "local": "on a Ray of its own"}.get(
+        state["ray"], f"on the Ray cluster at {state['ray']}"
+    )
     print(f"server {state['pid']}: {state['wanted']} replicas wanted, {state['starting']} starting, {where}")
     print(f"{state['routing']} routing; {state['cpus']:g} CPUs and {state['gpus']:g} GPUs each")
     if state["update"] is not None and state["update"]["state"] == "running":

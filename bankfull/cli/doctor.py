@@ -64,7 +64,7 @@ def _packages() -> dict[str, str | None]:
 def _machine() -> dict[str, Any]:
     from bankfull.limits.machine.cpu_ceilings import machine
     from bankfull.ops.native import memory_nodes, thread_choice
-    from bankfull.runtime.device import available_memory
+    from bankfull.runtime.host import available_memory
 
     known, chosen = machine(), thread_choice()
     return {

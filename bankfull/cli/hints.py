@@ -52,7 +52,6 @@ SAME = {
     "--bf16": "--dtype bfloat16",
     "--load-in-8bit": "--quantize int8",
     "--load-in-4bit": "--quantize int4",
-    "--quantization": "--quantize",
     "--device-map": "--device",
     "--cpu": "--device cpu",
     "--gpu": "--device cuda",
@@ -86,8 +85,13 @@ SAME = {
 }
 
 _DRAFTS = "use --speculative NAME, such as suffix, eagle or draft:MODEL; `bankfull run --help` lists them"
+_DRAFT_CONFIG = (
+    "use --speculative ngram,width=4 for the method ngram with 4 tokens, or draft:MODEL,depth=4 for a draft model; "
+    "`bankfull run --help` lists the others"
+)
 _DEVICES = "one device runs the whole model; start one server for each, with --device cuda:N, behind a load balancer"
-_SPLIT = "one device runs the whole model; choose it with --device cuda or --device cpu"
+_SPLIT = "one device runs the whole model; use --device cuda for all layers on the GPU, --device cpu for none"
+_OFFLOADED = "all weights stay on the device; use --quantize int8 or int4, or --device cpu"
 _BY_TEMPLATE = "the model's chat template decides, and /v1/models reports it; leave it out"
 _OVER_THE_API = "it is a field of a request; send response_format or structured_outputs to `bankfull serve`"
 _ADAPTERS = "adapters cannot be loaded yet; merge them into the checkpoint"
@@ -102,7 +106,6 @@ ABSENT = {
             "--draft-min",
             "--draft-model",
             "--model-draft",
-            "--speculative-config",
             "-md",
             "--speculative-model",
             "--speculative-algorithm",
@@ -130,7 +133,6 @@ ABSENT = {
             "--gpu-layers",
             "-ngl",
             "--split-mode",
-            "--cpu-offload-gb",
             "--main-gpu",
             "--offload-folder",
         ),
@@ -175,6 +177,12 @@ ABSENT = {
     "--interactive": "that is the command bankfull chat",
     "--conversation": "that is the command bankfull chat",
     "-cnv": "that is the command bankfull chat",
+    "--speculative-config": _DRAFT_CONFIG,
+    "--cpu-offload-gb": _OFFLOADED,
+    "--quantization": "the format of a quantized checkpoint is detected; use --quantize int8, int4 or fp8 to quantize "
+    "another one at load",
+    "-q": "the format of a quantized checkpoint is detected; use --quantize int8, int4 or fp8 to quantize another one "
+    "at load",
     "--swap-space": "use --kv-host, with a unit: --kv-host 8GiB",
     "--hicache-size": "use --kv-host, with a unit: --kv-host 8GiB",
     "--kv-offloading-size": "use --kv-host, with a unit: --kv-host 8GiB",

@@ -46,6 +46,12 @@ def limits(
     Caches, memory, disk and matrix products are measured once, and the results are stored. The limits of other machines
     come from the catalogue.
     """
+    measured = is_here(device) and not devices
+    _refuse(refresh and not measured, "--refresh", "measures this machine again; leave it out for the catalogue.")
+    _refuse(threads is not None and not measured, "--threads", "is for measuring; leave it out for the catalogue.")
+    _refuse(catalogue is not None and measured, "--catalogue", "is for --list and for --device NAME; give one of them.")
+    _refuse(devices and device != "cpu", "--device", "chooses one of the devices; leave it out with --list.")
+    _refuse(devices and (svg or png) is not None, "--svg and --png", "draw one device; leave them out with --list.")
     check_pictures(svg, png)
     if threads is not None:
         from bankfull.ops.native import set_threads
@@ -76,6 +82,13 @@ def limits(
         return
     print_table(table)
     show_charts(*charts)
+
+
+def _refuse(given: bool, option: str, why: str) -> None:
+    if given:
+        from bankfull.errors import ConfigError
+
+        raise ConfigError(f"{option} {why}")
 
 
 def is_here(device: str) -> bool:

@@ -100,6 +100,8 @@ def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Loa
 
     if work.sharegpt is not None and work.trace is not None:
         raise ConfigError("--sharegpt and --trace exclude each other; give one of the two.")
+    if work.trace is None and work.trace_speed != 1.0:
+        raise ConfigError("--trace-speed is that of a recorded trace; give --trace FILE, too, or leave it out.")
     output = None if work.output_len is None else parse_lengths(work.output_len)
     count = REQUESTS if work.requests is None else work.requests
     workload: Workload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 import typer
 
 from bankfull.cli.scheduling import USUAL_SCHEDULING, SchedulingOptions
+from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
     from bankfull.llm import LLM
@@ -47,9 +48,9 @@ Activations = Annotated[
         help="Format of activations in matrix products: int8 (quantized weights only; lossy; a second copy of the "
         "weights, one byte each, makes large batches faster), int8-few (int8 for few rows, bf16 for many, no copy), "
         "token (per token, in the 8-bit type of weights with one scale per row: int8:row, fp8; lossy), bf16 (dense "
-        "weights become bfloat16, too) or float. auto, on a GPU: token for checkpoints made for it; on a "
-        "CPU: int8 for quantized weights (int8-few if the copy would take more than a quarter of the free memory), "
-        "bf16 for a checkpoint in bfloat16, and float, which is exact, with --dtype float32."
+        "weights become bfloat16, too) or float. auto, on a GPU: token for checkpoints made for it and --quantize fp8; "
+        "on a CPU: int8 for quantized weights (int8-few if the copy would take more than a quarter of the free memory) "
+        "except fp8, bf16 for a checkpoint in bfloat16, and float, which is exact, with --dtype float32."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -153,8 +154,10 @@ class EngineOptions:
         typer.Option(
             help="Quantize the matrices of an unquantized checkpoint at load (lossy): int8, int4, int4:64 (groups of "
             "64 columns; 32 is the default on a CPU, 128 on a GPU), int8:row (one scale per row, the int8 of a GPU), "
-            "fp8 (on a GPU), or a GGUF type such as q4_k,keep. int4,tables quantizes the embeddings and the head, too. "
-            "2:4 drops the zeros of a checkpoint that was pruned so (on a GPU; not lossy).",
+            "fp8 (on a GPU activations are rounded per token, too, unless --activations float; on a CPU weights only), "
+            "llm.int8 (int8 beside columns in bfloat16, as load_in_8bit), or a GGUF type such as q4_k,keep. "
+            "int4,tables quantizes the embeddings and the head, too. 2:4 drops the zeros of a checkpoint that was "
+            "pruned so (on a GPU; not lossy).",
             show_default=False,
         ),
     ] = None
@@ -179,7 +182,8 @@ class EngineOptions:
             metavar="HOST:PORT",
             help="The Ray cluster to join, this machine being one of its nodes: it runs the ranks of --parallel after "
             "the first one, or the engines of `serve` with --replicas or --separate.",
-            show_default="ranks are processes of this machine; with --replicas RAY_ADDRESS, or a Ray of its own",
+            show_default="ranks and engines are processes of this machine; with --replicas also RAY_ADDRESS. local: a "
+            "Ray of its own",
         ),
     ] = None
     threads: Threads = None
@@ -251,6 +255,15 @@ class EngineOptions:
         if (start := llm.loaded.start) is not None:
             say(f"bankfull: loaded in {start}")
         return llm
+
+
+def refuse_unread(options: EngineOptions, read: Sequence[str], what: str) -> None:
+    """Refuse an option that was given although this mode reads only those named in `read`. `what`: what the others
+    describe, and the way out."""
+    usual = EngineOptions()
+    for field in fields(options):
+        if field.name not in read and getattr(options, field.name) != getattr(usual, field.name):
+            raise ConfigError(f"--{field.name.replace('_', '-')} describes {what}")
 
 
 NO_LIMIT = 0

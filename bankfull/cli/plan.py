@@ -11,7 +11,9 @@ import typer
 from bankfull.cli.options import ForecastAcceptance, ForecastSpeculative, Json
 from bankfull.cli.scheduling import SchedulingOptions
 
-DEFAULT_REQUESTS = 200
+DEFAULT_REQUESTS, MOST_REPLICAS = 200, 8
+ROUTING, NODE_SIZE, START_SECONDS = "prefix", 8, 60.0
+"""Usual values of --simulate."""
 
 
 def plan(
@@ -50,7 +52,7 @@ def plan(
             show_default="goodput; without --slo cost, or efficiency where prices are unknown",
         ),
     ] = None,
-    most: Annotated[int, typer.Option(help="Most replicas, on devices of the catalogue.")] = 8,
+    most: Annotated[int, typer.Option(help="Most replicas, on devices of the catalogue.")] = MOST_REPLICAS,
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -88,7 +90,8 @@ def plan(
         float | None,
         typer.Option(
             help="Leave out configurations whose loss is larger: KL divergence from the unrounded model in nats per "
-            "token, measured on the model, or of a table if it has no weights here or with --no-calibrate.",
+            "token, measured on the model. Those whose loss is unknown are kept: without weights here, without enough "
+            "memory to measure it, or with --no-calibrate.",
             show_default="no bound",
         ),
     ] = None,
@@ -124,7 +127,7 @@ def plan(
     routing: Annotated[
         str,
         typer.Option(help="Routing of --simulate: prefix, completion, least-loaded, random-two, round-robin, or all."),
-    ] = "prefix",
+    ] = ROUTING,
     trace: Annotated[
         str | None,
         typer.Option(help="A recorded day for --simulate: the formats of `bankfull bench serve`.", show_default=False),
@@ -133,10 +136,10 @@ def plan(
         float | None,
         typer.Option(help="Mean hours between two failures of a replica in --simulate.", show_default="no failures"),
     ] = None,
-    node_size: Annotated[int, typer.Option(help="Replicas that fail with one machine in --simulate.")] = 8,
+    node_size: Annotated[int, typer.Option(help="Replicas that fail with one machine in --simulate.")] = NODE_SIZE,
     start_seconds: Annotated[
         float, typer.Option(help="Seconds until a started replica is ready in --simulate.")
-    ] = 60.0,
+    ] = START_SECONDS,
     update: Annotated[
         float | None,
         typer.Option(help="Hour of the day at which --simulate begins a rolling update.", show_default="no update"),
@@ -161,6 +164,18 @@ def plan(
     from bankfull.plan.sites import sites_of
     from bankfull.plan.traffic import parse_traffic
 
+    if simulate is None:
+        given = {
+            "--routing": routing != ROUTING,
+            "--trace": trace is not None,
+            "--mtbf": mtbf is not None,
+            "--node-size": node_size != NODE_SIZE,
+            "--start-seconds": start_seconds != START_SECONDS,
+            "--update": update is not None,
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise ConfigError(f"{option} describes the day of --simulate; give --simulate 100, or leave it out.")
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price} must be dollars per hour, above 0.")
     drafter = parse_drafter(speculative, acceptance)
@@ -193,6 +208,8 @@ def plan(
 
         if verify:
             raise ConfigError("--verify runs one machine, --simulate a fleet; give one of them.")
+        if most != MOST_REPLICAS:
+            raise ConfigError("--simulate gives the number of replicas; leave out --most.")
         if drafter is not None:
             raise ConfigError("--speculative predicts one replica, --simulate a fleet; give one of them.")
         options = FleetOptions(

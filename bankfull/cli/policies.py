@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bankfull.cli.options import EngineOptions, Json
+from bankfull.cli.options import EngineOptions, Json, refuse_unread
 from bankfull.cli.scheduling import USUAL_SCHEDULING
 from bankfull.errors import ConfigError
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 ROWS, STEP_TOKENS = 8, 512
 """Defaults of the compared schedulers: few rows, so that jobs wait."""
 CALIBRATION_JOBS, SATURATION_JOBS = 16, 4000
+TOKEN_BYTES = 131072
+SIMULATED = ("rows", "step_tokens", "scheduling")
+"""Options of the engine that the simulator reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,9 @@ def policies(
     host_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a simulated host tier, for the state of preempted sequences.")
     ] = 0,
-    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token's state, for the bytes swapped.")] = 131072,
+    token_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of a token's state, for the bytes swapped.")
+    ] = TOKEN_BYTES,
     replicas: Annotated[
         int,
         typer.Option(
@@ -128,6 +133,7 @@ def policies(
     from bankfull.limits.charts import save
     from bankfull.limits.charts.output import check_path
     from bankfull.plan.policies.compare import agreement, contenders, figures, policy_chart, policy_table, unsteady
+    from bankfull.plan.policies.meaning import equal_policies, mark_overloaded
     from bankfull.plan.policies.simulator import SimulatedEngine, saturation
     from bankfull.plan.policies.step_model import StepModel
 
@@ -135,6 +141,10 @@ def policies(
         check_path(chart)
     if on_engine and (step_times is not None or memory_tokens is not None or host_tokens):
         raise ConfigError("--engine measures step times and has its own memory; leave out the simulator's options.")
+    if not on_engine:
+        refuse_unread(engine, SIMULATED, "the model, which only --engine runs; add --engine, or leave it out.")
+    if token_bytes != TOKEN_BYTES and not host_tokens:
+        raise ConfigError("--token-bytes counts what moves to a host tier; give --host-tokens, too, or leave it out.")
     if not stretch >= 1:
         raise ConfigError(f"--stretch {stretch} must be at least 1.")
     if replicas > 1 and (on_engine or memory_tokens is not None or host_tokens):
@@ -168,6 +178,14 @@ def policies(
             before = number * asked.jobs
             run = made.run(jobs, lambda done, _, name=name, before=before: advance(before + done, name))  # type: ignore[misc]
             found.append(figures(name, run, model, stretch))
+    notes: list[str] = []
+    if compared:
+        few = replace(asked, jobs=min(asked.jobs, SATURATION_JOBS))
+        found, overloads = mark_overloaded(found, compared, model, few, rate, traffic.load)
+        if measured is not None:
+            marked = {one.policy: one.overloaded for one in found}
+            measured.figures[:] = [replace(one, overloaded=marked[one.policy]) for one in measured.figures]
+        notes += overloads + equal_policies(found, compared, asked, memory_tokens or 0)
     engines = f"{replicas} x {base.rows} rows" if replicas > 1 else f"{base.rows} rows"
     title = f"{asked}, {traffic.load:g} of fcfs's saturation ({rate:.3g}/s), {engines}"
     if chart is not None:
@@ -182,6 +200,7 @@ def policies(
             "replicas": replicas,
             "step_model": {name: getattr(model, name) for name in ("step", "row", "context", "prompt")},
             "simulated": [one.as_json() for one in found],
+            "notes": notes,
         }
         if measured is not None and agreed is not None:
             said["measured"] = [one.as_json() for one in measured.figures]
@@ -194,6 +213,8 @@ def policies(
         print_table(policy_table(measured.figures, f"on {engine.model}: {title}"))
     print_table(policy_table(found, f"simulated: {title}"))
     print(f"steps: {model}. good: within {stretch:g}x of the time on an idle engine.")
+    for note in notes:
+        print(note)
     if measured is not None:
         if (warning := unsteady(measured.slowdowns)) is not None:
             print(warning)

@@ -33,8 +33,9 @@ class QualityOptions:
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Quantize the model's matrices first: int8, int4, int4:64, fp8, q8_0, ...; after a comma, the "
-            "type for matrices whose shape does not fit (q4_k,q5_0 or q4_k,keep).",
+            help="Quantize the model's matrices first: int8, int4, int4:64, fp8 (on a GPU with activations rounded per "
+            "token, too), q8_0, ...; after a comma, the type for matrices whose shape does not fit (q4_k,q5_0 or "
+            "q4_k,keep). llm.int8: int8 beside the columns that meet large activations, as load_in_8bit.",
             show_default=False,
         ),
     ] = None
@@ -178,20 +179,21 @@ class Pair:
 
 
 def _prepare(model: str, options: QualityOptions) -> Pair:
+    from bankfull.building import plan_build
     from bankfull.config import RunConfig, StateConfig
     from bankfull.errors import ConfigError
     from bankfull.limits.quality.evaluate import dequantized
     from bankfull.limits.quality.windows import WINDOW
-    from bankfull.loading import choose_dtype, plan_build
     from bankfull.models.registry import build_model
     from bankfull.ops.reference.rounded_pages import pages_name
-    from bankfull.quantize.at_load import suited_sparsity
+    from bankfull.precision import choose_dtype
+    from bankfull.quantize.at_load import refuse_unknown, requantized, suited_sparsity
     from bankfull.runtime.device import open_device
     from bankfull.runtime.refused import refuse_eviction_without_use, refuse_pages_without_use
     from bankfull.state.spec import layout_of
     from bankfull.text.load import load_tokenizer
     from bankfull.weights.locate import locate
-    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_quantization
+    from bankfull.weights.requantized import Requantized, bits_per_weight
     from bankfull.weights.source import open_model
 
     run = RunConfig(
@@ -206,7 +208,8 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     if options.tables and options.quantize is None:
         raise ConfigError("--tables extends --quantize; give --quantize, too.")
     device = open_device(options.device)
-    wish = None if options.quantize is None else parse_quantization(options.quantize, device.kind)
+    if options.quantize is not None:
+        refuse_unknown(options.quantize, device.kind)
     texts = _texts(options.text)
     against = model if options.against is None else options.against
     # Opened twice: a source tracks the tensors that one model has read.
@@ -216,10 +219,10 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         _refuse_other_vocabulary(tokenizer, load_tokenizer(reference_files)[0], model, against)
 
     files = suited_sparsity(files, run, device.kind, choose_dtype(run.dtype, files, device.kind))
-    tables, kept = options.tables or (wish is not None and wish.tables), 0
-    if wish is not None:
-        source = Requantized(files.source, wish.types, tables, device.torch)
-        files, kept = replace(files, source=source), len(source.kept())
+    kept = 0
+    if options.quantize is not None:
+        files, kept = requantized(files, options.quantize, device, options.tables)
+    tables = isinstance(files.source, Requantized) and files.source.tables
     longest = options.window or WINDOW
     build = plan_build(files, run, device, longest)
     built = build_model(files.config, build)
@@ -319,7 +322,9 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
     dtype, kv_dtype = facts["dtype"], facts["kv_dtype"]
     if kv_dtype != dtype:
         dtype += f", {kv_dtype} keys and values"
-    if facts["activations"] != "float":
+    if facts["activations"] == "token":
+        dtype += ", activations of 8-bit products rounded per token (lossy)"
+    elif facts["activations"] != "float":
         dtype += f", {facts['activations']} activations"
     rows = {
         "model": f"{facts['model']} ({dtype}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",

@@ -1,9 +1,10 @@
-"""Options of `bankfull serve` for several engines: replicas on a Ray cluster, or prefill and decode apart."""
+"""Options of `bankfull serve` for several engines: replicas here or on a Ray cluster, or prefill and decode apart."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,16 @@ from bankfull.errors import ConfigError
 if TYPE_CHECKING:
     from bankfull.config import RunConfig, StateConfig
     from bankfull.fleet.attainment import SloMeter
+    from bankfull.fleet.replica_range import ReplicaRange
     from bankfull.serve.replicas.local import SetFactory
+
+
+NOTHING_TO_ENCRYPT = (
+    "--link-tls is for engines that are reached over TCP, and these are processes of this machine without it: leave it "
+    "out, or give --replicas with --ray, or --separate with --ray or link=socket."
+)
+RAY_HERE = "local"
+"""Instead of an address: start a Ray cluster of this machine alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +32,9 @@ class ReplicaOptions:
         str | None,
         typer.Option(
             metavar="N|N..M",
-            help="Number of engines behind the API, or bounds of autoscaling on the queue and --slo; placed by Ray.",
-            show_default="one engine, without Ray",
+            help="Number of engines behind the API: processes of this machine, which share its cores and memory. With "
+            "--ray they are placed by Ray, and a range grows and shrinks with the queue and --slo.",
+            show_default="one engine",
         ),
     ] = None
     separate: Annotated[
@@ -55,6 +66,16 @@ class ReplicaOptions:
         typer.Option(help="GPUs of each replica.", show_default="1 for each rank if the cluster has GPUs, else 0"),
     ] = None
 
+    link_tls: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="TLS between this server and engines on other machines, and between engines: a folder with tls.crt, "
+            "tls.key and ca.crt, at the same place on every machine.",
+            show_default="not encrypted",
+        ),
+    ] = None
+
     def factory(
         self,
         model: str,
@@ -67,10 +88,11 @@ class ReplicaOptions:
     ) -> SetFactory | None:
         """Makes the replicas, for `run_server`; None: there is one engine, without Ray. `run`, `state`: of each engine.
         `ray`: the Ray cluster to join. `take_over`: there the old server has most of the resources until it ends."""
+        tls = self._link_tls(run, ray)
         if self.separate is not None:
             from bankfull.serve.engine.exchange_end import refuse_separate
 
-            factory = self._separate(self.separate, model, run.device, ray)
+            factory = self._separate(self.separate, model, run.device, ray, tls)
             refuse_separate(run.mesh, state.prefix_cache, run.diffusion)
             return factory
         if self.replicas is None:
@@ -80,13 +102,17 @@ class ReplicaOptions:
                     raise ConfigError(f"{name} needs --replicas, the number of engines behind the API.")
             return None
         self._check_shares()
-        from bankfull.cluster.cluster_replicas import ClusterOptions, cluster_replicas
-        from bankfull.cluster.ray_version import installed_version
         from bankfull.fleet.replica_range import MOST_REPLICAS, ReplicaRange
 
-        ray = ray or os.environ.get("RAY_ADDRESS") or None
+        wanted, ray = ReplicaRange.parse(self.replicas), ray or os.environ.get("RAY_ADDRESS") or None
+        if ray is None:
+            return self._local(wanted, model, run, grace)
+        from bankfull.cluster.cluster_replicas import ClusterOptions, cluster_replicas
+        from bankfull.cluster.ray_version import installed_version
+
+        ray = None if ray == RAY_HERE else ray
         options = ClusterOptions(
-            replicas=ReplicaRange.parse(self.replicas),
+            replicas=wanted,
             model=model,
             routing=self.routing,
             ray=ray,
@@ -97,9 +123,56 @@ class ReplicaOptions:
             first=1 if take_over and ray is not None else MOST_REPLICAS,
             ranks=run.mesh.ranks,
             slo=slo,
+            tls=tls,
         )
         installed_version()
         return cluster_replicas(options)
+
+    def _local(self, wanted: ReplicaRange, model: str, run: RunConfig, grace: float) -> SetFactory:
+        from bankfull.cluster.local_replicas import ASK_FOR_RAY, local_replicas
+
+        for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is what Ray reserves for a replica, and without it replicas share this machine's cores "
+                    f"evenly, or have --threads each: leave {name} out, or {ASK_FOR_RAY}."
+                )
+        if run.mesh.ranks > 1:
+            raise ConfigError(
+                f"Replicas of {run.mesh.ranks} ranks each (--parallel) need Ray to place them: {ASK_FOR_RAY}."
+            )
+        return local_replicas(wanted, self.routing, model=model, grace=grace)
+
+    def memory(self, given: object, device: str, ray: str | None) -> object:
+        """The option `memory` of each engine."""
+        if given is not None or self.replicas is None or ray or os.environ.get("RAY_ADDRESS"):
+            return given
+        from bankfull.cluster.local_replicas import memory_of
+
+        return memory_of(int(self.replicas), device)  # `factory` has read it
+
+    def _link_tls(self, run: RunConfig, ray: str | None) -> str:
+        """The folder, if its files can be used here; empty: without TLS."""
+        if self.link_tls is None:
+            return ""
+        if self.separate is not None:
+            from bankfull.serve.replicas.local import Separation
+
+            over_tcp = bool(ray) or Separation.parse(self.separate).link == "socket"
+        else:
+            over_tcp = self.replicas is not None and bool(ray or os.environ.get("RAY_ADDRESS"))
+        if not over_tcp:
+            raise ConfigError(NOTHING_TO_ENCRYPT)
+        if run.mesh.ranks > 1:
+            raise ConfigError(
+                f"--link-tls does not reach what the ranks of a layout send each other, and {run.mesh} has several: "
+                "leave out --link-tls and use an encrypted network, or leave out --parallel."
+            )
+        from bankfull.handshake.link_tls import LinkTls
+
+        folder = self.link_tls.absolute()
+        LinkTls(folder).answering()
+        return str(folder)
 
     def _check_shares(self) -> None:
         for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
@@ -108,12 +181,14 @@ class ReplicaOptions:
         if self.replica_cpus == 0:
             raise ConfigError("--replica-cpus 0 leaves a replica no processor; give a positive number, such as 0.5.")
 
-    def _separate(self, wanted: str, model: str, device: str, ray: str | None) -> SetFactory:
+    def _separate(self, wanted: str, model: str, device: str, ray: str | None, tls: str) -> SetFactory:
         from bankfull.serve.replicas.local import Separation, local_separate
 
         pools = Separation.parse(wanted)
         if self.replicas is not None:
             raise ConfigError("--separate says how many engines there are: leave --replicas out, or --separate.")
+        if ray == RAY_HERE:
+            raise ConfigError("--separate on one machine needs no Ray: leave out --ray local.")
         if ray is None:
             for name, value in (("--replica-cpus", self.replica_cpus), ("--replica-gpus", self.replica_gpus)):
                 if value is not None:
@@ -121,7 +196,7 @@ class ReplicaOptions:
                         f"--separate without --ray runs engines on this machine, which share its cores: leave {name} "
                         "out, or give --ray."
                     )
-            return local_separate(pools, self.routing)
+            return local_separate(pools, self.routing, tls)
         self._check_shares()
         from bankfull.cluster.cluster_pools import PoolOptions, cluster_pools
         from bankfull.cluster.ray_version import installed_version
@@ -134,6 +209,7 @@ class ReplicaOptions:
             cpus=self.replica_cpus,
             gpus=self.replica_gpus,
             device=device,
+            tls=tls,
         )
         made = cluster_pools(options)
         installed_version()

@@ -103,6 +103,8 @@ def roofline(
             raise ConfigError(
                 "--architectures compares bfloat16 models of its own; leave the model and its options out."
             )
+        if link is not None or acceptance is not None:
+            raise ConfigError("--architectures has no layout and no drafter; leave out --link and --acceptance.")
         _compare(device, catalogue, batch, context, draw, charts, picture, json)
         return
     drafter = parse_drafter(speculative, acceptance)

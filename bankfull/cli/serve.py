@@ -140,6 +140,8 @@ def serve(
     options = {**engine.options(), **engine.scheduling.served(), "step_ms": step_ms, "ray": None}
     run, _, state, _ = configure(options)  # a bad option is told before a process is started
     slo_meter = None if slo is None else SloMeter(parse_slo(slo))
+    replicas = replication.factory(engine.model, run, state, engine.ray, grace, slo_meter, take_over)
+    options["memory"] = replication.memory(options.get("memory"), run.device, engine.ray)
     run_server(
         engine.model,
         options,
@@ -150,7 +152,7 @@ def serve(
         grace=grace,
         stall_seconds=stall_seconds,
         give_up_after=give_up_after,
-        replicas=replication.factory(engine.model, run, state, engine.ray, grace, slo_meter, take_over),
+        replicas=replicas,
         slo=slo_meter,
         take_over=take_over,
         response_cache=response_cache,

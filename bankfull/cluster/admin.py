@@ -19,7 +19,7 @@ from bankfull import paths
 from bankfull.cluster.messages import MOST_BYTES
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
-from bankfull.serve.scratch import ScratchFolder, remove_abandoned
+from bankfull.scratch import ScratchFolder, remove_abandoned
 
 ANSWER_SECONDS = 10.0
 """Time-out of a command."""

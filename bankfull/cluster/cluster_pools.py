@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from secrets import token_bytes
 from typing import Any
 
 from bankfull.cluster.managed_set import ManagedSet, PlacementOptions
@@ -16,7 +15,7 @@ from bankfull.errors import ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import RoutingPolicy, routing_policy
 from bankfull.serve.engine.wire import ExchangeEnds
-from bankfull.serve.replicas.local import SECRET_BYTES, MakeLink, Separation, SetFactory
+from bankfull.serve.replicas.local import MakeLink, Separation, SetFactory
 from bankfull.serve.replicas.separate_set import SeparateSet
 
 log = logging.getLogger("bankfull.serve")
@@ -47,8 +46,6 @@ class ClusterPools(ManagedSet, SeparateSet):
     def __init__(self, make_link: MakeLink, policy: RoutingPolicy, options: PoolOptions) -> None:
         super().__init__({}, {}, policy, make_link=make_link, placement=options)
         self._pools = pools = options.pools
-        self._secret = token_bytes(SECRET_BYTES)
-        """What engines prove to each other."""
         self._members: dict[str, int | None] = {
             **{f"prefill-{i}": None for i in range(pools.prefill)},
             **{f"decode-{i}": i for i in range(pools.decode)},
@@ -87,7 +84,7 @@ class ClusterPools(ManagedSet, SeparateSet):
             await self.leave(member)
         assert self.up is not None
         number = self._members[member]
-        ends = ExchangeEnds([], self._pools.exchange, number, self._pools.decode, self._secret)
+        ends = ExchangeEnds([], self._pools.exchange, number, self._pools.decode, tls=self._placement.tls)
         link = self._make_link(open_engine=self._opener(member), threads=self.up.threads, exchange=ends)
         await self.join(member, link, number)
 

@@ -28,6 +28,7 @@ from bankfull.cluster.placed_replicas import shown_replicas
 from bankfull.errors import ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import DEFAULT_POLICY
+from bankfull.handshake.link_tls import LinkTls
 from bankfull.serve.engine.process import EngineConnection
 from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.engine.wire import FromEngine
@@ -53,6 +54,8 @@ class PlacementOptions:
     device: str = "auto"
     ranks: int = 1
     """Ranks of each replica, by its layout."""
+    tls: str = ""
+    """The folder of `handshake.link_tls.LinkTls`; empty: without TLS."""
 
 
 class ManagedSet(ReplicaSet, Controlled):
@@ -193,6 +196,7 @@ class ManagedSet(ReplicaSet, Controlled):
             gpus=placement.gpus,
             ranks=placement.ranks,
             device=placement.device,
+            tls=placement.tls,
             first=self._next,
             again=self.up is not None,
         )
@@ -218,7 +222,7 @@ class ManagedSet(ReplicaSet, Controlled):
     def _opener(self, name: str) -> Callable[[Callable[[FromEngine], None]], EngineConnection]:
         def open_engine(receive: Callable[[FromEngine], None]) -> EngineConnection:
             placed = self._placed[name]
-            return RemoteEngine(receive, (placed.host, placed.port), self._token)
+            return RemoteEngine(receive, (placed.host, placed.port), self._token, LinkTls.of(self._placement.tls))
 
         return open_engine
 

@@ -125,7 +125,7 @@ class ClusterManager:
         if self._share.ranks == 1:
             selector = allowed_nodes(self._refused) if self._refused else None
             kind = self._ray.remote(EngineReplica).options(**how, scheduling_strategy="SPREAD", label_selector=selector)
-            replica.actors = [kind.remote(self._start.token, host)]
+            replica.actors = [kind.remote(self._start.token, host, "", self._start.tls)]
             return
         token = secrets.token_hex(32)
         replica.group, replica.hosts = self._session.reserve(self._share, self._refused), ()
@@ -134,7 +134,7 @@ class ClusterManager:
             place = self._session.bundle(replica.group, number)
             return self._ray.remote(kind).options(**how, scheduling_strategy=place).remote(*parts)
 
-        replica.actors = [create(EngineReplica, 0, self._start.token, host, token)]
+        replica.actors = [create(EngineReplica, 0, self._start.token, host, token, self._start.tls)]
         for number in range(1, self._share.ranks):
             replica.actors.append(create(HostedRank, number, token, host, share.threads))
 

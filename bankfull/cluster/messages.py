@@ -28,6 +28,8 @@ class StartCluster(msgspec.Struct, tag="start"):
     ranks: int = 1
     """Ranks of each replica."""
     device: str = "auto"
+    tls: str = ""
+    """The folder of `handshake.link_tls.LinkTls` on each machine; empty: without TLS."""
     first: int = 1
     """Number of the first replica, in its name."""
     again: bool = False

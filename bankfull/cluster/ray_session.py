@@ -15,7 +15,7 @@ from typing import Any
 from bankfull.cluster.ray_version import import_ray
 from bankfull.cluster.sizes import NodeResources, Share
 from bankfull.errors import ConfigError
-from bankfull.serve.scratch import ScratchFolder
+from bankfull.scratch import ScratchFolder
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's shared memory. Requests do not pass through it; this is about the least that Ray accepts."""
@@ -50,8 +50,9 @@ class RaySession:
         self.local = address is None
         self._folder = folder
         if address is None:
-            os.environ.update(CLOSED, RAY_AUTH_TOKEN=secrets.token_hex(32))
-            os.environ.pop("RAY_ADDRESS", None)
+            os.environ.update(CLOSED, RAY_AUTH_TOKEN_PATH=str(_token_file(folder)))
+            for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+                os.environ.pop(name, None)
         else:
             for name, value in JOINED.items():
                 os.environ.setdefault(name, value)
@@ -141,6 +142,14 @@ class RaySession:
             self.ray.shutdown()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _token_file(folder: Path) -> Path:
+    """A new token for Ray. Every process of Ray inherits the environment, which shows only where it lies."""
+    made = folder / "token"
+    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return made
 
 
 def allowed_nodes(without: Collection[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import bankfull
+from bankfull.handshake.link_tls import LinkTls
 from bankfull.parallel.hosting import RankHost
 from bankfull.parallel.reaching import RankHosts
 from bankfull.serve.engine.gateway import Gateway
@@ -25,13 +26,13 @@ START_SECONDS = 30.0
 class EngineReplica:
     """One replica, or rank 0 of it. Its engine process exists as long as a server is connected to its gateway."""
 
-    def __init__(self, token: str, host: str, rank_token: str = "") -> None:
+    def __init__(self, token: str, host: str, rank_token: str = "", tls: str = "") -> None:
         """`host`: the address to listen on; the address of this machine in the cluster if it is empty. `rank_token`: of
-        the hosts of the other ranks, if there are any."""
+        the hosts of the other ranks, if there are any. `tls`: the folder of its files for TLS; empty: without."""
         self._rank_token = bytes.fromhex(rank_token)
         self._variables = _environment()
         self._tell_ranks(())
-        self._gateway = Gateway(bytes.fromhex(token), self._variables)
+        self._gateway = Gateway(bytes.fromhex(token), self._variables, self._rank_token, LinkTls.of(tls))
         self._place = ActorPlace(self._gateway.start, host)
 
     def status(self, ranks: tuple[tuple[str, int], ...] = ()) -> dict[str, Any]:

@@ -31,14 +31,23 @@ from bankfull.decode.strategy import (
     View,
 )
 from bankfull.errors import ConfigError
+from bankfull.layers.decoder import Decoder
 from bankfull.ops.reference.attention import TREE_TOKENS
 from bankfull.sample.draw import NO_TOKEN, draw_several
 from bankfull.sample.logits import process, sample_several
 from bankfull.sample.random import NumberKey, Purpose
 from bankfull.sample.table import CHILD, GREEDY, PLAIN, SEED
+from bankfull.state.mask import Mask
+from bankfull.state.spec import Paged
+from bankfull.types import Work
 
-LATE = 256
-"""Skipped tokens from which on a row is not caught up: that would delay the other rows."""
+PIECE = 256
+"""Tokens that are caught up in one pass."""
+LOST = 1 << 40
+"""Number of skipped tokens of a row where the host does not know it."""
+MEMORY, UNREAD = 16, 0.05
+"""Sequences over which it is averaged how many of them were not run to their end, and the share from which on tokens
+of the prefix cache are run again."""
 
 
 class ChosenRows:
@@ -77,6 +86,13 @@ class DraftModel(Strategy):
         self._skipped: dict[int, int] = {}
         """Of rows without a proposal after their last step: the number of known tokens before the last two from the
         first one on that this model has not run."""
+        windows = [spec.window for states in own.model.states() for spec in states if isinstance(spec, Paged)]
+        seen = [window.extent if isinstance(window, Mask) else window for window in windows]
+        self._reach = min((extent for extent in seen if extent is not None), default=LOST)
+        """Skipped tokens from which on a row is lost: pages behind a window belong to other sequences."""
+        self._unread = 0.0
+        """The share of sequences that ended before this model had run their tokens. So much of what the prefix cache
+        holds lacks its keys and values."""
 
     @property
     def own(self) -> OwnModel:
@@ -88,10 +104,15 @@ class DraftModel(Strategy):
     def width(self, load: int) -> int:
         return sum(self._branching)
 
+    def prepare(self, target: Decoder) -> None:
+        self.share = size_of(self._own.model) / size_of(target)
+
     def begin(self, rows: Sequence[int]) -> None:
         self.replace(rows)
-        for row in rows:
-            self._skipped.pop(row, None)
+        for row, cached in zip(rows, self._steps.computed(rows), strict=True):
+            self._unread += ((self._skipped.pop(row, 0) > 0) - self._unread) / MEMORY
+            if cached and self._unread > UNREAD:
+                self._skipped[row] = int(cached) - 1
 
     def replace(self, rows: Sequence[int]) -> None:
         self._drafted.update(dict.fromkeys(rows, 0))
@@ -102,21 +123,35 @@ class DraftModel(Strategy):
         for row in rows:
             self._skipped[row] = self._skipped.get(row, -1) + 1
 
+    def miss(self, work: Sequence[Work]) -> None:
+        self._rule.forget([w.row for w in work])
+        for w in work:
+            # With drafts, only the device knows how many of them are accepted.
+            self._skipped[w.row] = self._skipped.get(w.row, -1) + (LOST if w.drafts else w.count)
+
+    def behind(self, row: int) -> int:
+        count = self._skipped.get(row, -1) + 1
+        return -1 if count >= self._reach else count
+
     def follow(self, step: ComputedStep) -> None:
         """Run the step's tokens, unless every row has only tokens that `propose` runs or has run."""
         if any(w.count > 1 or not w.sample or w.drafts > self._drafted.get(w.row, w.drafts) for w in step.work):
             self._steps.run(step.batch)
         for w in step.work if self._skipped else ():
-            if w.drafts and w.row in self._skipped:  # only the device knows how many of them are accepted
-                self._skipped[w.row] += LATE
+            if (skipped := self._skipped.get(w.row)) is None:
+                continue
+            if w.drafts:  # only the device knows how many of them are accepted
+                self._skipped[w.row] += LOST
+            elif w.count > 1 or not w.sample:  # these tokens have read what was skipped
+                self._skipped[w.row] = skipped + w.count - w.sample
 
     def _catch_up(self, rows: Sequence[int]) -> None:
-        """Run the known tokens that were skipped. A row with too many of them gets poor drafts until it ends."""
+        """Run the known tokens that were skipped. A row that is lost gets poor drafts until it ends."""
         for row in rows:
-            count = self._skipped.get(row, -1) + 1
-            if 0 < count < LATE:
-                self._steps.run(self._steps.batch([row], -1 - count, [count]))
-                del self._skipped[row]
+            count = self.behind(row)
+            if count >= 0 and self._skipped.pop(row, None) is not None:
+                for first in range(-1 - count, -1, PIECE):
+                    self._steps.run(self._steps.batch([row], first, [min(PIECE, -1 - first)]))
 
     def propose(self, view: View) -> Draft | None:
         if self._skipped:
@@ -194,6 +229,11 @@ def choose_drafts(
             head(hidden), chosen.index, view.sampling, view.tokens, length, count, host_rows=chosen.rows
         )
     return found.clamp_min(0)
+
+
+def size_of(model: Decoder) -> int:
+    """A measure of a model's cost per token, for comparison with another one."""
+    return len(model.blocks) * model.hidden**2
 
 
 def check_branching(branching: Sequence[int]) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ class Tracked:
     number: int
     known: int
     """Settled tokens, prompt included."""
+    alone: bool
+    """Whether the sequence verifies no other drafts."""
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class Expected:
     samples: int
     """Sequences that have not ended."""
     reference: Sequence[int]
+    alone: bool
 
 
 class Drafting:
@@ -73,16 +76,17 @@ class Drafting:
         self._guesses: dict[int, Guess] = {}
         """By row: those of the newest plan."""
 
-    def expect(self, request: Hashable, samples: int, reference: Sequence[int]) -> None:
-        """A request whose sequences are looked up, and in the reference text, too."""
-        self._expected[request] = Expected(samples, reference)
+    def expect(self, request: Hashable, samples: int, reference: Sequence[int], alone: bool = False) -> None:
+        """A request whose sequences are looked up, and in the reference text, too. `alone`: they verify no other
+        drafts."""
+        self._expected[request] = Expected(samples, reference, alone)
 
     def open(self, request: Hashable, child: int, tokens: Sequence[int]) -> None:
         """A sequence got a row. One that was preempted is known already."""
         key, expected = (request, child), self._expected.get(request)
         if expected is not None and key not in self._tracked:
             text = [*expected.reference, SEPARATOR, *tokens] if expected.reference else tokens
-            self._tracked[key] = Tracked(self._lookup.open(text), len(tokens))
+            self._tracked[key] = Tracked(self._lookup.open(text), len(tokens), expected.alone)
 
     def close(self, request: Hashable, child: int) -> None:
         """A sequence has ended, which may never have had a row."""
@@ -109,22 +113,22 @@ class Drafting:
             self.costs.observe(plan.tokens, seconds)
 
     def widths(self, owners: Mapping[int, Hashable], spare: int) -> dict[int, int]:
-        """Drafts to verify in the next step, by row; rows without any are left out. `owners`: the sequences of the
-        rows that decode. `spare`: the most drafts of the step."""
+        """Drafts to verify in the next step, by row; rows without any are left out, except those that may verify no
+        other ones. `owners`: the sequences of the rows that decode. `spare`: the most drafts of the step."""
         self._guesses = {}
         found = [(row, one) for row, key in owners.items() if (one := self._tracked.get(key)) is not None]
+        widths = {row: 0 for row, one in found if one.alone}
         if not found or spare <= 0:
-            return {}
+            return widths
         most = self._depth * (1 + self.width) + self.width  # steps in flight may add tokens before the drafts
         chances = self._lookup.predict([one.number for _, one in found], most)
         if not any(chances):
-            return {}
+            return widths
         offered = [of_row[self._depth : self._depth + self.width] for of_row in chances]
         if self.least_gain is None:
             wanted = [len(of_row) for of_row in offered]
         else:
             wanted = best_widths(offered, len(owners), self.costs, self.least_gain, spare)
-        widths: dict[int, int] = {}
         for (row, one), drafts in zip(found, wanted, strict=True):
             if drafts:
                 widths[row] = drafts

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bankfull.decode.candidate_tree import MOST_NODES
-from bankfull.decode.draft import ChosenRows, choose_drafts
+from bankfull.decode.draft import LOST, ChosenRows, choose_drafts, size_of
 from bankfull.decode.growing_tree import GrowingTree
 from bankfull.decode.strategy import ComputedStep, Draft, OwnModel, OwnSteps, Sampling, Scores, Strategy, Verdict, View
 from bankfull.decode.verify import verify
@@ -32,6 +32,7 @@ from bankfull.ops.reference.attention import TREE_TOKENS
 from bankfull.sample.logits import sample_ranked
 from bankfull.sample.table import PLAIN
 from bankfull.state.spec import Recurrent
+from bankfull.types import Work
 
 DYNAMIC, CHAIN = "dynamic", "chain"
 
@@ -39,6 +40,7 @@ DYNAMIC, CHAIN = "dynamic", "chain"
 class Eagle(Strategy):
     exact = True
     follows = True
+    late = False
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class Eagle(Strategy):
                 f"add tree={CHAIN}."
             )
         self._head = self._build(target)
+        self.share = size_of(self._head.model) / size_of(target)
         self.taps = self._head.taps
         self._branch = min(self._branch, self._logits.candidates)
         if self.trees:
@@ -125,11 +128,21 @@ class Eagle(Strategy):
             else:
                 self._skipped[row] = self._skipped.get(row, 0) + 1
 
+    def miss(self, work: Sequence[Work]) -> None:
+        self._fresh.update(w.row for w in work)
+        for w in work:
+            # With drafts, only the device knows how many of them are accepted, and where the rest lies.
+            self._skipped[w.row] = self._skipped.get(w.row, 0) + (LOST if w.drafts else w.count)
+
+    def behind(self, row: int) -> int:
+        count = self._skipped.get(row, 0)
+        return -1 if count >= LOST else count
+
     def _catch_up(self, rows: Sequence[int]) -> None:
         """Make the entries of skipped tokens, before the one that the last step has run. Keys and values of a single
         layer do not depend on other entries, so they may come late."""
         for row in rows:
-            if count := self._skipped.pop(row, 0):
+            if 0 < (count := self._skipped.pop(row, 0)) < LOST:
                 batch = self._steps.batch([row], -1 - count, [count])
                 batch.features = self._last.new_zeros(count, self._last.shape[1])
                 self._steps.run(batch)

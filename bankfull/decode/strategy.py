@@ -275,6 +275,10 @@ class OwnSteps(Protocol):
         """Lines of a tensor with one line per permanent row, the spare one included."""
         ...
 
+    def computed(self, host_rows: Sequence[int]) -> np.ndarray:
+        """(rows) computed tokens of each row, known to the host: exact when a sequence has just entered."""
+        ...
+
     def room(self, host_rows: Sequence[int], most: int) -> np.ndarray:
         """(rows) the number of KV slots that the row has from its newest known token on, at most `most`. Known to the
         host, without waiting. Slots that a row does not have must not be written."""
@@ -304,6 +308,11 @@ class Strategy(Protocol):
     """Whether its drafts may be trees; models with recurrent state cannot verify them."""
     follows: bool = False
     """Whether `follow` is called."""
+    late: bool = True
+    """Whether it drafts as well where it runs tokens later than the target model."""
+    share: float = 0.0
+    """The cost of a token in a model of its own that runs every token of a sequence, roughly and relative to the target
+    model; 0 if it has none. Set after `prepare`."""
     taps: tuple[int, ...] = ()
     """Layers of the target model whose entering hidden states `follow` reads."""
     mask: int | None = None
@@ -350,9 +359,18 @@ class Strategy(Protocol):
         return None
 
     def skip(self, rows: Sequence[int]) -> None:
-        """Called instead of `propose` if the next step verifies no drafts of these rows. `follow` is left out, too, in
-        a step that computes no more than the newest token of each row."""
+        """Called instead of `propose` for these rows, if the next step verifies none of its drafts there."""
         return None
+
+    def miss(self, work: Sequence[Work]) -> None:
+        """Called instead of `follow`, `skip` and `propose` in a step whose rows it does not draft for: it has not run
+        their tokens. `observe` is called all the same, unless the step is replayed from a capture as a whole."""
+        return None
+
+    def behind(self, row: int) -> int:
+        """Tokens that it would have to run before it can draft for a row whose sequence has begun; negative if it
+        cannot any more. Asked by the host between two launches: the answer may be a step old."""
+        return 0
 
     def replace(self, rows: Sequence[int]) -> None:
         """Called before a step in which these rows verify other drafts than the strategy's own."""

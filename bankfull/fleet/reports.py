@@ -4,6 +4,7 @@ They are parts of the messages in `serve.engine.wire`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,16 @@ class Facts(msgspec.Struct):
     """Recurrent state is reusable only at multiples of this many tokens; 0: no recurrent state."""
     weights: str = ""
     """Fingerprint of the weights (`weights.fingerprint`): a request that has tokens of some weights must not continue
-    with others. Empty without replicas."""
+    with others. Empty without replicas and without a response cache."""
     state: dict[str, str] = {}
     """What the numbers in its K/V pages depend on: engines that differ in it cannot hand pages to each other. Empty
     without separation."""
+    static_batch: int = 0
+    """Requests that start together: a request waits until so many are there. 0: none waits for others."""
     exchange_at: tuple[str, int] | None = None
     """Where it takes pages from other engines; None: it takes none, or through shared memory."""
+    optional: dict[str, str] = {}
+    """Optional parts that were asked for: why each is not used, in a few words without names of files, or nothing."""
 
 
 class TierLoad(msgspec.Struct, array_like=True):
@@ -118,6 +123,8 @@ class Load(msgspec.Struct, array_like=True):
     """Milliseconds of quanta that the sequences of each queue have left, for a policy with queues; else empty."""
     quantum_ms: float = 0.0
     """Quantum of its first queue; each next one is twice as long."""
+    optional: dict[str, str] = {}
+    """As in `Facts`, now."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):
@@ -140,6 +147,24 @@ def queue_figures(scheduler: Scheduler) -> tuple[list[float], float]:
     """The fields of `Load` for a policy with queues."""
     queues = [1e3 * seconds for seconds in scheduler.policy.backlog()]
     return queues, scheduler.config.quantum_ms if queues else 0.0
+
+
+def optional_parts(scheduler: Scheduler) -> dict[str, str]:
+    """The field `optional` of `Facts` and `Load`."""
+    state = scheduler.state
+    found = dict(state.without)
+    if state.tiers is not None:
+        found |= {f"kv_{tier.tier.name.lower()}": tier.problem for tier in state.tiers.lasting}
+    return found
+
+
+def joined_optional(each: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The same for several engines: a part that one of them cannot use has that one's problem."""
+    joined: dict[str, str] = {}
+    for one in each:
+        for part, problem in one.items():
+            joined[part] = joined.get(part) or problem
+    return joined
 
 
 def tier_figures(scheduler: Scheduler) -> tuple[list[TierLoad], MoveLoad | None]:

@@ -14,19 +14,23 @@ from bankfull.errors import ModelError
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Part, RowShare, Shard
 from bankfull.layers.stage import META, BlankTensors, Stage
-from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear_bf16
-from bankfull.ops.activations import EXACT, FLOAT, TOKEN, ActivationRule
+from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear, linear_bf16, linear_int8
+from bankfull.ops.activations import BF16, EXACT, FLOAT, INT8, TOKEN, ActivationRule
 from bankfull.ops.ranks import RankGroup
 from bankfull.ops.registry import Function, Kit
 from bankfull.state.mask import Mask
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
+from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import ExpertSource, TensorSource
+from bankfull.weights.widened_source import in_bfloat16
 
 log = logging.getLogger("bankfull")
 
+PRODUCTS = {FLOAT: linear, BF16: linear_bf16, INT8: linear_int8}
+"""What multiplies a matrix, by the format of its activations, where a CPU has kernels."""
 MOST_EXPERTS = 1 << 16
 """The most experts that a file may hold tensor by tensor: far above any real model."""
 
@@ -64,7 +68,7 @@ class Build:
     elsewhere: set[str] = field(default_factory=set, repr=False, compare=False)
     """Modules whose tensors other ranks read."""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Reasons for expanding weights that were told."""
+    """Notices that were logged."""
 
     @property
     def pages(self) -> torch.dtype:
@@ -150,7 +154,7 @@ class Build:
             found = self.expanded(found, "not every layer reads columns in another order (act-order) or kept apart")
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
-        return (found if self._packed(found) else self._in_blocks(found)).to(self.device)
+        return (found if self._packed(found) else self._with_kernel(self._in_blocks(found), for_linear)).to(self.device)
 
     def table(self, name: str, shape: tuple[int, ...], rows: Tensor | None = None) -> QTensor:
         """A matrix whose rows are looked up. `rows`: the only ones that are wanted."""
@@ -158,8 +162,7 @@ class Build:
 
     def _in_blocks(self, found: QTensor) -> QTensor:
         """As the native kernels that do not pack weights read quantization groups."""
-        native = self.kit.device == "cpu" and "native" in self.kit.prefer
-        return as_blocks(found) if native else found
+        return as_blocks(found) if self._has_native else found
 
     def _packed(self, found: QTensor) -> bool:
         """Whether a kernel packs a matrix, or the matrices of experts, as it is."""
@@ -169,12 +172,40 @@ class Build:
         operation = linear_bf16 if len(found.shape) == 2 else expert_mlp_bf16
         return self.kit.offers(operation, dtype=self.dtype, weight=found, weights=(found,))
 
+    def _with_kernel(self, found: QTensor, for_linear: bool) -> QTensor:
+        """On a CPU with kernels: a matrix in a form that one of them multiplies, where there is one. A torch body would
+        dequantize it at each use."""
+        if not for_linear or found.is_dense or not self._has_native or self._multiplies(found):
+            return found
+        wide = in_bfloat16(found) if found.scheme.name == INT8_ROW else None
+        if wide is not None and self._multiplies(wide):
+            self._tell(
+                f"{found.scheme.name} weights are held as bfloat16 with the same values, because float16 cannot "
+                "hold their scales; they take twice the file's bytes."
+            )
+            return wide
+        dense = QTensor.dense(found.dequantize(self.matrices))
+        if not self._multiplies(dense):
+            return found
+        return self.expanded(found, f"no kernel here reads their {found.scheme.name}")
+
+    def _multiplies(self, found: QTensor) -> bool:
+        wanted = self.activations.of_weight(found)
+        return wanted not in PRODUCTS or self.kit.offers(PRODUCTS[wanted], dtype=self.dtype, weight=found)
+
+    @property
+    def _has_native(self) -> bool:
+        return self.kit.device == "cpu" and "native" in self.kit.prefer
+
     def expanded(self, found: QTensor, reason: str) -> QTensor:
         """The values of a weight that no kernel can read; one sentence says so for each reason."""
-        if reason not in self._told:
-            self._told.add(reason)
-            log.warning(f"some weights are expanded at load, because {reason}.")
+        self._tell(f"some weights are expanded at load, because {reason}.")
         return QTensor.dense(found.dequantize(self.matrices))
+
+    def _tell(self, notice: str) -> None:
+        if notice not in self._told:
+            self._told.add(notice)
+            log.warning(notice)
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
         """Matrices of `count` experts as one tensor (count, *shape). `name` has a place for the expert's number,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -70,10 +69,12 @@ class Family:
 def family_of(config: Config) -> Family:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        near = get_close_matches(str(kind)[:80], FAMILIES, n=1, cutoff=0.5)
-        hint = f"the nearest of the {len(FAMILIES)} supported ones is {near[0]!r}" if near else "use another model"
+        from bankfull.models.unsupported import why_unsupported
+
+        why = why_unsupported(kind[:80], FAMILIES) if isinstance(kind, str) else "choose another model"
         raise ModelError(
-            f"Architecture {repr(kind)[:80]} is not supported; {hint} (docs/architectures.md lists them all)."
+            f"Architecture {repr(kind)[:80]} is not supported: {why} (docs/architectures.md lists all "
+            f"{len(FAMILIES)} that are)."
         )
     family = import_module(f"bankfull.models.{FAMILIES[kind]}").FAMILY
     assert isinstance(family, Family)

@@ -385,6 +385,14 @@ def rank_config(config: Config, ranks: int, feed_ranks: int, spread: bool) -> Ra
     kind = config.get("model_type")
     if kind == "bankfull":  # its layers are split when they are planned
         return RankConfig(dict(config), _composed_parts(config, ranks))
+    split = FAMILIES.get(str(kind))
+    if split is None:
+        if ranks == feed_ranks == 1:
+            return RankConfig(dict(config), {})
+        raise ConfigError(
+            f"Architecture {str(kind)[:80]!r} cannot be split over tensor ranks or feed-forward ranks yet; use pp, or "
+            "say in models/splitting.py how (CONTRIBUTING.md has the recipe)."
+        )
     splitting = _Splitting(config, ranks, feed_ranks, spread)
-    FAMILIES[str(kind)](splitting)
+    split(splitting)
     return RankConfig(splitting.own, splitting.fused)

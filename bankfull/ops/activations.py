@@ -15,6 +15,7 @@ import torch
 
 from bankfull.ops.reference.linear import GROUP
 from bankfull.ops.reference.linear_w8a8 import SCHEMES as BY_ROW
+from bankfull.weights.formats.rows import BF16_ROW
 from bankfull.weights.qtensor import QTensor, Scheme
 
 
@@ -57,7 +58,7 @@ class ActivationRule:
 
     def of(self, scheme: Scheme, columns: int) -> ActivationFormat:
         """The format for a weight in this scheme with this number of columns."""
-        if scheme.is_dense:
+        if scheme.is_dense or scheme.name == BF16_ROW:
             return self.dense
         if scheme.is_sparse:
             return FLOAT

@@ -87,6 +87,9 @@ class Kit:
         self.chosen: dict[str, Counter[str]] = {}
         """Operation -> provider -> number of bindings in the model."""
 
+        self.bodies: Counter[tuple[str, str]] = Counter()
+        """(operation, scheme of its weight) -> number of bindings for which this kit has only the torch body."""
+
         self.recorder: CallRecorder | None = None
         """While set, calls of bound operations go to it instead of their provider."""
 
@@ -95,6 +98,8 @@ class Kit:
         provider = self._choose(operation, facts)
         name, run = (BODY, operation.body) if provider is None else (provider.name, provider.run)
         self.chosen.setdefault(operation.name, Counter())[name] += 1
+        if provider is None and self.prefer and (scheme := getattr(facts.get("weight"), "scheme", None)) is not None:
+            self.bodies[operation.name, scheme.name] += 1
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.recorder is None:

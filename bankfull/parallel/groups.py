@@ -3,6 +3,7 @@ several models of one program do not meet."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -22,6 +23,7 @@ from bankfull.mesh import MeshSpec
 from bankfull.ops import Sides
 from bankfull.parallel.hot import HotExperts, bytes_of_copies
 from bankfull.parallel.lost import RankLost
+from bankfull.parallel.meeting import GlooDevice, Meeting, deafen, prove_members
 from bankfull.runtime.device import Device
 
 
@@ -39,16 +41,6 @@ class Bounds:
     """For a step over all stages."""
     word: float = 1.0
     """For the reason of a rank that has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of a mesh meet: the store of rank 0."""
-
-    host: str
-    port: int
-    seconds: float
-    """The longest wait for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,62 +268,82 @@ def _groups_in(record: Any) -> Iterator[ProcessRanks]:
             yield from _groups_in(value)
 
 
-def join(place: RankPlace, meeting: Meeting, host: str, device: str, listening: socket.socket | None = None) -> Ranks:
-    """Meet the other ranks at the store that rank 0 keeps, and form the groups of the mesh. `host`: this rank's own
-    address. `listening`: the socket of rank 0 at the place of the meeting; without it the store would listen on every
-    address of the machine."""
-    mesh, wait = place.mesh, timedelta(seconds=meeting.seconds)
-    own = None if listening is None else listening.detach()
+def join(
+    place: RankPlace,
+    meeting: Meeting,
+    host: str,
+    device: str,
+    own: bytes = b"",
+    listening: socket.socket | None = None,
+) -> Ranks:
+    """Meet the other ranks, and form the groups of the mesh. `host`: this rank's own address. `own`: what ranks on
+    several machines have inherited. `listening`: the socket of rank 0 at the place of the meeting, if it is no file;
+    without it the store would listen on every address of the machine."""
+    mesh = place.mesh
     try:
-        store = dist.TCPStore(
-            meeting.host,
-            meeting.port,
-            mesh.ranks,
-            place.rank == 0,
-            wait,
-            wait_for_workers=False,
-            master_listen_fd=own,
-        )
-        world = _group(store, "world", list(range(mesh.ranks)), place.rank, host, device)
+        store = meeting.store(place.rank, mesh.ranks, own, listening, sealed=device != "cuda")
+        groups = _Groups(place.rank, meeting, host, device, meeting.secret(own), store)
+        world = groups.made("world", list(range(mesh.ranks)))
         tensor = None
         if len(ranks := place.tensor_ranks()) > 1:
-            tensor = _group(store, f"tensor-{ranks[0]}", ranks, place.rank, host, device)
+            tensor = groups.made(f"tensor-{ranks[0]}", ranks)
         context = None
         if mesh.cp > 1:
             ranks = place.context_ranks()
-            context = _group(store, f"context-{ranks[0]}", ranks, place.rank, host, device)
+            context = groups.made(f"context-{ranks[0]}", ranks)
         sides: Sides | None = None
         keeping: ProcessRanks | None = world
         if mesh.ffn:
             holders = [rank for rank in range(mesh.ranks) if not RankPlace(mesh, rank).feeds]
             apart = place.feeds or len(holders) == 1
-            keeping = None if apart else _group(store, "keeping", holders, place.rank, host, device)
-            name = f"sides-{place.stage}"
-            sides = Sides(_group(store, name, place.stage_ranks(), place.rank, host, device), mesh.tp)
+            keeping = None if apart else groups.made("keeping", holders)
+            sides = Sides(groups.made(f"sides-{place.stage}", place.stage_ranks()), mesh.tp)
         experts = None
         if mesh.ep > 1 and (place.feeds or not mesh.ffn):
             at = mesh.expert_places(place.rank)
             spread, same, width = (
-                None if len(ranks) < 2 else _group(store, f"{name}-{ranks[0]}", list(ranks), place.rank, host, device)
+                None if len(ranks) < 2 else groups.made(f"{name}-{ranks[0]}", list(ranks))
                 for name, ranks in (("experts", at.group), ("tokens", at.tokens), ("width", at.width))
             )
             assert spread is not None, "experts are spread over several ranks"
             experts = ExpertRanks(spread, same, width)
+        groups.close_doors(world, listening)
     except RuntimeError as error:
         raise RankLost(f"the ranks of {mesh} did not meet within {meeting.seconds:g} s ({_first(error)}).") from error
     return Ranks(place, world, tensor, experts, context, sides, keeping)
 
 
-def _group(store: Any, name: str, ranks: list[int], rank: int, host: str, device: str) -> ProcessRanks:
-    own, index, wait = dist.PrefixStore(name, store), ranks.index(rank), store.timeout
-    if device == "cuda":
-        patient = dist.ProcessGroupNCCL.Options()
-        patient._timeout = wait
-        made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), patient)
-    else:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = wait
-        made = gloo(own, index, len(ranks), options)
-    return ProcessRanks(made, ranks, rank, device, wait.total_seconds())
+class _Groups:
+    """Makes the groups of a rank, all at the same store and with the same sockets."""
+
+    def __init__(self, rank: int, meeting: Meeting, host: str, device: str, secret: bytes, store: Any) -> None:
+        self._rank, self._device, self._secret, self._store = rank, device, secret, store
+        self._wait = timedelta(seconds=meeting.seconds)
+        self._gloo = None if device == "cuda" else GlooDevice(host)
+        if device == "cuda" and meeting.file:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # its sockets authenticate nobody
+
+    def made(self, name: str, ranks: list[int]) -> ProcessRanks:
+        own, index = dist.PrefixStore(name, self._store), ranks.index(self._rank)
+        if self._gloo is None:
+            patient = dist.ProcessGroupNCCL.Options()
+            patient._timeout = self._wait
+            made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), patient)
+        else:
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [self._gloo.device]
+            options._timeout = self._wait
+            made = gloo(own, index, len(ranks), options)
+            prove_members(made, name, ranks, self._rank, self._secret)
+        return ProcessRanks(made, ranks, self._rank, self._device, self._wait.total_seconds())
+
+    def close_doors(self, world: ProcessRanks, listening: socket.socket | None) -> None:
+        """All ranks have met when the last one is here: nobody else has to connect."""
+        if self._gloo is not None:
+            world.least([0])
+            self._gloo.close_door()
+        if listening is not None:
+            if self._gloo is not None:
+                deafen(listening)
+            listening.close()

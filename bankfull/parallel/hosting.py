@@ -14,15 +14,18 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from bankfull.handshake import ACCEPTED, RANK, HandshakeListener, Wanted, reply
+from bankfull.handshake.inherited import Secrets, handed
+from bankfull.handshake.listener import HandshakeListener, reply
+from bankfull.handshake.proof import ACCEPTED, RANK, Wanted
+from bankfull.parallel.reaching import meeting_key
 
 log = logging.getLogger("bankfull.parallel")
 
 
-def rank_command(socket_number: int) -> list[str]:
-    """Starts a rank with this inherited socket."""
+def rank_command(*files: int) -> list[str]:
+    """Starts a rank with these inherited files: its socket, and its secrets if it has any."""
     # -P: a file in the current folder must not shadow a module of the package.
-    return [sys.executable, "-P", "-m", "bankfull.rank", str(socket_number)]
+    return [sys.executable, "-P", "-m", "bankfull.rank", *map(str, files)]
 
 
 class RankHost(HandshakeListener):
@@ -59,14 +62,15 @@ class RankHost(HandshakeListener):
         await reply(connection, ACCEPTED, proof)
         connection.setblocking(True)  # the mode belongs to the connection, not to the process
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *rank_command(connection.fileno()),
-                stdin=subprocess.PIPE,  # whose end tells the rank that this process has ended
-                stdout=2,
-                pass_fds=[connection.fileno()],
-                env=self._environment,
-                start_new_session=True,  # a signal to this process's group leaves the rank alone
-            )
+            with handed(Secrets(meeting=meeting_key(self._token))) as told:
+                self._process = await asyncio.create_subprocess_exec(
+                    *rank_command(connection.fileno(), told),
+                    stdin=subprocess.PIPE,  # whose end tells the rank that this process has ended
+                    stdout=2,
+                    pass_fds=[connection.fileno(), told],
+                    env=self._environment,
+                    start_new_session=True,  # a signal to this process's group leaves the rank alone
+                )
         except OSError as error:  # rank 0 finds its connection closed
             log.error("The process of a rank cannot be started: %s.", error)
 

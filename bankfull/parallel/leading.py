@@ -3,6 +3,7 @@ before it runs it."""
 
 from __future__ import annotations
 
+import secrets
 import select
 import socket
 import subprocess
@@ -19,10 +20,11 @@ import bankfull
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.mesh import MeshSpec
-from bankfull.parallel.groups import Bounds, Meeting, RankPlace, Ranks, join
+from bankfull.parallel.groups import Bounds, RankPlace, Ranks, join
 from bankfull.parallel.hosting import rank_command
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.lost import RankLost
+from bankfull.parallel.meeting import KEY, Meeting
 from bankfull.parallel.messages import (
     EraseMessage,
     HelloMessage,
@@ -41,10 +43,12 @@ from bankfull.parallel.messages import (
     step_result,
 )
 from bankfull.parallel.placing import RayPlaces
-from bankfull.parallel.reaching import RankHosts
-from bankfull.runtime.device import Device, usable_cores
+from bankfull.parallel.reaching import RankHosts, meeting_key
+from bankfull.runtime.device import Device
 from bankfull.runtime.device_runner import DeviceRunner
+from bankfull.runtime.host import usable_cores
 from bankfull.runtime.joint_moves import JointMoves, RankMoves
+from bankfull.scratch import ScratchFolder
 from bankfull.state.manager import StateManager
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.fingerprint import weights_fingerprint
@@ -110,7 +114,9 @@ class Followers:
         """Likewise."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self.connections, places)
+        self._folder = ScratchFolder("ranks")
+        self._meeting_key = b"" if hosts is None else meeting_key(hosts.token)
+        self._end = weakref.finalize(self, _end, self._processes, self.connections, places, self._folder)
         try:
             if hosts is None:
                 check_devices(mesh, device)
@@ -147,14 +153,17 @@ class Followers:
 
     def begin(self, model: str, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None) -> Ranks:
         """Give every rank its task, and form the groups with them."""
-        host = self.connections[0].host
-        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        meeting = Meeting(host, int(listening.getsockname()[1]), self.bounds.begin)
+        host, listening, key = self.connections[0].host, None, secrets.token_bytes(KEY)
+        if self.apart:
+            listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            meeting = Meeting(self.bounds.begin, key, host=host, port=int(listening.getsockname()[1]))
+        else:
+            meeting = Meeting(self.bounds.begin, key, file=str(self._folder.path / "store"))
         for rank, connection in enumerate(self.connections, 1):
             # The host of a rank shows it one GPU only.
             own = replace(run, device=f"cuda:{rank}") if run.device == "cuda" and not self.apart else run
             connection.send(RankTask(rank, model, own, sched, state, max_len, meeting, self.bounds, self.apart))
-        ranks = join(RankPlace(self.mesh, 0), meeting, host, run.device, listening)
+        ranks = join(RankPlace(self.mesh, 0), meeting, host, run.device, self._meeting_key, listening)
         ranks.wait_at_most(self.bounds.load)
         return ranks
 
@@ -273,7 +282,12 @@ class Followers:
         self._end()
 
 
-def _end(processes: list[subprocess.Popen[bytes]], connections: list[RankConnection], places: RayPlaces | None) -> None:
+def _end(
+    processes: list[subprocess.Popen[bytes]],
+    connections: list[RankConnection],
+    places: RayPlaces | None,
+    folder: ScratchFolder,
+) -> None:
     """Ranks have no state worth saving. Those of other machines end with their connections."""
     for connection in connections:
         connection.close()
@@ -283,6 +297,7 @@ def _end(processes: list[subprocess.Popen[bytes]], connections: list[RankConnect
         process.wait()
     if places is not None:
         places.close()
+    folder.close()
 
 
 def _capital(text: str) -> str:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
-from bankfull.parallel.groups import Bounds, Meeting
+from bankfull.parallel.groups import Bounds
 from bankfull.parallel.lost import RankLost
+from bankfull.parallel.meeting import Meeting
 from bankfull.runtime.results import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
@@ -88,6 +89,7 @@ class PlanMessage(msgspec.Struct, tag="plan"):
     transfers: list[Transfer]
     guesses: list[Guess]
     proposes: int | None
+    drafted: list[int] | None
 
 
 class MasksMessage(msgspec.Struct, tag="masks"):
@@ -158,7 +160,17 @@ def plan_message(plan: StepPlan) -> PlanMessage:
         EnterWire(one.row, one.tokens, one.computed, one.prompt_len, one.child, one.slot, _job(one.payload))
         for one in plan.enter
     ]
-    return PlanMessage(plan.step, plan.work, enter, plan.leave, plan.pages, plan.transfers, plan.guesses, plan.proposes)
+    return PlanMessage(
+        plan.step,
+        plan.work,
+        enter,
+        plan.leave,
+        plan.pages,
+        plan.transfers,
+        plan.guesses,
+        plan.proposes,
+        plan.drafted,
+    )
 
 
 def _job(job: Job) -> JobWire:
@@ -190,6 +202,7 @@ def step_plan(message: PlanMessage, allowed: Any) -> StepPlan:
         message.transfers,
         message.guesses,
         message.proposes,
+        message.drafted,
     )
 
 

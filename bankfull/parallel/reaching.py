@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bankfull.errors import ConfigError
-from bankfull.handshake import HANDSHAKE_SECONDS, RANK, SESSION, HandshakeRefused, call, tune
+from bankfull.handshake.calling import reach
+from bankfull.handshake.inherited import inherited
+from bankfull.handshake.proof import RANK, SUBJECT, HandshakeRefused, derived
 from bankfull.parallel.lost import RankLost
 
-HOSTS, TOKEN = "BANKFULL_RANK_HOSTS", "BANKFULL_RANK_TOKEN"
-"""Variables of an engine process whose other ranks have hosts (`hosting.RankHost`): their addresses in the order of the
-ranks, separated by commas, and the token in hexadecimal digits."""
+HOSTS = "BANKFULL_RANK_HOSTS"
+"""Variable of an engine process whose other ranks have hosts (`hosting.RankHost`): their addresses in the order of the
+ranks, separated by commas. The process inherits their token (`handshake.inherited`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +29,16 @@ class RankHosts:
 
     def variables(self) -> dict[str, str]:
         told = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.addresses)
-        return {HOSTS: ",".join(told), TOKEN: self.token.hex()}
+        return {HOSTS: ",".join(told)}
 
     @staticmethod
     def of_environment() -> RankHosts | None:
         """Those that the starter of this process names; None: the ranks are processes of this machine."""
-        told, token = os.environ.get(HOSTS), os.environ.get(TOKEN)
-        if told is None or token is None:
+        told, token = os.environ.get(HOSTS), inherited().ranks
+        if told is None or not token:
             return None
         parts = [address.rpartition(":") for address in told.split(",") if address]
-        return RankHosts(tuple((host.strip("[]"), int(port)) for host, _, port in parts), bytes.fromhex(token))
+        return RankHosts(tuple((host.strip("[]"), int(port)) for host, _, port in parts), token)
 
     def connect(self, ranks: int) -> list[socket.socket]:
         """A connection to each of so many ranks, whose processes are starting."""
@@ -55,6 +57,11 @@ class RankHosts:
         raise problem
 
 
+def meeting_key(token: bytes) -> bytes:
+    """Of a replica's ranks, from the token of their hosts."""
+    return derived(token, b"meeting of ranks")
+
+
 async def _connect_all(
     addresses: Sequence[tuple[str, int]], token: bytes
 ) -> Sequence[socket.socket | RankLost | ConfigError]:
@@ -62,20 +69,9 @@ async def _connect_all(
 
 
 async def _connect(rank: int, address: tuple[str, int], token: bytes) -> socket.socket | RankLost | ConfigError:
-    loop = asyncio.get_running_loop()
     where = f"{address[0]}:{address[1]}"
     try:
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-            connection = socket.socket(*found[0][:3])
-            try:
-                connection.setblocking(False)
-                tune(connection)
-                await loop.sock_connect(connection, found[0][4])
-                await call(connection, token, RANK, bytes(SESSION))
-            except BaseException:
-                connection.close()
-                raise
+        connection, _ = await reach(address, token, RANK, bytes(SUBJECT))
     except HandshakeRefused as error:
         return ConfigError(f"Rank {rank} at {where}: {error}")
     except OSError as error:

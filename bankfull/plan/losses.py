@@ -1,8 +1,10 @@
 """The loss of each storage of weights and KV cache: KL divergence from the unrounded model, in nats per token.
 
-It is measured on the model's own weights where the request has a bound and memory allows it, else taken from a table
-that was measured on the default model. Rounded weights and a rounded KV cache are measured apart, and their losses are
-added. What kernels round beside them, such as activations, is not part of it: `bankfull quality` measures that.
+It is measured on the model's own weights where the request has a bound and memory allows it, or read where that was
+done before; else it is unknown. A loss of another model tells little: one of 8 billion weights loses a fraction of what
+one of 135 million does. A table of the default model only orders unknown losses, so that a finer type is preferred to a
+coarser one. Rounded weights and a rounded KV cache are measured apart, and their losses are added. What kernels round
+beside them, such as activations, is not part of it: `bankfull quality` measures that.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from bankfull.models.registry import Config, build_model
 from bankfull.ops import kit_for
 from bankfull.ops.activations import EXACT
 from bankfull.precision import choose_kv_dtype
-from bankfull.runtime.device import available_memory
+from bankfull.runtime.host import available_memory
 from bankfull.text.load import load_tokenizer
 from bankfull.weights.fingerprint import weights_fingerprint
 from bankfull.weights.requantized import Requantized, parse_quantization
@@ -55,9 +57,16 @@ class StoredLoss:
     kl: float | None = 0.0
     """None: unknown."""
     measured: bool = False
+    rank: float | None = None
+    """Where it is unknown: the default model's loss, for the order alone; None if that is not known either."""
+
+    @property
+    def order(self) -> float | None:
+        """Smaller for what loses less."""
+        return self.rank if self.kl is None else self.kl
 
     def __str__(self) -> str:
-        return "?" if self.kl is None else f"{'' if self.measured or not self.kl else '~'}{self.kl:.2g}"
+        return "unknown" if self.kl is None else f"{self.kl:.2g}"
 
     def as_json(self) -> dict[str, Any]:
         return {"kl": self.kl, "kl_measured": self.measured}
@@ -66,8 +75,8 @@ class StoredLoss:
 NO_LOSS = StoredLoss()
 
 
-def tabulated(stored: Stored, kind: str) -> StoredLoss:
-    """The loss of the same storage on the default model."""
+def unmeasured(stored: Stored, kind: str) -> StoredLoss:
+    """Unknown, unless nothing is rounded; in the order of the same storages of the default model."""
     parts = []
     if stored.quantize is not None:
         parts.append(WEIGHTS[kind].get(stored.quantize))
@@ -75,12 +84,15 @@ def tabulated(stored: Stored, kind: str) -> StoredLoss:
         parts.append(DTYPES.get(stored.dtype))
     if stored.kv_dtype != "auto":
         parts.append(KV_CACHE.get(stored.kv_dtype))
-    return StoredLoss(None if None in parts else sum(part for part in parts if part is not None))
+    if not parts:
+        return NO_LOSS
+    return StoredLoss(None, rank=None if None in parts else sum(part for part in parts if part is not None))
 
 
 @dataclass(slots=True)
 class Losses:
-    """Losses of one model, each measured once; or the table's if `subject` has no weights or does not fit."""
+    """Losses of one model, each measured once; unknown if `subject` has no weights or does not fit, and without
+    `measures` those that were not measured before."""
 
     subject: ModelFiles | Config
     measures: bool
@@ -90,14 +102,7 @@ class Losses:
     _kept: KeptReference | None = None
 
     def of(self, stored: Stored, kind: str) -> StoredLoss:
-        if not self.measures:
-            return tabulated(stored, kind)
-        if (reason := self._unmeasurable()) is not None:
-            note = f"losses are those of {TABLE_MODEL}, from a table (~): {reason}."
-            if note not in self.notes:
-                self.notes.append(note)
-            return tabulated(stored, kind)
-        parts = []
+        parts: list[float | None] = []
         if stored.quantize is not None:
             types = parse_quantization(stored.quantize, kind)
             parts.append(self._part(f"weights {'/'.join(types.types)}", replace(stored, kv_dtype="auto"), kind))
@@ -105,24 +110,38 @@ class Losses:
             parts.append(self._part(f"weights {stored.dtype}", replace(stored, kv_dtype="auto"), kind))
         if stored.kv_dtype != "auto":
             parts.append(self._part(f"kv {stored.kv_dtype}", replace(stored, quantize=None, dtype="auto"), kind))
-        return StoredLoss(math.fsum(parts), measured=True)
+        if None in parts:
+            return unmeasured(stored, kind)
+        return StoredLoss(math.fsum(part for part in parts if part is not None), measured=bool(parts))
 
-    def _unmeasurable(self) -> str | None:
-        if not isinstance(self.subject, ModelFiles):
-            return "the model has no weights here"
-        weights = sum(math.prod(self.subject.source.shape(name)) for name in self.subject.source.names())
+    def _note_unknown(self, reason: str) -> None:
+        note = f"the loss (KL) of what rounds this model is unknown: {reason}."
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _too_large(self, files: ModelFiles) -> str | None:
+        weights = sum(math.prod(files.source.shape(name)) for name in files.source.names())
         needed, free = 2 * 4 * weights, available_memory()
         if self._kept is None and needed > MEMORY_SHARE * free:
             return f"measuring would take {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB of free memory"
         return None
 
-    def _part(self, name: str, stored: Stored, kind: str) -> float:
+    def _part(self, name: str, stored: Stored, kind: str) -> float | None:
+        """None if it is unknown."""
         if name not in self._known:
-            assert isinstance(self.subject, ModelFiles)
+            if not isinstance(self.subject, ModelFiles):
+                self._note_unknown("the model has no weights here")
+                return None
             identity = {"loss": FORMAT, "model": weights_fingerprint(self.subject.path), "part": name}
             path = cache_file.path_of(identity, "loss")
             found = (cache_file.read(path, identity) or {}).get("kl")
             if not isinstance(found, float) or not 0 <= found < math.inf:
+                if not self.measures:
+                    self._note_unknown("it was not measured; --max-kl measures it, unless --no-calibrate is given")
+                    return None
+                if (reason := self._too_large(self.subject)) is not None:
+                    self._note_unknown(reason)
+                    return None
                 self.advance(name)
                 found = self._measured(stored, kind)
                 cache_file.write(path, identity, kl=found)

@@ -114,7 +114,7 @@ class SimulatedOutcome:
             max(self.tpot_p99, 1e-9),
             self.dollars_per_million,
             self.memory,
-            self.kl,
+            self.configuration.prepared.loss.order,
         )
 
     def as_json(self, model: str) -> dict[str, Any]:

@@ -79,8 +79,9 @@ def _cost(outcome: SimulatedOutcome) -> float:
 
 
 def _loss(outcome: SimulatedOutcome) -> float:
-    """An unknown loss counts as the largest."""
-    return float("inf") if outcome.kl is None else outcome.kl
+    """What no table orders counts as the largest."""
+    order = outcome.configuration.prepared.loss.order
+    return float("inf") if order is None else order
 
 
 def _by_goodput(outcome: SimulatedOutcome) -> tuple[object, ...]:

@@ -36,7 +36,7 @@ from bankfull.plan.configurations import (
     ways_to_store,
 )
 from bankfull.plan.efficiency import assumed
-from bankfull.plan.losses import TABLE_MODEL, Losses, StoredLoss
+from bankfull.plan.losses import Losses, StoredLoss
 from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, bottlenecks_of, outcome_of
 from bankfull.plan.pareto import ORDER, front, recommend
 from bankfull.plan.separate import RATIOS, PlannedPools
@@ -235,12 +235,12 @@ class Planner:
 
     def _refuse_loss(self, loss: StoredLoss) -> None:
         most = self.request.max_kl
-        if most is None or (loss.kl is not None and loss.kl <= most):
+        if most is None:
             return
         if loss.kl is None:
-            raise ConfigError(f"its loss is unknown, and --max-kl is {most:g}")
-        where = "measured on this model" if loss.measured else f"of the table, measured on {TABLE_MODEL}"
-        raise ConfigError(f"its KL of {loss.kl:.2g} ({where}) is above --max-kl {most:g}")
+            self._note(f"--max-kl {most:g} keeps configurations whose loss is unknown; `bankfull quality` measures it.")
+        elif loss.kl > most:
+            raise ConfigError(f"its KL of {loss.kl:.2g}, measured on this model, is above --max-kl {most:g}")
 
     def _calibration(self, site: Site, recipe: Recipe) -> Calibration | None:
         denoises = recipe.metered().model.diffusion is not None  # steps that the calibration does not time

@@ -41,15 +41,31 @@ def suited_sparsity(files: ModelFiles, run: RunConfig, device: str, dtype: torch
 
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
     """The same model, with its matrices quantized when they are read, on the device that uses them."""
-    wish = None if wanted == outliers.NAME else parse_quantization(wanted, device.kind)
+    refuse_unknown(wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
             "accuracy twice; leave the option out, or give an unquantized checkpoint."
         )
-    if wish is None:
-        return replace(files, source=outliers.with_outliers(files, device.torch))
-    source = Requantized(files.source, wish.types, wish.tables, device.torch)
-    if kept := len(source.kept()):
+    made, kept = requantized(files, wanted, device)
+    if kept:
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
-    return replace(files, source=source)
+    return made
+
+
+def refuse_unknown(wanted: str, device: str) -> None:
+    """A weight type that nothing can be rounded to on this kind of device."""
+    if wanted != outliers.NAME:
+        parse_quantization(wanted, device)
+
+
+def requantized(files: ModelFiles, wanted: str, device: Device, tables: bool = False) -> tuple[ModelFiles, int]:
+    """The model with its matrices rounded to a type when they are read, also if they are quantized already, and the
+    number of matrices that the type does not fit. `tables`: embeddings and the head, too."""
+    if wanted == outliers.NAME:
+        if tables:
+            raise ConfigError(f"quantize={wanted!r} keeps embeddings and the head; leave out their rounding (tables).")
+        return replace(files, source=outliers.with_outliers(files, device.torch)), 0
+    wish = parse_quantization(wanted, device.kind)
+    source = Requantized(files.source, wish.types, tables or wish.tables, device.torch)
+    return replace(files, source=source), len(source.kept())

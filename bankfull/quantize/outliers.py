@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import bankfull
+from bankfull.build_digest import build_digest
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import Operation, kit_for, linear
@@ -173,7 +173,7 @@ def _cache_path(files: ModelFiles) -> Path:
     folder = files.path if files.path.is_dir() else files.path.parent
     stored = sorted(folder.glob("*.safetensors")) if files.path.is_dir() else [files.path]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in stored if file.exists()]
-    identity = [bankfull.__version__, str(files.path.resolve()), stats, files.config, THRESHOLD, MOST, LENGTH, TOKENS]
+    identity = [build_digest(), str(files.path.resolve()), stats, files.config, THRESHOLD, MOST, LENGTH, TOKENS]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
     return cache_dir() / f"outliers-{digest[:32]}.json"
 

@@ -117,7 +117,7 @@ def save_quantized(
     planned = form.planned()
     text = hashlib.sha256(json.dumps(sequences).encode()).hexdigest()
     columns = files.source.columns if isinstance(files.source, OutlierSource) else {}
-    about = [__version__, recipe.about(), dict(recipe.types), weights_fingerprint(files.path), text, columns]
+    about = [recipe.about(), dict(recipe.types), weights_fingerprint(files.path), text, columns]
     identity = json.dumps(about, sort_keys=True)
     method = make_method(recipe, scale_dtype_of(files, recipe))
     total = sum(place.nbytes for file in planned for place in file.places)

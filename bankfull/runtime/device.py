@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -15,11 +13,13 @@ import torch
 from torch import Tensor
 from torch import dtype as DType
 
-from bankfull.config import cpu_step_tokens
+from bankfull.config import CPU_SHARE, cpu_step_tokens
 from bankfull.errors import ConfigError
 from bankfull.ops import native
 from bankfull.ops.registry import Kit
 from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward, VerifyingStep
+from bankfull.runtime.host import available_memory, usable_cores
+from bankfull.runtime.marks import CudaMark, HostMark, TimeMark
 from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 from bankfull.state.storage import Storage
@@ -132,6 +132,10 @@ class Device(Protocol):
 
     def free_memory(self) -> int: ...
 
+    def mark(self) -> TimeMark:
+        """The present moment of the device's work; called within launched work."""
+        ...
+
     def peak(self, work: Callable[[], object]) -> int:
         """Peak bytes that `work` allocates and frees; 0 where the device does not measure it."""
         ...
@@ -179,7 +183,7 @@ class Cpu:
 
     kind = "cpu"
     depth = 0
-    share = 0.4
+    share = CPU_SHARE
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
@@ -228,6 +232,9 @@ class Cpu:
 
     def free_memory(self) -> int:
         return available_memory()
+
+    def mark(self) -> HostMark:
+        return HostMark(time.perf_counter())
 
     def peak(self, work: Callable[[], object]) -> int:
         return 0  # `share` leaves enough room, and a measured step would delay the start
@@ -329,6 +336,9 @@ class Cuda:
     def free_memory(self) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def mark(self) -> CudaMark:
+        return CudaMark()
 
     def peak(self, work: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch)  # weights were made on another stream
@@ -461,25 +471,10 @@ def commits(pages: Tensor) -> Callable[[int], None] | None:
     return None
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+FP8_UNITS = (9, 0)
+"""CUDA's compute capability from which on our kernels multiply float8 activations."""
 
 
-def available_memory() -> int:
-    """Bytes that this process may still use: the system's free memory, within the limit of its control group."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    free = page * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass  # no control group, or version 1
-    return free
+def multiplies_fp8() -> bool:
+    """Whether the GPU here multiplies float8 activations; without one, what is planned is planned for one that does."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= FP8_UNITS

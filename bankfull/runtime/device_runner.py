@@ -6,7 +6,8 @@ result. Neither waits for the device: `Step.wait` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -15,18 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.strategy import DraftTree, LogitsHead, Sampling, Scores, Strategy, Verdict
 from bankfull.errors import ConfigError
 from bankfull.layers.batch import Batch
 from bankfull.ops import OPERATIONS, move_tokens
 from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
-from bankfull.runtime.batch import build_batch, newest_lines
+from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future, commits, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying, checked_taps, first_layer
+from bankfull.runtime.marks import TimeMark
 from bankfull.runtime.mover import Mover
 from bankfull.runtime.observer import ObservedHead, RunObserver, drafting, observed
 from bankfull.runtime.owned import OwnedSteps, RunStep
+from bankfull.runtime.proposing import propose
 from bankfull.runtime.results import NOTHING_LEFT, Extra, TokenLogprobs, read_tokens
 from bankfull.runtime.rows import Rows
 from bankfull.runtime.runner import StepFollowers
@@ -53,6 +56,8 @@ class Step:
     hidden: Tensor | None = None
     """From `forward` until `finish` has read it."""
     batch: Batch | None = None
+    followed: list[tuple[TimeMark, TimeMark]] = field(default_factory=list)
+    """Spans of time in which the strategy's own model ran in `forward`."""
     landed: Future[Landed] | None = None
     """Set by `finish`, or by `forward` where one launch also chooses the tokens."""
 
@@ -92,6 +97,8 @@ class Landed:
     drafts: tuple[list[int], Tensor, Tensor | None] | None = None
     """Rows under a grammar, with tokens and parents of their next drafts."""
     shown: ShownDrafts | None = None
+    drafting: list[tuple[TimeMark, TimeMark]] = field(default_factory=list)
+    """Spans of time in which the strategy drafted."""
 
 
 class DeviceRunner:
@@ -169,7 +176,7 @@ class DeviceRunner:
             self.entered[enter.row] = plan.step
             (self._demanding.discard if self.rows.is_simple(enter.payload) else self._demanding.add)(enter.row)
         strategy = self.strategy
-        skips = plan.proposes == 0 and all(w.count == 1 and w.sample and not w.drafts for w in plan.work)
+        skips = plan.drafted is not None and not any(w.drafts or w.row in plan.drafted for w in plan.work)
         simple = plan.work and (skips or strategy.idle) and self._only_simple(plan.work)
         choosing = self._choosing if simple else None
         if self.mover is not None and plan.transfers:
@@ -186,18 +193,20 @@ class DeviceRunner:
                 strategy.begin([enter.row for enter in plan.enter])
             if plan.guesses:
                 strategy.replace([guess.row for guess in plan.guesses])
+            if skips and not strategy.idle:
+                strategy.miss(plan.work)
             if choosing is not None:
                 slots = () if self.layout.recurrent is None else ([w.slots[0] for w in plan.work],)
-                landed.chosen = choosing(decoding := [w.row for w in plan.work], *slots)
-                strategy.skip(decoding)
+                landed.chosen = choosing([w.row for w in plan.work], *slots)
             elif plan.work:
                 step.batch, step.hidden = self._run(plan.work)
                 if not self.chooses:  # the next chunk of a prompt does not wait for tokens
                     self._advance(step.batch, plan.work, [i for i, w in enumerate(plan.work) if not w.sample], None)
                 if strategy.follows and not skips:
                     found = step.batch, step.hidden, self.run_model.tapped
-                    with drafting(self.observers):
+                    with self._timed(landed):
                         strategy.follow(RunStep(plan.work, self.rows, self.layout, *found))
+            step.followed = landed.drafting
             return landed
 
         future = self._launch(run)
@@ -224,7 +233,7 @@ class DeviceRunner:
             return
 
         def run() -> Landed:
-            landed = Landed()
+            landed = Landed(drafting=step.followed)
             assert step.batch is not None and step.hidden is not None
             work = step.plan.work
             if self.rows.with_extras:
@@ -238,14 +247,22 @@ class DeviceRunner:
                     landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
                 self._commit(step.batch, work, chosen, landed.verdict)
             if landed.verdict is not None and not self.strategy.idle:
-                sampling = [w for w in work if w.sample]
-                self._propose(step.batch, step.hidden, sampling, landed.verdict, step.plan.proposes)
+                with self._timed(landed):
+                    propose(self.strategy, self.rows, step.batch, step.hidden, step.plan, landed.verdict)
             landed.drafts = self._constrained_drafts(work)
             self._bring(landed)
             step.batch = step.hidden = None  # the step stays in flight: its activations need not
             return landed
 
         step.landed = self._launch(run)
+
+    @contextmanager
+    def _timed(self, landed: Landed) -> Iterator[None]:
+        """Around the work of the strategy, whose share of the step is measured."""
+        with drafting(self.observers):
+            begun = self.device.mark()
+            yield
+            landed.drafting.append((begun, self.device.mark()))
 
     def _launch(self, run: Callable[[], Landed]) -> Future[Landed]:
         return self.device.launch(observed(run, tuple(self.observers)) if self.observers else run)
@@ -342,29 +359,10 @@ class DeviceRunner:
             self.rows.computed[[w.row for w in work]] += np.array([1 + w.drafts for w in work], np.int64)
         return verdict
 
-    def _propose(
-        self, batch: Batch, hidden: Tensor, work: Sequence[Work], verdict: Verdict, proposes: int | None
-    ) -> None:
-        """Drafts of the next step for the rows that have sampled, after their tokens were committed."""
-        rows, host_rows, widths = self.rows, [w.row for w in work], [w.lines for w in work]
-
-        def newest() -> Tensor:
-            return newest_lines(rows.index(batch.logit_index), widths, verdict, rows.index)
-
-        width = self.strategy.width(0) if proposes is None else proposes
-        view = View(host_rows, rows.tokens, rows.known, rows.sampling, rows.index, newest, hidden, width, widths)
-        with drafting(self.observers):
-            self.strategy.observe(view, verdict)
-            if not width:
-                return self.strategy.skip(host_rows)
-            draft = self.strategy.propose(view)
-        if draft is not None:
-            rows.hint(host_rows, draft)
-
     def _constrained_drafts(self, work: list[Work]) -> tuple[list[int], Tensor, Tensor | None] | None:
-        """Rows under a grammar, and the drafts of their next step: their masks depend on them."""
+        """Rows under a grammar, and what they verify next: also behind a prompt's last token, if only that is left."""
         width, rows = self.strategy.width(0), self.rows
-        constrained = [w.row for w in work if w.sample and rows.sampling.facts[w.row].masked] if width else []
+        constrained = [w.row for w in work if rows.sampling.facts[w.row].masked] if width else []
         if not constrained:
             return None
         index = rows.index(constrained)[:, None]
@@ -460,6 +458,7 @@ class DeviceRunner:
         count = len(plan.work)
         result = StepResult(plan.step, [[] for _ in range(count)], [None] * count)
         result.completed = self.device.completed([t.id for t in plan.transfers if t.in_step])
+        result.drafting = sum(begun.until(ended) for begun, ended in landed.drafting)
         if landed.chosen is not None:
             chosen = landed.chosen if isinstance(landed.chosen, list) else landed.chosen.tolist()
             result.tokens = [[token] for token in chosen]

@@ -7,6 +7,7 @@ transfer is reported steps late. Code that reads a device value too early gets t
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -23,13 +24,14 @@ from bankfull.runtime.device import (
     Future,
     MoveTokens,
     Pairs,
-    available_memory,
     choosing_on_tape,
     copy_now,
     native_chooser,
     record_on_tape,
 )
 from bankfull.runtime.forward import ChoosingStep, Eager, Forward, VerifyingStep
+from bankfull.runtime.host import available_memory
+from bankfull.runtime.marks import HostMark
 from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 from bankfull.state.storage import Storage
@@ -98,6 +100,9 @@ class Late:
 
     def free_memory(self) -> int:
         return available_memory()
+
+    def mark(self) -> HostMark:
+        return HostMark(time.perf_counter())
 
     def peak(self, work: Callable[[], object]) -> int:
         return 0

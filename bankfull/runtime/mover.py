@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
-from bankfull.runtime.device import Copying, CopyNow, Device, usable_cores
+from bankfull.runtime.device import Copying, CopyNow, Device
+from bankfull.runtime.host import usable_cores
 from bankfull.runtime.joint_moves import JointMoves
-from bankfull.state.disk import DamagedPlace
+from bankfull.state.disk import DamagedPlace, PlaceFile
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
 from bankfull.state.transfer_rates import TransferRates
@@ -120,6 +121,8 @@ class Mover:
         """On rank 0: the same transfers of other ranks."""
         self.erase: Callable[[], None] | None = None
         """Clears what outlives the process."""
+        self.problems: dict[Tier, str] = {}
+        """The last error of the system at each store, in a few words, without names of files."""
         self.stores: dict[Tier, PlaceStore] = {}
         self._copier = device.copier()
         self._copying: deque[tuple[list[Transfer], Copying]] = deque()
@@ -155,6 +158,10 @@ class Mover:
                 self.others.begin(transfer.id)
             if (tier := max(transfer.src.tier, transfer.dst.tier)) in self._tasks:
                 self._queued[tier] += 1
+                if transfer.src.tier == Tier.DEVICE:
+                    file = self.stores[tier].files["slots" if transfer.slot else "pages"]
+                    if isinstance(file, PlaceFile):
+                        file.announce(transfer.dst.place)
                 self._tasks[tier][self._lanes[tier].lane_of(transfer)].put(transfer)
             else:
                 between[transfer.src.tier == Tier.DEVICE].append(transfer)
@@ -246,11 +253,14 @@ class Mover:
                 self._move(store, transfer, buffers[transfer.slot], copy)
             except (OSError, DamagedPlace) as error:
                 succeeded = False
+                if isinstance(error, OSError):
+                    self.problems[tier] = error.strerror or "its files fail"
                 self._complain(tier, error)
             except Exception:
                 succeeded = False
                 log.exception("a transfer to or from the %s failed", tier.name.lower())
             else:
+                self.problems.pop(tier, None)
                 together = min(lanes.threads * lanes.count, self._queued[tier]) or 1
                 seconds = (time.monotonic() - begun) / together
                 self.rates.observe(transfer.src.tier, transfer.dst.tier, self._bytes_of(transfer), seconds)

@@ -44,6 +44,9 @@ class OwnedSteps:
     def lines(self) -> int:
         return self._rows.known.shape[0]
 
+    def computed(self, host_rows: Sequence[int]) -> np.ndarray:
+        return self._rows.computed[list(host_rows)]
+
     def room(self, host_rows: Sequence[int], most: int) -> np.ndarray:
         rows, index = self._rows, list(host_rows)
         assert rows.covered is not None

@@ -8,6 +8,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.mesh import MeshSpec
 from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout
+from bankfull.weights.source import ModelFiles
 
 
 def refuse_other_size(model: Decoder, strategy: Strategy) -> None:
@@ -15,6 +16,17 @@ def refuse_other_size(model: Decoder, strategy: Strategy) -> None:
         raise ConfigError(
             f"The draft model has {strategy.own.model.vocab} token ids and the model {model.vocab}; choose a draft "
             "model with the same vocabulary."
+        )
+
+
+def refuse_other_format(files: ModelFiles, wanted: str | None) -> None:
+    """`wanted`: the method that the checkpoint must be quantized with, or gguf."""
+    found = "gguf" if files.kind == "gguf" else (files.quantization or "none").split(",")[0]
+    if wanted is not None and found != wanted:
+        instead = f"is quantized with {found}" if found != "none" else "is not quantized"
+        raise ConfigError(
+            f"{str(files.path.name)[:80]!r} {instead}, not with {wanted}: leave quantization out, since the format "
+            "of a checkpoint is detected, or choose another checkpoint."
         )
 
 

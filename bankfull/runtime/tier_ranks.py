@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bankfull.runtime.device import available_memory
-from bankfull.state.disk import NAMING_BYTES, DiskStore, PlaceEntry, directory_name
+from bankfull.runtime.host import available_memory
+from bankfull.state.disk import DiskStore, PlaceEntry
+from bankfull.state.disk_folders import NAMING_BYTES, DiskUnusable, folder_name
 from bankfull.state.spec import Layout
 
 
@@ -61,6 +62,7 @@ class PlaceSizes:
     """Bytes of memory that are free on this machine."""
     first: bool
     """Whether this rank is the first one of its machine."""
+    ranks: int = 1
 
     @staticmethod
     def of(layout: Layout, ranks: TierRanks) -> PlaceSizes:
@@ -71,7 +73,8 @@ class PlaceSizes:
         def total(rows: Tensor) -> tuple[int, int]:
             return int(rows[:, 0].sum()), int(rows[:, 1].sum())
 
-        return PlaceSizes(total(table), total(near), int(near[:, 2].min()), int(near[:, 4].min()) == ranks.rank)
+        first = int(near[:, 4].min()) == ranks.rank
+        return PlaceSizes(total(table), total(near), int(near[:, 2].min()), first, len(table))
 
     def bytes_here(self, pages: int, slots: int) -> int:
         return pages * self.here[0] + slots * self.here[1]
@@ -86,13 +89,24 @@ def common_number(ranks: TierRanks, own: int | None) -> int:
     return int(ranks.gather([-1 if own is None else own]).max())
 
 
+def agree(ranks: TierRanks, problem: DiskUnusable | None) -> None:
+    """Go on if the disk tier can be used on every rank; else raise, on all of them."""
+    if problem is not None:
+        ranks.gather([1])
+        raise problem
+    without = ranks.gather([0])[:, 0].nonzero().flatten().tolist()
+    if without:
+        brief = f"rank {without[0]} cannot use its part of it"
+        raise DiskUnusable(f"The disk tier cannot be used: {brief}, and its own message says why.", brief)
+
+
 def directories(ranks: TierRanks, root: Path, identity: bytes, store: DiskStore) -> tuple[set[Path], int]:
     """The directories of all ranks, as if they were below `root`, and the bytes that are held in them."""
     held = sum(len(file.entries()) * file.place_bytes for file in store.files.values())
     half = NAMING_BYTES // 2
     naming = (int.from_bytes(identity[first : first + half]) for first in (0, half))
     rows = ranks.gather((*naming, store.number, held)).tolist()
-    paths = {root / directory_name(a.to_bytes(half) + b.to_bytes(half), number) for a, b, number, _ in rows}
+    paths = {root / folder_name(a.to_bytes(half) + b.to_bytes(half), number) for a, b, number, _ in rows}
     return paths, sum(row[3] for row in rows)
 
 

@@ -20,14 +20,15 @@ RUNS, MOST_SECONDS = 10, 0.5
 
 
 def notice_of(problem: CannotRecord, forward: Eager, kit: Kit) -> str:
-    """What logs and commands say of it."""
+    """What logs and commands say of it: first for users, then the place in the source for developers, who can make it a
+    registered operation."""
     cost = ""
     if not any(operation.name in kit.chosen for operation in COLLECTIVES):
         # Ranks would have to run equally many steps to measure it, and some of them may be able to record theirs.
         cost = f"; expect about {overhead(forward, kit):.0%} more time per decode step (measured now)"
     return (
-        f"Steps run without capture: the recorder does not support {problem.where}, because {problem}{cost}. Make it a "
-        "registered operation to have it captured."
+        f"Steps run without capture: this model computes something beside the engine's operations{cost}. Tokens are "
+        f"the same. For a report: {problem.where}, because {problem}."
     )
 
 

@@ -93,10 +93,11 @@ class Matcher:
 
     def masks_along(self, drafts: DraftTokens) -> NDArray[np.int32]:
         """The mask here, and after each draft: of the tokens that may follow its path. All zeros after a path that the
-        grammar forbids; all ones after one that completes it, since the token after it is dropped. The position does
-        not change."""
+        grammar forbids; all ones after one that completes it and after all drafts behind that one, since what follows
+        a complete grammar is dropped, whatever it is. The position does not change."""
         masks = np.zeros((1 + len(drafts.tokens), (self._vocab + 31) // 32), np.int32)
         masks[0] = self.mask()
+        complete = np.zeros(len(masks), bool)
         children: list[list[int]] = [[] for _ in masks]
         for draft, parent in enumerate(drafts.parents):
             children[parent + 1].append(draft)
@@ -104,16 +105,22 @@ class Matcher:
         todo = [(self.copy(), 0)]
         while todo:
             matcher, line = todo.pop()
-            # The library would fail for an id that only the model has.
-            allowed = [d for d in children[line] if masks[line, (t := drafts.tokens[d]) // 32] >> t % 32 & 1]
+            # The library would fail for an id that only the model has; a draft below 0 is none.
+            allowed = [d for d in children[line] if (t := drafts.tokens[d]) >= 0 and masks[line, t // 32] >> t % 32 & 1]
             for draft in allowed:
                 follower = matcher if draft == allowed[-1] else matcher.copy()
-                follower.advance(drafts.tokens[draft])
-                if follower.finished:
-                    masks[draft + 1] = -1
-                else:
+                try:
+                    follower.advance(drafts.tokens[draft])
+                    if follower.finished:
+                        complete[draft + 1] = True
+                        continue
                     masks[draft + 1] = follower.mask()
-                    todo.append((follower, draft + 1))
+                except RequestError:
+                    continue  # the grammar cannot go on there: an error only for a sequence that goes there
+                todo.append((follower, draft + 1))
+        for draft, parent in enumerate(drafts.parents):
+            complete[draft + 1] |= complete[parent + 1]
+        masks[complete] = -1
         return masks
 
     def advance(self, token: int) -> None:

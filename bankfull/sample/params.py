@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
+from bankfull.config import SPECULATIVE
 from bankfull.errors import RequestError
 from bankfull.familiar import sampling_options
 
@@ -112,9 +113,10 @@ class SamplingParams:
     until the context is full. `logprobs` 0 gives the chosen token's own log-probability only. `bad_word_ids` are the
     token sequences of `bad_words`; the owner of the tokenizer fills them in with `dataclasses.replace`.
 
-    `speculative` False verifies no draft tokens for this request; a number limits those of a step. The tokens are the
-    same. `reference` is a text that the answer may repeat (a file to edit, a document to quote): draft tokens are
-    looked up in it. `include_drafts`: deltas have the accepted and rejected drafts of their step.
+    `speculative` False or "off" verifies no draft tokens for this request; a number limits those of a step; a name
+    chooses among the ways of drafting that the engine runs, of which True and "auto" take any. The tokens are the same.
+    `reference` is a text that the answer may repeat (a file to edit, a document to quote): draft tokens are looked up
+    in it. `include_drafts`: deltas have the accepted and rejected drafts of their step.
     """
 
     n: int = 1
@@ -143,7 +145,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured: StructuredOutput | None = None
-    speculative: bool | int = True
+    speculative: bool | int | str = True
     reference: str | None = None
     include_drafts: bool = False
 
@@ -191,7 +193,13 @@ class SamplingParams:
         for name in ("top_p", "typical_p"):
             if getattr(self, name) == 0.0:
                 raise RequestError(f"{name} is 0, which leaves no token: give a value above 0, up to 1.")
-        if not isinstance(self.speculative, bool):
+        if isinstance(self.speculative, str):
+            if self.speculative not in SPECULATIVE:
+                raise RequestError(
+                    f"speculative is {_shown(self.speculative)}: give true, false, a number of draft tokens, or a way "
+                    f"of drafting that runs here, of {', '.join(SPECULATIVE)}."
+                )
+        elif not isinstance(self.speculative, bool):
             _integer("speculative", self.speculative, 0, MAX_TOKENS)
         if not isinstance(self.reference, str | None):
             raise RequestError(f"reference must be a text, not {_shown(self.reference)}.")

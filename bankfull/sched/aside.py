@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Protocol
 
 from bankfull.sched.sequence import Sequence
+from bankfull.state.lower_tier import Key
 from bankfull.state.manager import StateManager
-from bankfull.state.tiers import Key
 
 AHEAD = 4
 """Waiting sequences whose prefixes are fetched, beyond those that free rows could admit."""

@@ -4,7 +4,7 @@ policy may admit in a step."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from bankfull.config import SchedConfig
@@ -107,6 +107,8 @@ class WaitingQueue(OrderedSequences):
     def __init__(self, gate: Gate) -> None:
         super().__init__()
         self.gate = gate
+        self.only: Hashable | None = None
+        """The request that alone may be admitted; None: any."""
         self._fresh: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences that never ran, in the order of arrival."""
 
@@ -140,7 +142,8 @@ class WaitingQueue(OrderedSequences):
             return None
         for i in range(index, len(self)):
             seq = self[i]
-            if seq.parent is None and (seq.admitted or quota > 0) and tenant in (None, seq.tenant):
+            allowed = tenant in (None, seq.tenant) and self.only in (None, seq.request.id)
+            if allowed and seq.parent is None and (seq.admitted or quota > 0):
                 return i
         return None
 

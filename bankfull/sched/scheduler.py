@@ -21,10 +21,11 @@ from bankfull.sched.aside import Aside
 from bankfull.sched.blocked import Blocking
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
+from bankfull.sched.isolation import Isolation
 from bankfull.sched.outlook import SchedulerOutlook
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
-from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, siblings_of, unsampled
+from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, share_of, siblings_of, unsampled
 from bankfull.sched.shares import COMPANY_STEPS, Tenants, batch_share
 from bankfull.sched.sketch import Sketch
 from bankfull.sched.way import Way
@@ -62,24 +63,21 @@ class Scheduler:
         self.aside.next_turn = self.policy.next_turn
         state.pins.clock = clock
         self.policy.outlook = SchedulerOutlook(state, self.aside, self._waiting)
-        self._seconds = 0.0
-        """The device's time for the step that settles next."""
+        self._seconds = 0.0  # the device's time for the step that settles next
         self._running = OrderedSequences()
         self._room = AdmissionRoom(config, state, self.policy, self.aside, self._running, canvas)
         self._free_rows = list(range(config.rows - 1, -1, -1))
         self._leaving: list[int] = []
         self._inflight: deque[tuple[int, list[Sequence]]] = deque()
         self._by_request: dict[Hashable, list[Sequence]] = {}
-        self._filling: list[Sequence] = []
-        """Sequences of which the newest step computes several tokens."""
+        self._isolation = Isolation(self._by_request, canvas is not None)
+        self._filling: list[Sequence] = []  # those of which the newest step computes several tokens
         self._tenants, self._blocking = Tenants(self.policy.fair), Blocking(clock)
-        self._way = Way(
-            self.config, state, self.policy, self._room, self._tenants, self._waiting, self._running, self._free_rows
-        )
+        lists = self._waiting, self._running, self._free_rows
+        self._way = Way(config, state, self.policy, self._room, self._tenants, *lists, self.pace)
         self._way.preempt = self._preempt
         self._arrivals, self._steps = count(), count()
-        self._company = -COMPANY_STEPS
-        """The last step at which there was online work."""
+        self._company = -COMPANY_STEPS  # the last step at which there was online work
 
     def successor(self, config: SchedConfig, clock: Callable[[], float] | None = None) -> Scheduler:
         """A scheduler with another configuration over the same state; this one must be idle."""
@@ -132,8 +130,7 @@ class Scheduler:
 
     @property
     def sealed(self) -> bool:
-        """No more requests will come before those that are queued have ended: an incomplete static batch need not
-        wait."""
+        """No more requests will come before the queued ones have ended: an incomplete static batch need not wait."""
         return self._sealed
 
     @sealed.setter
@@ -153,8 +150,7 @@ class Scheduler:
         return len(self._running)
 
     def wake_at(self) -> float | None:
-        """The clock's time at which `plan` may find work although nothing has arrived since; None if only an arrival
-        helps."""
+        """When `plan` may find work although nothing has arrived since; None if only an arrival helps."""
         times = (self._waiting.wake_at() if self._waiting else None, self.state.wake_at())
         return min((time for time in times if time is not None), default=None)
 
@@ -167,7 +163,10 @@ class Scheduler:
     def plan(self, drafts: Drafts = 0) -> StepPlan | None:
         """The next step with up to `drafts` draft tokens per decoding row; None when nothing can run now."""
         quota = self._waiting.quota(self.running, self._clock(), self.sealed) if self._waiting else 0
-        step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota, *self._prompt_limits)
+        alone = self._waiting.only = self._isolation.alone
+        tokens = self._isolation.budget(self.config.step_tokens)
+        step = Sketch(StepPlan(next(self._steps)), tokens, quota, *self._prompt_limits)
+        able = self._running if alone is None else [seq for seq in self._running if seq.request.id == alone]
         self._filling.clear()
         preemptions = self.preemptions
         if self.state.windowed:
@@ -178,22 +177,24 @@ class Scheduler:
             self.state.pins.advance()
         if self.state.tiers is not None:
             self.aside.advance(self._waiting, len(self._free_rows))
-        self._way.make(step)
+        if alone is None:
+            self._way.make(step)
         if any(not line[0].batch for line in (self._running, self._waiting) if line):
             self._company = step.plan.step
         if not any(line[-1].batch for line in (self._running, self._waiting) if line):  # batch work is last in order
-            self._fill(self._running, step, drafts)
-        elif self._fill([s for s in self._running if not s.batch], step, drafts) and not step.prompts:
+            self._fill(able, step, drafts)
+        elif self._fill([s for s in able if not s.batch], step, drafts) and not step.prompts:
             step.batch = True
-            self._fill([s for s in self._running if s.batch], step, drafts)
+            self._fill([s for s in able if s.batch], step, drafts)
         plan = step.plan
         plan.transfers = self.state.moves.take_planned() if self.state.moves.under_way else []
         if not (plan.work or plan.enter or plan.transfers or (self.state.moves.under_way and not self._inflight)):
-            if self.preemptions != preemptions:  # a sequence gave way to one that may start only now that it has gone
+            # A sequence gave way to one that may start only now that it has gone, or others run before one that cannot.
+            if self.preemptions != preemptions or (not self._inflight and self._isolation.skip()):
                 return self.plan(drafts)
             self.stuck = not self._inflight
             return None
-        plan.leave, self._leaving = self._leaving, []
+        plan.leave, self._leaving, self.stuck = self._leaving, [], False
         self.state.launch(plan.step)
         self._inflight.append((plan.step, step.served))
         return plan
@@ -293,7 +294,7 @@ class Scheduler:
         timed, scored = (step.room, seq.scored) if missing > 1 else (None, False)
         if missing > 1:
             budget = min(budget, step.prompt_budget, budget if timed is None else timed.tokens(scored))
-        size = self._share_of(seq, missing, budget)
+        size = share_of(seq, missing, budget, self.state)
         if size <= 0:
             return True
         assert seq.state is not None
@@ -318,19 +319,6 @@ class Scheduler:
         if timed is not None:
             timed.take(size, scored)
         return True
-
-    def _share_of(self, seq: Sequence, missing: int, budget: int) -> int:
-        """Tokens of `seq` that this step may compute if memory allows; 0 when it has to wait or has enough."""
-        request = seq.request
-        if request.generates and seq.start + missing >= request.limit:
-            return 0  # the token that ends it is already in flight
-        size = missing if missing < budget else budget
-        if size > 1 and seq.start < seq.prompt_len:
-            size = self.state.cut(seq.start, size, seq.prompt_len, request.keeps)
-        if seq.children:
-            # Siblings fork where all but the last prompt token has run; until then, this one stops at that point.
-            size = min(size, seq.prompt_len - 1 - seq.start)
-        return size
 
     def _insist(self, seq: Sequence, upto: int, step: Sketch) -> Reserved | None:
         """Pages and slots for `seq`, by preemption if need be; None when it has to wait."""
@@ -368,8 +356,6 @@ class Scheduler:
                 return
             if step.room is not None and step.room.tokens(seq.request.scored) <= 0:
                 return
-            if seq.parked is not None and seq.parked.step > self.state.pages.settled:
-                return  # a step in flight may still write beside its tokens
             if self.state.tiers is not None and self.aside.awaits(seq):  # others may overtake it
                 self._blocking.end(seq)
                 index, overtakes = index + 1, True
@@ -407,7 +393,7 @@ class Scheduler:
     def _fork_children(self, seq: Sequence, step: Sketch) -> None:
         """When all but the last prompt token has settled, siblings start on copies; those without room are scheduled
         on their own. Only a few start in each step: each costs the runner time that all other rows wait for."""
-        if seq.flying or seq.computed != seq.prompt_len - 1:
+        if seq.computed != seq.prompt_len - 1:  # no work is in flight then: with children, none goes beyond that token
             return
         assert seq.state is not None
         entered = 0
@@ -424,8 +410,8 @@ class Scheduler:
 
     # -- preemption and ends
 
-    def _preempt(self, seq: Sequence, for_memory: bool = False) -> None:
-        self.aside.park(seq, self.canvas is None and not self._ahead, for_memory)  # a drafter may lag
+    def _preempt(self, seq: Sequence, for_memory: bool = False, kept: bool = True) -> None:
+        self.aside.park(seq, kept and self.canvas is None and not self._ahead, for_memory)  # a drafter may lag
         self._leave_row(seq)
         self._waiting.enter(seq)
         self._blocking.begin(seq)
@@ -480,10 +466,10 @@ class Scheduler:
                 continue  # aborted, ended or preempted since: the token is dropped
             extra = result.extras[i] if result.extras else None
             output = Output(seq.request.id, seq.child, [], None, None, extra, seq.cached, seq.blocked)
-            if i in result.errors:
-                output.finish, output.error = Finish.ERROR, result.errors[i]
-            else:
+            if i not in result.errors:
                 settle_sequence(seq, step, tokens, output, self.state)
+            else:
+                seq.fail(result.errors[i], step, tokens, output, self.state)
             if output.finish is not None:
                 self._end(seq)
             if output.tokens or output.finish is not None or output.extra is not None:
@@ -491,6 +477,17 @@ class Scheduler:
         now = self._clock()
         self.rank_again(self.policy.after(plan, served, now, self._seconds), now)
         return outputs
+
+    def abandon(self, plan: StepPlan) -> Hashable | None:
+        """The newest launched step has failed: nothing of it has happened. Returns the cause, if that is certain."""
+        step, served = self._inflight.pop()
+        cause = self._isolation.suspect(zip(plan.work, served, strict=True))
+        entered = {enter.row for enter in plan.enter}  # their state may be a copy that was never made
+        for seq in [seq for seq in self._running if seq.row in entered or seq in served]:
+            self._preempt(seq, kept=seq.row not in entered)
+        self._leaving = list(dict.fromkeys((*plan.leave, *self._leaving)))
+        self.state.settle(step, (), [transfer.id for transfer in plan.transfers if transfer.in_step])
+        return cause
 
     def rank_again(self, changed: Iterable[Sequence], now: float) -> None:
         for seq in changed:

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 
 from bankfull.state.manager import StateManager
@@ -115,6 +116,13 @@ class Sequence:
         self.drafted -= work.drafts
         self.sampled -= work.sample
 
+    def fail(self, error: str, step: int, tokens: list[int], output: Output, state: StateManager) -> None:
+        """Drafts behind its end may lead to where no token is left (below 0): that is no error of the sequence."""
+        if kept := list(takewhile(lambda token: token >= 0, tokens)):
+            settle_sequence(self, step, kept, output, state)
+        if output.finish is None:
+            output.finish, output.error = Finish.ERROR, error
+
     def begin(self, row: int, state: SequenceState, computed: int) -> None:
         self.row, self.state, self.computed, self.start, self.denoised = row, state, computed, computed, 0
         self.parked, self.sought, self.swapped, self.entered = None, False, False, len(self.tokens)
@@ -166,6 +174,20 @@ def siblings_of(request: Request, block: int, now: float, batch: bool, arrivals:
         for child in range(request.samples)
         if child not in request.finished
     ]
+
+
+def share_of(seq: Sequence, missing: int, budget: int, state: StateManager) -> int:
+    """Tokens of `seq` that a step may compute if memory allows; 0 when it has to wait or has enough."""
+    request = seq.request
+    if request.generates and seq.start + missing >= request.limit:
+        return 0  # the token that ends it is already in flight
+    size = missing if missing < budget else budget
+    if size > 1 and seq.start < seq.prompt_len:
+        size = state.cut(seq.start, size, seq.prompt_len, request.keeps)
+    if seq.children:
+        # Siblings fork where all but the last prompt token has run; until then, this one stops at that point.
+        size = min(size, seq.prompt_len - 1 - seq.start)
+    return size
 
 
 def adopt(siblings: list[Sequence]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from bankfull.config import SchedConfig
 from bankfull.sched.admission import AdmissionRoom
 from bankfull.sched.gates import WaitingQueue
+from bankfull.sched.pace import Pace
 from bankfull.sched.policy import Policy
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.shares import Holdings, Tenants, first_of_each
@@ -29,23 +30,39 @@ class Way:
         waiting: WaitingQueue,
         running: list[Sequence],
         free_rows: list[int],
+        pace: Pace,
     ) -> None:
         """The lists are the scheduler's own."""
         self._config, self._state, self._policy, self._room, self._tenants = config, state, policy, room, tenants
-        self._waiting, self._running, self._free_rows = waiting, running, free_rows
+        self._waiting, self._running, self._free_rows, self._pace = waiting, running, free_rows, pace
 
     def make(self, step: Sketch) -> None:
         """Before running sequences are served, preempt those that give way to a waiting one, if that admits it."""
         if not self._policy.preemptive or (index := self._waiting.admissible(0, step.quota)) is None:
             return
         if not self._tenants.compete:
-            return self._make_for(self._waiting[index])
+            head = self._waiting[index]
+            return self._make_for(head) if self._would_run(head, step) else None
         fresh = step.quota > 0
         able = (seq for seq in self._waiting[index:] if seq.parent is None and (seq.admitted or fresh))
         for head in list(first_of_each(able)):
             self._make_for(head)
             if self._entitled(head):
                 step.claims.append(head)
+
+    def _would_run(self, head: Sequence, step: Sketch) -> bool:
+        """Whether the step has tokens for `head` after the running prompts before it in order. If not, a sequence that
+        gave way now would lose its turns for nothing."""
+        if head.parked is not None and head.parked.computed >= len(head.tokens) - 1:
+            return True  # it decodes, and needs nothing that prompts take
+        before = [seq.missing for seq in self._running if seq.missing > 1 and seq.order < head.order]
+        if not before:
+            return True
+        decodes = sum(seq.missing == 1 for seq in self._running)
+        tokens = min(step.budget - decodes, step.prompt_tokens)
+        if (room := self._pace.room(decodes, decodes > 0)) is not None:
+            tokens = min(tokens, room.tokens(False))
+        return len(before) < step.prompt_rows and sum(before) < tokens
 
     def _make_for(self, head: Sequence) -> None:
         match: Match | None = None

@@ -55,13 +55,15 @@ def create_app(
     more_apis: Mapping[str, Api] | None = None,
     supervisor: Supervisor | None = None,
     response_cache: ResponseCache | None = None,
+    unused_parts: Callable[[], Mapping[str, str]] = dict,
 ) -> Starlette:
     """`more_apis`: further endpoints by path, which take a JSON body by POST. `lifespan`: the context of the server.
-    The server is not ready while a task of the `supervisor` fails. `response_cache`: answers deterministic calls."""
+    The server is not ready while a task of the `supervisor` fails. `response_cache`: answers deterministic calls.
+    `unused_parts`: optional parts that cannot be used, and why."""
     apis = {**model_apis(backend, texts, settings), **(more_apis or {})}
     pulse, large = Pulse(settings.keep_alive_seconds), LargeBodies()
     models = Models(backend, texts, settings)
-    public = Probes(backend, supervisor)
+    public = Probes(backend, supervisor, unused_parts)
     described = b""
 
     async def version(request: Request) -> Response:
@@ -87,7 +89,7 @@ def create_app(
             Route("/version", version, methods=["GET"]),
             Route("/live", public.live, methods=["GET"]),
             Route("/ready", public.ready, methods=["GET"]),
-            Route("/health", public.ready, methods=["GET"]),
+            Route("/health", public.health, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
             Route("/reset_prefix_cache", reset, methods=["POST"]),
         ],
@@ -233,18 +235,31 @@ async def call_api(
 class Probes:
     """Liveness and readiness probes."""
 
-    def __init__(self, backend: Backend, supervisor: Supervisor | None = None) -> None:
-        self._backend, self._supervisor = backend, supervisor
+    def __init__(
+        self,
+        backend: Backend,
+        supervisor: Supervisor | None = None,
+        unused_parts: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._backend, self._supervisor, self._unused_parts = backend, supervisor, unused_parts
 
     async def live(self, request: Request) -> Response:
         return as_json({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
+        self._refuse_unready()
+        return as_json({"status": "ready"})
+
+    async def health(self, request: Request) -> Response:
+        """Readiness, and the optional parts that the service does without."""
+        self._refuse_unready()
+        return as_json({"status": "ready", "without": self._unused_parts()})
+
+    def _refuse_unready(self) -> None:
         if not self._backend.ready:
             raise Unavailable(self._backend.says)
         if self._supervisor is not None and (troubled := self._supervisor.troubled):
             raise Unavailable(f"A background task has failed and is being restarted: {', '.join(troubled)}.")
-        return as_json({"status": "ready"})
 
 
 def caller_of(scope: Message) -> Caller:

@@ -21,7 +21,7 @@ from typing import Any
 
 from bankfull import paths
 from bankfull.errors import ConfigError
-from bankfull.serve.scratch import ScratchFolder
+from bankfull.scratch import ScratchFolder
 
 log = logging.getLogger("bankfull.serve")
 

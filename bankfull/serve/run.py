@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from bankfull.errors import ConfigError
 from bankfull.fleet.attainment import SloMeter
+from bankfull.scratch import ScratchFolder
 from bankfull.serve.answers.cache import ResponseCache, open_store
 from bankfull.serve.answers.store import AnswerStore
 from bankfull.serve.api.calls import Caller
@@ -45,11 +46,11 @@ from bankfull.serve.handover import Predecessor, Successor
 from bankfull.serve.replicas.local import SetFactory
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.separate_set import SeparateSet
-from bankfull.serve.scratch import ScratchFolder
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.log import Logs
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.optional_parts import OptionalParts, Source
 from bankfull.serve.telemetry.separation_metrics import separation_families
 from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import WatchedBackend
@@ -158,6 +159,7 @@ def _run(
         stall_seconds=stall_seconds,
         give_up_after=give_up_after,
         tells_prefixes=many,
+        tells_weights=answers is not None,
     )
     link = make_link() if replicas is None else replicas(make_link)
     views = link.views if isinstance(link, ReplicaSet) else None
@@ -208,7 +210,20 @@ def _run(
     response_cache = None if answers is None else response_cache_of(answers, backend, texts, settings, options, keyring)
     if response_cache is not None:
         metrics.more.append(response_cache.families)
-    app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor, response_cache=response_cache)
+    sources: list[Source] = [lambda: backend.optional]
+    if response_cache is not None:
+        sources.append(lambda: {"response_cache": response_cache.problem})
+    optional = OptionalParts(sources)
+    metrics.more.append(optional.families)
+    app = create_app(
+        backend,
+        texts,
+        settings,
+        lifespan=life,
+        supervisor=supervisor,
+        response_cache=response_cache,
+        unused_parts=optional.unused,
+    )
 
     def open_batches() -> BatchService:
         """Locks their folder: at a take-over this must wait until the old server has closed it."""

@@ -1,75 +1,78 @@
-"""The disk tier: a directory for each model, with a data file of equal places and an index of what is in them.
+"""The disk tier: a folder for each model, with a data file of equal places and an index of what is in them.
 
-A directory belongs to one identity: the model's files, the dtypes, the layout and this program's version. Files are
-private to the user. An entry of the index is cleared before its place is written and set after it, so a process that is
-killed leaves no entry for half a place; what the operating system loses is found by the checksum when it is read. A
-process locks its directory; another one with the same model takes the next number.
+A folder belongs to one identity: the model's files, the dtypes, the layout and this program's build. Files are private
+to the user. An entry of the index is cleared before its place is written and set after it, so a process that is killed
+leaves no entry for half a place; what the operating system loses is found by the checksum when it is read. A process
+locks its folder; another one with the same model takes the next number.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import shutil
-import stat
-import struct
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from hashlib import sha256
+from json import dumps
 from pathlib import Path
 from typing import Any
 
-from bankfull.errors import BankfullError, ConfigError
-
-MAGIC = b"bankfull KV v01\0"
-HEADER = struct.Struct("<16sQQ32s")
-"""Magic, bytes of a place, bytes of an entry, identity."""
-ENTRY = struct.Struct("<QdQI48sI")
-"""Stamp, time of writing, bytes, checksum of the content, length and bytes of the key, checksum of the entry."""
-MOST_KEY = 47
-ABOUT = "about.json"
-MOST_ABOUT = 1 << 16
-NAMING_BYTES = 12
-"""Of an identity, in the name of its directories."""
-MOST_DIRECTORIES = 64
-"""Processes with the same model that share a path."""
-KINDS = ("pages", "slots")
+from bankfull.errors import BankfullError
+from bankfull.state.disk_files import (
+    ENTRY,
+    HEADER,
+    KINDS,
+    MAGIC,
+    MOST_KEY,
+    PlaceEntry,
+    open_private,
+    packed_entry,
+    parse_entry,
+    read_about,
+    write_about,
+    write_all,
+)
+from bankfull.state.disk_folders import claim, next_turn, unusable
+from bankfull.state.service_clock import ServiceClock
 
 
 class DamagedPlace(BankfullError):
     """The content of a place is not what was written there."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceEntry:
-    place: int
-    key: bytes
-    stamp: int
-    written: float
-    nbytes: int
-    checksum: int
-
-
 class PlaceFile:
     """The data file and the index of one kind of place. Different places may be read and written by several threads."""
 
-    def __init__(self, directory: Path, kind: str, places: int, place_bytes: int, identity: bytes) -> None:
-        self.places, self.place_bytes = places, place_bytes
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        places: int,
+        place_bytes: int,
+        identity: bytes,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.places, self.place_bytes, self._clock = places, place_bytes, clock
         self._header = HEADER.pack(MAGIC, place_bytes, ENTRY.size, identity)
-        self._data = _open_private(directory / f"{kind}.data")
-        self._index = _open_private(directory / f"{kind}.index")
+        self._data = open_private(folder / f"{kind}.data")
+        self._index = -1
         self._lock = threading.Lock()
         self._entries: dict[int, PlaceEntry] = {}
-        self._stamp = self._erased = 0
-        if os.pread(self._index, HEADER.size, 0) != self._header:
-            os.ftruncate(self._index, 0)
-            os.ftruncate(self._data, 0)
-            _write_all(self._index, self._header, 0)
-        self._read_index()
+        self._stamp = 0
+        self._erasures = 0
+        self._announced: dict[int, int] = {}
+        """Places whose writes wait for a thread, and how often everything was forgotten before."""
+        try:
+            self._index = open_private(folder / f"{kind}.index")
+            if os.pread(self._index, HEADER.size, 0) != self._header:
+                os.ftruncate(self._index, 0)
+                os.ftruncate(self._data, 0)
+                write_all(self._index, self._header, 0)
+            self._read_index()
+        except BaseException:
+            self.close()
+            raise
 
     def _read_index(self) -> None:
         size = os.fstat(self._index).st_size
@@ -77,44 +80,65 @@ class PlaceFile:
         raw = os.pread(self._index, held * ENTRY.size, HEADER.size) if held > 0 else b""
         data = os.fstat(self._data).st_size
         for number in range(len(raw) // ENTRY.size):
-            entry = _parse(number + 1, raw[number * ENTRY.size : (number + 1) * ENTRY.size])
+            entry = parse_entry(number + 1, raw[number * ENTRY.size : (number + 1) * ENTRY.size])
             # A data file that is too short was cut by someone else.
             if entry is not None and entry.nbytes == self.place_bytes and (number + 1) * self.place_bytes <= data:
                 self._entries[entry.place] = entry
                 self._stamp = max(self._stamp, entry.stamp)
-        os.ftruncate(self._index, HEADER.size + self.places * ENTRY.size)
-        if data > self.places * self.place_bytes:
-            os.ftruncate(self._data, self.places * self.place_bytes)
+        self._cut_to(self.places)
 
-    def entries(self, oldest: float = 0.0) -> list[PlaceEntry]:
+    def entries(self, oldest: float | None = None) -> list[PlaceEntry]:
         """What was written since the time `oldest`, in the order of writing."""
-        found = [entry for entry in self._entries.values() if entry.written >= oldest]
+        found = [entry for entry in self._entries.values() if oldest is None or entry.written >= oldest]
         return sorted(found, key=lambda entry: entry.stamp)
+
+    @property
+    def last(self) -> int:
+        """The highest place with content."""
+        return max(self._entries, default=0)
+
+    def cut(self, places: int) -> None:
+        """Give up the content of all places above this one."""
+        with self._lock:
+            self._entries = {place: entry for place, entry in self._entries.items() if place <= places}
+            self._cut_to(places)
+
+    def _cut_to(self, places: int) -> None:
+        os.ftruncate(self._index, HEADER.size + places * ENTRY.size)
+        os.ftruncate(self._index, HEADER.size + self.places * ENTRY.size)
+        if os.fstat(self._data).st_size > places * self.place_bytes:
+            os.ftruncate(self._data, places * self.place_bytes)
+
+    def announce(self, place: int) -> None:
+        """A write of this place follows: it is kept only if nothing is erased meanwhile."""
+        with self._lock:
+            self._announced[place] = self._erasures
 
     def write(self, place: int, key: bytes, content: memoryview) -> None:
         """Raises OSError if the disk is full."""
         assert 1 <= place <= self.places and len(content) == self.place_bytes and len(key) <= MOST_KEY
         with self._lock:
+            erasures = self._announced.pop(place, self._erasures)
+            if erasures != self._erasures:
+                return
             self._entries.pop(place, None)
             self._stamp += 1
-            stamp, erased = self._stamp, self._erased
+            stamp = self._stamp
         at = HEADER.size + (place - 1) * ENTRY.size
-        _write_all(self._index, bytes(ENTRY.size), at)
-        _write_all(self._data, content, (place - 1) * self.place_bytes)
-        entry = PlaceEntry(place, key, stamp, time.time(), len(content), zlib.crc32(content))
+        write_all(self._index, bytes(ENTRY.size), at)
+        write_all(self._data, content, (place - 1) * self.place_bytes)
+        entry = PlaceEntry(place, key, stamp, self._clock(), len(content), zlib.crc32(content))
         with self._lock:
-            if erased == self._erased:
-                _write_all(self._index, _packed(entry), at)
+            if erasures == self._erasures:
+                write_all(self._index, packed_entry(entry), at)
                 self._entries[place] = entry
 
     def erase(self) -> None:
         """Forget everything; what threads are writing now is forgotten, too."""
         with self._lock:
             self._entries.clear()
-            self._erased += 1
-            os.ftruncate(self._index, HEADER.size)
-            os.ftruncate(self._index, HEADER.size + self.places * ENTRY.size)
-            os.ftruncate(self._data, 0)
+            self._erasures += 1
+            self._cut_to(0)
 
     def read(self, place: int, key: bytes, into: memoryview) -> None:
         """Raises DamagedPlace, or OSError if the disk cannot be read."""
@@ -132,200 +156,59 @@ class PlaceFile:
             raise DamagedPlace(f"Place {place} of the disk tier has changed since it was written.")
 
     def close(self) -> None:
-        os.close(self._data)
-        os.close(self._index)
+        for handle in (self._data, self._index):
+            if handle >= 0:
+                os.close(handle)
+        self._data = self._index = -1
 
 
 class DiskStore:
-    """The directory of one process. `identity`: names what the content belongs to; `about`: the same for people."""
+    """The folder of one process. `identity`: names what the content belongs to; `about`: the same for people."""
 
     def __init__(
         self,
         root: Path,
         identity: bytes,
         about: dict[str, Any],
-        places: dict[str, int],
-        place_bytes: dict[str, int],
+        places: Mapping[str, int],
+        place_bytes: Mapping[str, int],
         number: int = 0,
     ) -> None:
-        """`number`: of the directory, if no other process uses it. `place_bytes`: 0 for places of which this process
-        has no part."""
-        self.path, self.number, self._lock = _claim(root, identity, number)
+        """`number`: of the folder, if no other process uses it. `place_bytes`: 0 for places of which this process has
+        no part. Raises DiskUnusable."""
+        self.files: dict[str, PlaceFile] = {}
+        self.on_close: Callable[[], None] | None = None
+        self.path, self.number, self._lock = claim(root, identity, number)
         try:
-            _replace_text(self.path / ABOUT, json.dumps({**about, "used": time.time()}, indent=1))
-            self.files = {kind: PlaceFile(self.path, kind, places[kind], place_bytes[kind], identity) for kind in KINDS}
+            before = read_about(self.path)
+            kept = before.get("clock")
+            self.clock = ServiceClock(kept if isinstance(kept, dict) else {})
+            self._about = {**about, "turn": next_turn(root)}
+            self.reserve(0)
+            for kind in KINDS:
+                self.files[kind] = PlaceFile(self.path, kind, places[kind], place_bytes[kind], identity, self.clock.now)
         except OSError as error:
-            raise _unusable(self.path, error) from error
+            self.close()
+            raise unusable(self.path, error) from error
+
+    def reserve(self, nbytes: int) -> None:
+        """Tell other processes how much this one may write. Raises OSError."""
+        self._about["reserved"] = nbytes
+        write_about(self.path, {**self._about, "used": time.time(), "clock": self.clock.stored()})
 
     def erase(self) -> None:
         for file in self.files.values():
             file.erase()
 
     def close(self) -> None:
+        if self.on_close is not None:
+            self.on_close()
         for file in self.files.values():
             file.close()
-        os.close(self._lock)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTier:
-    """A directory of the disk tier, for `bankfull cache`."""
-
-    path: Path
-    about: dict[str, Any]
-    nbytes: int
-    entries: int
-    used: float
-    locked: bool
-    """Whether a process uses it now."""
-
-
-def stored(root: Path) -> Iterator[StoredTier]:
-    """Every directory of the disk tier below `root`. Other files are left alone."""
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        if not path.is_dir() or path.is_symlink() or not (path / "lock").is_file():
-            continue
-        about = _read_about(path / ABOUT)
-        entries = nbytes = 0
-        for kind in KINDS:
-            nbytes += sum(_allocated(path / f"{kind}.{part}") for part in ("data", "index"))
-            entries += _count(path / f"{kind}.index")
-        used = about.get("used")
-        yield StoredTier(path, about, nbytes, entries, used if isinstance(used, float) else 0.0, _is_locked(path))
-
-
-def remove(found: StoredTier) -> bool:
-    """Delete a directory, unless a process uses it."""
-    lock = _try_lock(found.path)
-    if lock is None:
-        return False
-    shutil.rmtree(found.path)
-    os.close(lock)
-    return True
-
-
-def make_room(root: Path, own: Collection[Path], budget: int) -> int:
-    """Delete the directories of other models that were not used for the longest time, until all together fit into
-    `budget` bytes; the bytes that are left of others."""
-    others = sorted((one for one in stored(root) if one.path not in own), key=lambda one: one.used)
-    total = sum(one.nbytes for one in others)
-    for one in others:
-        if total <= budget:
-            break
-        if remove(one):
-            total -= one.nbytes
-    return total
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
 
 def identity_of(about: dict[str, Any]) -> bytes:
-    return sha256(json.dumps(about, sort_keys=True).encode()).digest()
-
-
-def directory_name(identity: bytes, number: int) -> str:
-    return f"{identity[:NAMING_BYTES].hex()}-{number}"
-
-
-def _claim(root: Path, identity: bytes, wanted: int) -> tuple[Path, int, int]:
-    """The directory of this identity with the number `wanted`, or the first one that no other process uses: its path,
-    number and lock."""
-    try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for number in (wanted, *range(MOST_DIRECTORIES)):
-            path = root / directory_name(identity, number)
-            path.mkdir(exist_ok=True, mode=0o700)
-            if (lock := _try_lock(path)) is not None:
-                return path, number, lock
-    except OSError as error:
-        raise _unusable(root, error) from error
-    raise ConfigError(f"{MOST_DIRECTORIES} processes use the disk tier in {root} already; give another path.")
-
-
-def _unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"The disk tier cannot use {path}: {error.strerror or error}; give kv_disk another path.")
-
-
-def _try_lock(path: Path) -> int | None:
-    handle = _open_private(path / "lock")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        lock = _try_lock(path)
-    except OSError:
-        return True
-    if lock is None:
-        return True
-    os.close(lock)
-    return False
-
-
-def _open_private(path: Path) -> int:
-    """A file that only this user may read; never through a symbolic link."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(f"{path.name} is not a regular file")
-    os.fchmod(handle, 0o600)
-    return handle
-
-
-def _replace_text(path: Path, text: str) -> None:
-    other = path.with_suffix(".new")
-    handle = _open_private(other)
-    try:
-        os.ftruncate(handle, 0)
-        _write_all(handle, text.encode(), 0)
-    finally:
-        os.close(handle)
-    other.replace(path)
-
-
-def _write_all(handle: int, content: bytes | memoryview, at: int) -> None:
-    done, view = 0, memoryview(content)
-    while done < len(view):
-        done += os.pwrite(handle, view[done:], at + done)
-
-
-def _packed(entry: PlaceEntry) -> bytes:
-    key = bytes((len(entry.key),)) + entry.key
-    head = ENTRY.pack(entry.stamp, entry.written, entry.nbytes, entry.checksum, key, 0)
-    return head[:-4] + zlib.crc32(head[:-4]).to_bytes(4, "little")
-
-
-def _parse(place: int, raw: bytes) -> PlaceEntry | None:
-    """None for an empty or damaged entry."""
-    stamp, written, nbytes, checksum, key, own = ENTRY.unpack(raw)
-    if not stamp or own != zlib.crc32(raw[:-4]) or key[0] > MOST_KEY:
-        return None
-    return PlaceEntry(place, key[1 : 1 + key[0]], stamp, written, nbytes, checksum)
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MOST_ABOUT))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _allocated(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0
-
-
-def _count(index: Path) -> int:
-    try:
-        raw = index.read_bytes()[HEADER.size :]
-    except OSError:
-        return 0
-    pieces = (raw[at : at + ENTRY.size] for at in range(0, len(raw) - ENTRY.size + 1, ENTRY.size))
-    return sum(_parse(1, piece) is not None for piece in pieces)
+    return sha256(dumps(about, sort_keys=True).encode()).digest()

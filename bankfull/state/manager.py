@@ -14,6 +14,7 @@ from sys import maxsize
 from bankfull.config import StateConfig
 from bankfull.errors import ConfigError
 from bankfull.state.journal import PRIVATE, SLOT, KeyJournal
+from bankfull.state.lower_tier import Key
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Census, Pool
 from bankfull.state.pins import Pins
@@ -21,7 +22,8 @@ from bankfull.state.policy import GroupPolicy, Hit, Reusable, Snapshots, longest
 from bankfull.state.prefix import Chain
 from bankfull.state.sequence_state import NOTHING, Match, Parked, Reserved, SequenceState
 from bankfull.state.spec import Layout
-from bankfull.state.tiers import Key, Tiers
+from bankfull.state.state_facts import StateFacts
+from bankfull.state.tiers import Tiers
 from bankfull.types import NULL, Keep, Tier, TierAddress
 
 
@@ -49,7 +51,9 @@ class StateManager:
         self.moves = Moves()
         self.tiers: Tiers | None = None
         """Set where there is a tier below the device."""
-        self.facts: dict[str, object] = {}  # what the numbers in the state depend on (`runtime.tiering`)
+        self.facts = StateFacts({})
+        self.without: dict[str, str] = {}
+        """Optional parts that were asked for and could not be made, and why, in a few words."""
         self._parkings = 0
         self.pins = Pins(self, config.pin_share)
 

@@ -42,11 +42,19 @@ class Moves:
         planned, self._planned = self._planned, []
         return planned
 
+    def cancel(self, unwanted: Callable[[Transfer], bool]) -> None:
+        """End those that no plan carries yet, without success."""
+        dropped = [transfer.id for transfer in self._planned if unwanted(transfer)]
+        self._planned = [transfer for transfer in self._planned if transfer.id not in dropped]
+        self.settle((), dropped)
+
     def settle(self, completed: Iterable[int], failed: Iterable[int] = ()) -> None:
         """Transfers have ended, with or without success."""
         for succeeded, ids in ((True, completed), (False, failed)):
             for number in ids:
-                self.under_way.pop(number).ended(succeeded)
+                # Some are reported twice: with the step that was given up, and when they end.
+                if (move := self.under_way.pop(number, None)) is not None:
+                    move.ended(succeeded)
 
     @property
     def planned(self) -> bool:

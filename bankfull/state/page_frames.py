@@ -1,38 +1,29 @@
 """What passes over a connection between an engine that computes prompts and one that decodes: a handshake in which both
-prove that they know the server's secret, then frames with one page or snapshot each, each answered by a byte.
+prove that they know the server's secret (`bankfull.handshake`), then frames with one page or snapshot each, each
+answered by a byte.
 
-Everything has a fixed length, but for the content of a frame, whose length follows from the receiver's layout. Every
-wait ends at a time that the caller names. Content is not encrypted, as prompts and tokens between machines are not.
+Everything has a fixed length, but for the content of a frame, whose length follows from the receiver's layout. Heads,
+contents and answers are sealed by keys of this connection, so that nobody on the way can change, repeat, reorder or
+add any. Every wait ends at a time that the caller names. Content is not encrypted, as prompts and tokens between
+machines are not, unless the server has --link-tls: then all that follows the handshake is inside TLS. The seals stay
+there: they tie the other end of TLS to the handshake.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
+import ssl
 import struct
 import time
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 
+from bankfull.handshake.proof import GREETING, PAGES, REPLY, TAG, CallerSide, HandshakeRefused, Seal
 from bankfull.state.disk import DamagedPlace
 from bankfull.state.exchange import KINDS, MOST_NAME, ExchangeShape
 
-MAGIC = b"bankfull page v1"
-NONCE, IDENTITY, MAC = 32, 32, 32
-GREETING = struct.Struct(f"<{len(MAGIC)}s{NONCE}s")
-"""From the receiver."""
-CLAIM = struct.Struct(f"<{NONCE}s{IDENTITY}s{MAC}s")
-"""From the sender: a nonce of its own, the form of its state, and its proof."""
-VERDICT = struct.Struct(f"<c{MAC}s")
-"""From the receiver: the outcome, and its proof if it accepts."""
-ACCEPTED, WRONG_SECRET, OTHER_FORM = b"+", b"S", b"F"
-
-FRAME = struct.Struct(f"<BQQI{MOST_NAME + 1}s")
-"""Kind of place, place, bytes and checksum of the content, length and bytes of its name."""
-CHECK = struct.Struct("<I")
-"""Checksum of the frame's head, behind it."""
+FRAME = struct.Struct(f"<BQQ{MOST_NAME + 1}s")
+"""Kind of place, place, bytes of the content, length and bytes of its name."""
 WRITTEN, REFUSED = b"+", b"-"
 
 
@@ -45,26 +36,19 @@ class Frame:
     kind: str
     place: int
     nbytes: int
-    checksum: int
     key: bytes
 
     def head(self) -> bytes:
         name = bytes((len(self.key),)) + self.key
-        head = FRAME.pack(KINDS.index(self.kind), self.place, self.nbytes, self.checksum, name)
-        return head + CHECK.pack(zlib.crc32(head))
-
-
-HEAD_BYTES = FRAME.size + CHECK.size
+        return FRAME.pack(KINDS.index(self.kind), self.place, self.nbytes, name)
 
 
 def frame_of(head: bytes, shape: ExchangeShape) -> Frame:
     """Raises BrokenFrame, unless the frame is for a place of this exchange."""
-    if CHECK.unpack(head[FRAME.size :])[0] != zlib.crc32(head[: FRAME.size]):
-        raise BrokenFrame("A frame from the engine that computes prompts is damaged.")
-    kind, place, nbytes, checksum, name = FRAME.unpack(head[: FRAME.size])
+    kind, place, nbytes, name = FRAME.unpack(head)
     if kind >= len(KINDS) or name[0] > MOST_NAME:
         raise BrokenFrame("A frame from the engine that computes prompts is of an unknown kind.")
-    found = Frame(KINDS[kind], place, nbytes, checksum, name[1 : 1 + name[0]])
+    found = Frame(KINDS[kind], place, nbytes, name[1 : 1 + name[0]])
     if not 1 <= place <= shape.places[found.kind] or nbytes != shape.place_bytes[found.kind]:
         raise BrokenFrame(f"There is no place {place} for {nbytes} bytes in the exchange.")
     return found
@@ -77,11 +61,17 @@ class PageLine:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
 
+    def secure(self, context: ssl.SSLContext, ends: float, listens: bool = False) -> None:
+        """From now on with TLS. Raises OSError."""
+        self._bound(ends)
+        self._connection = context.wrap_socket(self._connection, server_side=listens)
+
     def send(self, *parts: bytes | memoryview, ends: float) -> None:
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         while views:
             self._bound(ends)
-            sent = self._connection.sendmsg(views)
+            over_tls = isinstance(self._connection, ssl.SSLSocket)  # which has no sendmsg
+            sent = self._connection.send(views[0]) if over_tls else self._connection.sendmsg(views)
             while views and sent >= len(views[0]):
                 sent -= len(views.pop(0))
             if sent:
@@ -111,39 +101,52 @@ class PageLine:
     def close(self) -> None:
         """From any thread: whoever waits for the connection gets an error."""
         with suppress(OSError):  # it is closed already, or was never open
-            self._connection.shutdown(socket.SHUT_RDWR)
+            # Not that of TLS, which first lets other threads write without it.
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
         self._connection.close()
 
 
-def claim(line: PageLine, secret: bytes, identity: bytes, ends: float) -> None:
+def claim(line: PageLine, secret: bytes, identity: bytes, ends: float) -> SealedLine:
     """The sender's part of the handshake. Raises DamagedPlace if the two do not belong together, or OSError."""
-    magic, nonce = GREETING.unpack(line.receive(GREETING.size, ends))
-    if magic != MAGIC:
-        raise DamagedPlace("The process at the address of the engine that decodes is not one of bankfull's.")
-    own = secrets.token_bytes(NONCE)
-    said = nonce + own + identity
-    line.send(CLAIM.pack(own, identity, _proof(secret, b"sender", said)), ends=ends)
-    outcome, proof = VERDICT.unpack(line.receive(VERDICT.size, ends))
-    if outcome == OTHER_FORM:
-        raise DamagedPlace("The engine that decodes keeps its state in another form.")
-    if outcome != ACCEPTED or not hmac.compare_digest(proof, _proof(secret, b"receiver", said)):
-        raise DamagedPlace("The engine that decodes has another secret: it belongs to another server.")
+    caller = CallerSide(secret, PAGES, identity)
+    line.send(caller.hello, ends=ends)
+    try:
+        line.send(caller.proof(line.receive(GREETING.size, ends)), ends=ends)
+        keys = caller.judge(line.receive(REPLY.size, ends))
+    except HandshakeRefused as error:
+        raise DamagedPlace(f"The engine that decodes gets no state: {error}") from None
+    return SealedLine(line, Seal(keys.of_caller), Seal(keys.of_listener))
 
 
-def verify(line: PageLine, secret: bytes, identity: bytes, ends: float) -> bool:
-    """The receiver's part; whether it accepts. Raises OSError."""
-    nonce = secrets.token_bytes(NONCE)
-    line.send(GREETING.pack(MAGIC, nonce), ends=ends)
-    own, theirs, proof = CLAIM.unpack(line.receive(CLAIM.size, ends))
-    said = nonce + own + theirs
-    if not hmac.compare_digest(proof, _proof(secret, b"sender", said)):
-        line.send(VERDICT.pack(WRONG_SECRET, bytes(MAC)), ends=ends)
-        return False
-    accepts = theirs == identity
-    mine = _proof(secret, b"receiver", said)
-    line.send(VERDICT.pack(ACCEPTED if accepts else OTHER_FORM, mine), ends=ends)
-    return accepts
+class SealedLine:
+    """A connection after the handshake: what arrives was sent by the other end, in this order."""
 
+    def __init__(self, line: PageLine, own: Seal, theirs: Seal) -> None:
+        self._line, self._own, self._theirs = line, own, theirs
 
-def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, role + b"\0" + said, "sha256")
+    def secure(self, context: ssl.SSLContext, ends: float, listens: bool = False) -> None:
+        """From now on with TLS. The caller learns here, and not from its first page, that its certificate is refused.
+        Raises OSError or BrokenFrame."""
+        self._line.secure(context, ends, listens)
+        if listens:
+            self.send(WRITTEN, ends=ends)
+        else:
+            self.receive(len(WRITTEN), ends)
+
+    def send(self, *messages: bytes | memoryview, ends: float) -> None:
+        parts = [part for message in messages for part in (message, self._own.tag(message))]
+        self._line.send(*parts, ends=ends)
+
+    def receive(self, size: int, ends: float) -> bytes:
+        got = bytearray(size)
+        self.receive_into(memoryview(got), ends)
+        return bytes(got)
+
+    def receive_into(self, into: memoryview, ends: float) -> None:
+        """Raises BrokenFrame if the other end has not sent this, or not now."""
+        self._line.receive_into(into, ends)
+        if not self._theirs.opens(self._line.receive(TAG, ends), into):
+            raise BrokenFrame("What has arrived over a connection for pages is not what the other engine has sent.")
+
+    def close(self) -> None:
+        self._line.close()

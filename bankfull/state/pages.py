@@ -95,6 +95,10 @@ class Pool:
         """Places that were never taken: the highest numbers."""
         return self.size + 1 - len(self._refs)
 
+    def grow(self, size: int) -> None:
+        """There are so many places from now on, unless there are more already."""
+        self.size = max(self.size, size)
+
     def take(self, count: int) -> list[int] | None:
         """`count` places or None; evicts cached content, oldest first, when there are too few free places."""
         if count > self.available:

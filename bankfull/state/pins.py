@@ -16,9 +16,10 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from bankfull.state.journal import SLOT
+from bankfull.state.lower_tier import Key
 from bankfull.state.pages import Pool
 from bankfull.state.prefix import Chain
-from bankfull.state.tiers import Key, Tiers
+from bankfull.state.tiers import Tiers
 from bankfull.types import Request
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bankfull.state.lower_tier import Key
 from bankfull.state.prefix import Chain
-from bankfull.state.tiers import Key
 from bankfull.types import NULL
 
 

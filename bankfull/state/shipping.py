@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from bankfull.state.exchange import exchange_of
 from bankfull.state.journal import SLOT
+from bankfull.state.lower_tier import IN_FLIGHT_BYTES, Key, name_in
 from bankfull.state.moves import Moves
-from bankfull.state.tiers import IN_FLIGHT_BYTES, Key, Tiers, name_in
+from bankfull.state.tiers import Tiers
 from bankfull.types import Tier, TierAddress
 
 TOGETHER = 16

@@ -8,13 +8,16 @@ time, or that refuses the connection, rests for a moment: what goes to it meanwh
 from __future__ import annotations
 
 import socket
+import ssl
 import time
-import zlib
 from collections import deque
 from contextlib import suppress
 
+from bankfull.errors import ConfigError
+from bankfull.handshake.calling import CUT_OFF_PAUSE
+from bankfull.handshake.link_tls import LinkTls
 from bankfull.state.disk import DamagedPlace
-from bankfull.state.page_frames import REFUSED, WRITTEN, Frame, PageLine, claim
+from bankfull.state.page_frames import REFUSED, WRITTEN, BrokenFrame, Frame, PageLine, SealedLine, claim
 
 Address = tuple[str, int]
 CONNECT_SECONDS = 2.0
@@ -27,16 +30,16 @@ KEPT_SECONDS = 60.0
 
 
 class SocketCarrier:
-    def __init__(self, secret: bytes, identity: bytes) -> None:
+    def __init__(self, secret: bytes, identity: bytes, tls: LinkTls | None = None) -> None:
         """`secret`: the server's own. `identity`: the form of the state, which must be that of the receivers."""
-        self._secret, self._identity = secret, identity
+        self._secret, self._identity, self._tls = secret, identity, tls
         self._receivers: dict[int, _Receiver] = {}
 
     def locate(self, exchange: int, address: Address) -> None:
         """Where the engine with this exchange listens. It may have been started again since the last call."""
         known = self._receivers.get(exchange)
         if known is None or known.address != address:
-            self._receivers[exchange] = _Receiver(address, self._secret, self._identity)
+            self._receivers[exchange] = _Receiver(address, self._secret, self._identity, self._tls)
             if known is not None:
                 known.close()
 
@@ -44,7 +47,7 @@ class SocketCarrier:
         receiver = self._receivers.get(exchange)
         if receiver is None:
             raise DamagedPlace("The address of the engine that decodes is not known.")
-        receiver.send(Frame(kind, place, len(content), zlib.crc32(content), key), content)
+        receiver.send(Frame(kind, place, len(content), key), content)
 
     def close(self) -> None:
         while self._receivers:
@@ -54,10 +57,10 @@ class SocketCarrier:
 class _Receiver:
     """One engine, and connections to it that no thread uses right now."""
 
-    def __init__(self, address: Address, secret: bytes, identity: bytes) -> None:
+    def __init__(self, address: Address, secret: bytes, identity: bytes, tls: LinkTls | None) -> None:
         self.address = address
-        self._secret, self._identity = secret, identity
-        self._idle: deque[tuple[PageLine, float]] = deque()
+        self._secret, self._identity, self._tls = secret, identity, tls
+        self._idle: deque[tuple[SealedLine, float]] = deque()
         self._rests_until = 0.0
         self._closed = False
 
@@ -80,7 +83,7 @@ class _Receiver:
         if answer != WRITTEN:
             raise DamagedPlace(f"The engine that decodes, at {self._where}, has not taken what was sent.")
 
-    def _send_on(self, line: PageLine | None, frame: Frame, content: memoryview) -> bytes | None:
+    def _send_on(self, line: SealedLine | None, frame: Frame, content: memoryview) -> bytes | None:
         """The answer; None: there is no such connection any more. Raises TimeoutError."""
         if line is None:
             return None
@@ -91,8 +94,13 @@ class _Receiver:
         except TimeoutError:
             line.close()
             raise
-        except OSError:
+        except BrokenFrame:
             line.close()
+            raise
+        except OSError as error:
+            line.close()
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                raise
             return None
         if answer not in (WRITTEN, REFUSED):
             line.close()
@@ -102,7 +110,7 @@ class _Receiver:
             self.close()
         return answer
 
-    def _kept(self) -> PageLine | None:
+    def _kept(self) -> SealedLine | None:
         with suppress(IndexError):
             while True:
                 line, used = self._idle.pop()
@@ -111,15 +119,30 @@ class _Receiver:
                 line.close()
         return None
 
-    def _opened(self) -> PageLine:
+    def _opened(self) -> SealedLine:
         ends = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                return self._opened_once(ends)
+            except (ConnectionResetError, BrokenPipeError):  # the listener had to make room
+                if time.monotonic() + CUT_OFF_PAUSE >= ends:
+                    raise
+            time.sleep(CUT_OFF_PAUSE)
+
+    def _opened_once(self, ends: float) -> SealedLine:
+        try:
+            context = None if self._tls is None else self._tls.calling()
+        except ConfigError as error:
+            raise DamagedPlace(f"The engine that decodes, at {self._where}, gets no state: {error}") from None
         line = PageLine(socket.create_connection(self.address, timeout=CONNECT_SECONDS))
         try:
-            claim(line, self._secret, self._identity, ends)
+            sealed = claim(line, self._secret, self._identity, ends)
+            if context is not None:
+                sealed.secure(context, ends)
+            return sealed
         except BaseException:
             line.close()
             raise
-        return line
 
     @property
     def _where(self) -> str:

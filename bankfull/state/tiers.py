@@ -10,13 +10,15 @@ to the exchange: another engine fills it (`state.expected`), and `state.shipping
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bankfull.state.journal import PRIVATE, SLOT
+from bankfull.state.lower_tier import Key, LowerTier, name_in
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
 from bankfull.state.transfer_rates import TransferRates
@@ -25,11 +27,8 @@ from bankfull.types import Tier, TierAddress
 if TYPE_CHECKING:
     from bankfull.state.shipping import Shipping
 
-Key = tuple[int | str, bytes]
-"""A paged group's number, or SLOT, and the name of a block of the chain."""
-IN_FLIGHT_BYTES, IN_FLIGHT_SECONDS = 64 << 20, 0.03
-"""One tier's write-behind that is under way at once, whichever is more: with still more, transfers that somebody waits
-for would be delayed."""
+log = logging.getLogger("bankfull")
+
 NEAR = 0.125
 """Fraction of the device's places that shall be free, or have a copy on the host and be evicted first."""
 STARTED_FIRST, STARTED_AT_ONCE = 16, 64
@@ -37,95 +36,6 @@ STARTED_FIRST, STARTED_AT_ONCE = 16, 64
 that follows upon more published pages starts as many: copies must keep up with prefill."""
 PREPARED_AT_ONCE = 256
 """Places whose eviction one plan prepares."""
-PAUSE_SECONDS = 10.0
-"""A tier that could not be written, because it is full for example, is left alone for this time."""
-
-
-def disk_key(key: Key) -> bytes:
-    """The name of content in a file or an exchange: the group, or 255 for a slot, and the name of the block."""
-    group, name = key
-    return bytes((255 if group == SLOT else int(group),)) + name
-
-
-def key_from_disk(name: bytes) -> Key:
-    return (SLOT if name[0] == 255 else name[0]), name[1:]
-
-
-def name_in(tier: Tier, key: Key) -> bytes:
-    """The name that a transfer from or to this tier carries."""
-    return disk_key(key) if tier >= Tier.EXCHANGE else b""
-
-
-@dataclass(slots=True)
-class TierTraffic:
-    """Counters of one tier."""
-
-    written: int = 0
-    """Bytes."""
-    read: int = 0
-    failed: int = 0
-    """Transfers."""
-
-
-class LowerTier:
-    """`rate`: bytes per second of write-behind; 0 = no limit."""
-
-    def __init__(self, tier: Tier, pages: int, slots: int, *, rate: float = 0.0) -> None:
-        self.tier, self.rate = tier, rate
-        self.pages, self.slots = Pool(pages), Pool(slots)
-        self.traffic = TierTraffic()
-        self.writing = 0
-        """Bytes of write-behind under way."""
-        self._credit, self._credited = 0.0, 0.0
-        self._paused_until = 0.0
-        self._dirty: deque[Key] = deque()
-
-    def pool(self, key: Key) -> Pool:
-        return self.slots if key[0] == SLOT else self.pages
-
-    def find(self, key: Key) -> int | None:
-        return self.pool(key).find(key)
-
-    def forget(self) -> None:
-        self.pages.forget()
-        self.slots.forget()
-        self._dirty.clear()
-
-    def wish(self, key: Key) -> None:
-        """This content shall be copied here soon."""
-        self._dirty.append(key)
-
-    def wishes(self) -> Sequence[Key]:
-        return self._dirty
-
-    def next_wish(self) -> Key:
-        return self._dirty.popleft()
-
-    def may_write(self, nbytes: int, now: float, measured: float) -> bool:
-        """Whether so many bytes of write-behind may start now. `measured`: bytes per second of copies to it."""
-        most = max(IN_FLIGHT_BYTES, IN_FLIGHT_SECONDS * measured)
-        if now < self._paused_until or (self.writing and self.writing + nbytes > most):
-            return False
-        if not self.rate:
-            return True
-        self._credit = min(max(self.rate * 0.1, nbytes), self._credit + self.rate * (now - self._credited))
-        self._credited = now
-        return self._credit >= nbytes
-
-    def wrote(self, nbytes: int) -> None:
-        """So many bytes have started."""
-        self.writing += nbytes
-        if self.rate:
-            self._credit -= nbytes
-
-    def pause(self, now: float) -> None:
-        self._paused_until = now + PAUSE_SECONDS
-
-    def wake_at(self, now: float) -> float | None:
-        """When write-behind that has to wait may go on; None if nothing waits."""
-        if not self._dirty:
-            return None
-        return max(self._paused_until, now + 0.02)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,6 +88,9 @@ class Tiers:
         """Set in an engine that computes prompts for others."""
         self.erase: Callable[[], None] | None = None
         """Clears what outlives the process."""
+        self.problems: Mapping[Tier, str] = {}
+        """The last error of each tier, in a few words."""
+        self._cancelling = False
         self._fetches: deque[Fetch] = deque()
         """With content whose transfer has not started."""
         self._leaving: deque[tuple[Key, int]] = deque()
@@ -191,15 +104,27 @@ class Tiers:
         """Bytes that a tier holds, and that it could hold."""
         sizes = ((tier.pages, self._page_bytes), (tier.slots, self._slot_bytes))
         used = sum((pool.size - pool.free) * nbytes for pool, nbytes in sizes)
-        return used, sum(pool.size * nbytes for pool, nbytes in sizes)
+        return used, tier.most[0] * self._page_bytes + tier.most[1] * self._slot_bytes
 
     def forget(self) -> None:
         """Forget the content of all lower tiers; on the disk, too."""
         self._let_stay()
+        # A copy that starts later than `erase` would leave its content where the next process finds it.
+        self._cancelling = True
+        self._moves.cancel(lambda transfer: transfer.src.tier == Tier.DEVICE and transfer.dst.tier == Tier.DISK)
+        self._cancelling = False
         for tier in self.lower:
             tier.forget()
         if self.erase is not None:
             self.erase()
+
+    def _failed(self, tier: LowerTier) -> None:
+        """A transfer to or from this tier could not be made."""
+        tier.traffic.failed += 1
+        if tier.failed(self._clock()) and not tier.problem:
+            why = self.problems.get(tier.tier, "its transfers fail")
+            tier.switch_off(why)
+            log.error("the %s tier is not used any longer: %s, again and again.", tier.tier.name.lower(), why)
 
     def device_pool(self, key: Key) -> Pool:
         return self._slots if key[0] == SLOT else self._pages
@@ -269,11 +194,11 @@ class Tiers:
             tier.writing -= nbytes
             if succeeded:
                 tier.traffic.written += nbytes
+                tier.succeeded()
                 if pool.key_of(place) == key:  # else it was withdrawn meanwhile
                     below.publish(taken[0], key)
-            else:
-                tier.traffic.failed += 1
-                tier.pause(self._clock())
+            elif not self._cancelling:
+                self._failed(tier)
             below.drop(taken[0], -1)
             pool.drop(place, -1)
             if succeeded and leaves:
@@ -340,10 +265,9 @@ class Tiers:
 
     def wake_at(self) -> float | None:
         """When write-behind may go on although nothing else happens; None if it need not."""
-        now = self._clock()
         if self._ripe:
-            return now
-        return min((at for tier in self.lower if (at := tier.wake_at(now)) is not None), default=None)
+            return self._clock()
+        return min((at for tier in self.lower if (at := tier.wake_at()) is not None), default=None)
 
     # -- up
 
@@ -447,9 +371,13 @@ class Tiers:
         def ended(succeeded: bool) -> None:
             if succeeded:
                 tier.traffic.read += nbytes
+                tier.succeeded()
                 pool.publish(place, key)
-            else:  # damaged: it is computed again
-                tier.traffic.failed += 1
+            else:  # damaged, or it cannot be read: it is computed again
+                if tier.tier in self.problems:
+                    self._failed(tier)
+                else:
+                    tier.traffic.failed += 1
                 source.withdraw(key)
             for fetch in self._arriving.pop(key):
                 fetch.pending -= 1

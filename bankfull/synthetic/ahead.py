@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from bankfull.runtime.device import usable_cores
+from bankfull.runtime.host import usable_cores
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bankfull.durable import fsync_folder
 from bankfull.errors import ModelError
 from bankfull.weights.hf_config import read_json
 from bankfull.weights.safetensors import PICKLED
@@ -42,6 +43,7 @@ def _replace(fresh: Path, path: Path) -> Path:
     with fresh.open("rb") as file:
         os.fsync(file.fileno())
     fresh.replace(path)
+    fsync_folder(path.parent)
     return path
 
 

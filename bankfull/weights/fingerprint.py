@@ -1,50 +1,52 @@
 """The fingerprint of a model's weights: equal on all machines with the same files, different for other weights.
 
-A file is read whole up to WHOLE_BYTES. Of a larger one its first block, its last block and blocks at even distances are
-read, at most SAMPLED_BYTES in all, so that a model of 140 GB takes no longer than a small one. Training changes nearly
-every weight, so that a sample shows it. A change of a few bytes in a large file may be missed.
+Every byte counts. Files are hashed once (`file_digests`); later the file system tells that they are the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
+from threading import Thread
 
 from bankfull.errors import ModelError
-
-WHOLE_BYTES = 64 << 20
-"""Bytes of a file that is read whole."""
-SAMPLED_BYTES = 64 << 20
-"""Bytes that are read of all larger files together."""
-BLOCK = 16 << 10
+from bankfull.weights.file_digests import FileState, file_digest
 
 
 def weights_fingerprint(path: Path) -> str:
     """Of a model directory or a .gguf file (with its other parts, if it is split): 32 hexadecimal digits."""
+    digest = hashlib.sha256()
     try:
-        files = _weight_files(path)
-        sizes = [file.stat().st_size for file in files]
-        large = sum(size for size in sizes if size > WHOLE_BYTES)
-        digest = hashlib.sha256()
-        for file, size in zip(files, sizes, strict=True):
-            digest.update(f"{file.name}\0{size}\0".encode())
-            share = 1.0 if size <= WHOLE_BYTES else SAMPLED_BYTES / large
-            with file.open("rb", buffering=0) as opened:
-                for start in _starts(size, share):
-                    digest.update(os.pread(opened.fileno(), BLOCK, start))
+        for file in _weight_files(path):
+            digest.update(f"{file.name}\0".encode() + file_digest(file))
     except OSError as error:
         raise ModelError(f"The files of {path.name} cannot be read: {error.strerror or error}.") from None
     return digest.hexdigest()[:32]
 
 
-def _starts(size: int, share: float) -> Iterable[int]:
-    """Where the blocks begin that are read: all of them, or this share from the first to the last."""
-    count = max(2, int(size * share) // BLOCK)
-    if share >= 1.0 or count * BLOCK >= size:
-        return range(0, size, BLOCK)
-    return ((size - BLOCK) * block // (count - 1) for block in range(count))
+def weights_stamp(path: Path) -> list[tuple[str, FileState]]:
+    """What the file system says of the same files, without reading them. Raises ModelError."""
+    try:
+        return [(file.name, FileState.of(file)) for file in _weight_files(path)]
+    except OSError as error:
+        raise ModelError(f"The files of {path.name} cannot be read: {error.strerror or error}.") from None
+
+
+def fingerprint_beside(path: Path) -> Callable[[], str]:
+    """The fingerprint, made by a thread while the model is loaded: a call waits for it."""
+    made: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(weights_fingerprint(path))
+        except BaseException as error:
+            made.set_exception(error)
+
+    Thread(target=run, name="bankfull-fingerprint", daemon=True).start()
+    return cache(made.result)
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -29,6 +29,10 @@ def outlier_count(source: TensorSource, name: str) -> int | None:
     return source.outlier_count(name) if isinstance(source, CountsOutliers) else None
 
 
+def keeps_outliers(source: TensorSource) -> bool:
+    return any(outlier_count(source, name) is not None for name in source.names())
+
+
 @dataclass(frozen=True, slots=True)
 class OutlierSource:
     """`source` with the matrices in `columns` rounded to int8, a scale for each row. A matrix's outlier columns are 0

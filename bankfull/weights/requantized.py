@@ -24,7 +24,7 @@ _INTEGERS = re.compile(rf"({'|'.join(_GROUPED)})(?:(?::|_g)([0-9]+))?")
 _BY_ROW = {"int8:row": INT8_ROW, INT8_ROW: INT8_ROW, FP8: FP8}
 _CHOICES = (
     "int8, int4, int3, int2, int4:64 (a scale for each 64 columns; or 32, or 128), uint4, uint3, uint2 (with a zero "
-    f"point), int8:row (a scale for each row), fp8 (on a GPU) or one of {', '.join(_BLOCKS)}"
+    f"point), int8:row (a scale for each row), fp8 or one of {', '.join(_BLOCKS)}"
 )
 _ROUTER = re.compile(
     r"\.(mlp|block_sparse_moe|feed_forward|feed)\.(gate|router|router\.layer|shared_expert_gate)\.weight$"
@@ -127,8 +127,6 @@ def parse_quantization(text: str, device: str = "cpu") -> QuantizationSpec:
 def _types_of(word: str, device: str) -> list[str]:
     if word == KEEP or word in _BLOCKS:
         return [word]
-    if word == FP8 and device == "cpu":
-        raise ConfigError("fp8 weights need a GPU; on a CPU use int8, which is as small and loses less.")
     if word in _BY_ROW or (word == "int8" and device != "cpu"):
         return [_BY_ROW.get(word, INT8_ROW)]
     match = _INTEGERS.fullmatch(word)

@@ -10,7 +10,7 @@ from typing import Any
 
 from bankfull.bench.compare.rows import Bandwidth
 from bankfull.limits.machine.cpu_ceilings import LARGEST_SET, filled, read_rates
-from bankfull.runtime.device import available_memory
+from bankfull.runtime.host import available_memory
 from benchmarks.cpu_peers.works import Work
 
 Looking = Callable[[float], Bandwidth]

@@ -33,7 +33,17 @@ def test_three_arrangements_are_measured_in_one_table(tmp_path: Path, capsys: py
     assert "cores for this process" in said and said.count("\n| ") == 4
 
 
-@pytest.mark.parametrize("bad", [["--separate", "prefill=1"], ["--slo", "soon"], ["--options", "{"], ["--rates", "x"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--separate", "prefill=1"],
+        ["--slo", "soon"],
+        ["--options", "{"],
+        ["--rates", "x"],
+        ["--link-tls", "nowhere"],
+        ["--link-tls", "nowhere", "--separate", "prefill=1,decode=1,link=socket"],
+    ],
+)
 def test_bad_input_is_one_sentence(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert separation.main(bad) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,29 @@ def test_replicas_are_placed_by_completion_beside_other_ways(cli: Cli) -> None:
     assert "--replicas runs" in cli(*words[:-1], "--with", "static").sentence
 
 
+def test_a_policy_that_cannot_serve_the_load_is_called_overloaded(cli: Cli) -> None:
+    """Static batches serve fewer jobs than fcfs: their times would grow with the number of jobs."""
+    words = ("bench", "policies", "--jobs", 150, "--with", "fcfs", "--with", "static")
+    done, found = cli(*words), cli(*words, "--json").json
+    row = next(line for line in done.out.splitlines() if line.split()[:1] == ["static"])
+    assert "overloaded" in row and "static is overloaded: it serves" in done.out and "grows without bound" in done.out
+    assert [one["overloaded"] for one in found["simulated"]] == [False, True]
+    low = cli(*words, "--load", 0.1, "--json").json
+    assert [one["overloaded"] for one in low["simulated"]] == [False, False] and low["notes"] == []
+
+
+def test_the_table_says_why_orca_equals_fcfs_and_when_it_does_not(cli: Cli) -> None:
+    words = ("bench", "policies", "--jobs", 150, "--with", "fcfs", "--with", "orca", "--json")
+    same = cli(*words).json
+    first, orca = same["simulated"]
+    assert {**orca, "policy": "fcfs"} == first and "orca equals fcfs here" in same["notes"][0]
+    tokens = re.search(r"--memory-tokens (\d+) shows", same["notes"][0])
+    assert tokens is not None
+    other = cli(*words, "--memory-tokens", tokens[1]).json
+    first, orca = other["simulated"]
+    assert orca["jct_mean"] != first["jct_mean"] and other["notes"] == []
+
+
 BAD: list[tuple[tuple[Any, ...], str]] = [
     (("policies", "--with", "magic"), "'magic' is unknown"),
     (("policies", "--policy", "srpt"), "leave out --policy"),
@@ -88,6 +112,12 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
     (("policies", "--prompt-len", "4-9"), "cannot share"),
     (("policies", "--step-times", "step=8"), "'step=8'"),
     (("policies", "--step-times", "step=0ms"), "no time of a step"),
+    (("policies", "--quantize", "int8"), "--quantize describes the model, which only --engine runs"),
+    (("policies", "--kv-host", "1GiB"), "--kv-host describes the model"),
+    (("policies", "--threads", "2"), "--threads describes the model"),
+    (("policies", "--speculative", "ngram"), "--speculative describes the model"),
+    (("policies", "-m", "other"), "--model describes the model"),
+    (("policies", "--token-bytes", "9"), "give --host-tokens"),
     (("policies", "--engine", "--step-times", "step=8ms"), "leave out the simulator's options"),
     (("policies", "--shortest", "9", "--longest", "3"), "Outputs of 9 to 3"),
     (("policies", "--chart", "policies.gif"), ".gif"),

@@ -56,6 +56,18 @@ def test_weight_types_are_measured_by_rounding_to_them(cli: Cli, model: Path, te
     )
 
 
+def test_llm_int8_and_fp8_are_measured_like_other_types(cli: Cli, model: Path, text: Path) -> None:
+    for wanted in ("llm.int8", "fp8"):
+        done = cli("quality", model, "--text", text, "--json", "--quantize", wanted)
+        assert done.code == 0, done.err
+        assert done.json["quantize"] == wanted and 0 < done.json["kl_mean"] < 0.1
+        assert done.json["bits_per_weight"] < 32 and not done.json["tables"]
+    refused = cli("quality", model, "--text", text, "--quantize", "llm.int8", "--tables")
+    assert refused.code != 0 and "keeps embeddings and the head" in refused.err
+    for command in ("quality", "serve", "run"):
+        assert "llm.int8" in cli(command, "--help").out
+
+
 def test_chunks_are_compared_with_one_token_at_a_time(cli: Cli, model: Path, text: Path) -> None:
     options = ("quality", model, "--text", text, "--window", "40", "--chunks")
     found = cli(*options, "--json").json["chunks"]

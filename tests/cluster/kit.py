@@ -49,8 +49,10 @@ def ticks(pid: int) -> int:
 class ClusterServer:
     """A server with replicas, in an environment that marks all of its processes."""
 
-    def __init__(self, folder: Path, *options: str, **variables: str) -> None:
+    def __init__(self, folder: Path, *options: str, without_ray: bool = False, **variables: str) -> None:
         folder.mkdir(exist_ok=True)
+        if not without_ray and "--ray" not in options and "RAY_ADDRESS" not in variables:
+            options = (*options, "--ray", "local")
         self.mark = f"BANKFULL_DATA={folder}"
         self.environment = {**os.environ, "BANKFULL_DATA": str(folder), **variables}
         command = [sys.executable, "-m", "bankfull", "serve", str(speaking_folder()), "--port", "0"]
@@ -122,6 +124,22 @@ class ClusterServer:
         self.process.wait(60)
 
 
+def answer_with_kill(server: ClusterServer, tokens: int) -> str:
+    """An answer whose engine is killed after a few tokens: the one that has used more processor time since its begin.
+    Both are stopped first, so that none can finish it meanwhile."""
+    engines = server.engines()
+    before = {pid: ticks(pid) for pid in engines}
+    parts = server.stream(tokens)
+    got = [next(parts) for _ in range(3)]
+    for pid in engines:
+        os.kill(pid, signal.SIGSTOP)
+    busy = max(engines, key=lambda pid: ticks(pid) - before[pid])
+    os.kill(busy, signal.SIGKILL)
+    for pid in set(engines) - {busy}:
+        os.kill(pid, signal.SIGCONT)
+    return "".join([*got, *parts])
+
+
 class Clients:
     """Threads that ask all the time; each keeps the answers and the errors that it got."""
 
@@ -151,8 +169,8 @@ class Clients:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, **variables: str) -> Iterator[ClusterServer]:
-    server = ClusterServer(folder, *options, **variables)
+def serving(folder: Path, *options: str, without_ray: bool = False, **variables: str) -> Iterator[ClusterServer]:
+    server = ClusterServer(folder, *options, without_ray=without_ray, **variables)
     try:
         assert server.url, server.said()
         yield server

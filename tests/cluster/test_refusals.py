@@ -35,6 +35,11 @@ def test_other_versions_of_ray_or_python_are_named() -> None:
         (["--replica-cpus", "2"], "--replica-cpus needs --replicas"),
         (["--replicas", "2", "--replica-cpus", "0"], "leaves a replica no processor"),
         (["--replicas", "2", "--replica-gpus", "-1"], "is no number of processors"),
+        (["--replicas", "2", "--replica-cpus", "1"], "leave --replica-cpus out, or add --ray HOST:PORT"),
+        (["--replicas", "1..2"], "--replicas 1..2: a number that changes with demand needs Ray; add --ray HOST:PORT"),
+        (["--replicas", "65"], "give 1 to 64"),
+        (["--replicas", "2", "--parallel", "tp=2"], "Replicas of 2 ranks each (--parallel) need Ray to place them"),
+        (["--separate", "prefill=1,decode=1", "--ray", "local"], "needs no Ray: leave out --ray local"),
         (["--replicas", "2", "--routing", "prefixes"], "did you mean 'prefix'"),
     ],
 )
@@ -54,7 +59,7 @@ def test_ray_is_checked_before_anything_starts(
         return version
 
     monkeypatch.setattr("bankfull.cluster.ray_version.version", found)
-    assert run_command(["serve", "nowhere", "--replicas", "2"]) == 2
+    assert run_command(["serve", "nowhere", "--replicas", "2", "--ray", "local"]) == 2
     assert sentence.replace("\\", "") in capsys.readouterr().err
 
 

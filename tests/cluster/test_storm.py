@@ -36,6 +36,8 @@ def check(found: Storm, requests: int, kills: int, capsys: pytest.CaptureFixture
     assert found.requests >= requests and len(found.kills) >= kills and found.resumed > 0
 
 
+@pytest.mark.full
+@pytest.mark.cluster
 def test_a_short_storm(local: ServedReplicas, capsys: pytest.CaptureFixture[str]) -> None:
     check(asyncio.run(storm(local, requests=300, kills=5, distinct=28, seed=SEED)), 300, 5, capsys)
 

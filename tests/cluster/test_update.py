@@ -19,7 +19,12 @@ TOKENS = 150
 @pytest.mark.parametrize(
     ("options", "order"),
     [
-        (["--replica-cpus", "0.5"], "loads the weights first"),
+        pytest.param(
+            ["--replica-cpus", "0.5"],
+            "loads the weights first",
+            marks=[pytest.mark.full, pytest.mark.cluster],
+            id="with-room",
+        ),
         pytest.param(
             ["--replica-cpus", "1"], "drained first", marks=[pytest.mark.full, pytest.mark.cluster], id="without-room"
         ),

@@ -62,7 +62,7 @@ def test_a_second_model_and_heads_are_chosen_by_name(tmp_path: Path) -> None:
     write_heads(random_heads(1, heads=2, hidden=config["hidden_size"], vocab=config["vocab_size"]), tmp_path)
     params = [SamplingParams(temperature=t, seed=5, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
     expected = [one.outputs[0].token_ids for one in tiny("off").generate([PROMPT, PROMPT[5:]], params)]
-    for choice in (f"draft:{speaking_folder()},depth=3", f"medusa:{tmp_path},nodes=6"):
+    for choice in (f"draft:{speaking_folder()},depth=3,adaptive=false", f"medusa:{tmp_path},nodes=6,adaptive=false"):
         llm = tiny(choice)
         found = llm.generate([PROMPT, PROMPT[5:]], params)
         assert [one.outputs[0].token_ids for one in found] == expected
@@ -73,12 +73,54 @@ def test_a_second_model_and_heads_are_chosen_by_name(tmp_path: Path) -> None:
 
 @needs_kernels
 def test_a_request_may_limit_or_refuse_drafts() -> None:
-    for limit, most in ((False, 0), (0, 0), (2, 2), (True, 8)):
+    for limit, most in ((False, 0), (0, 0), ("off", 0), (2, 2), (True, 8), ("auto", 8), ("ngram", 8)):
         llm = tiny("ngram,adaptive=false")
         widths: list[int] = []
         llm.loaded.engine.on_launch.append(lambda plan, widths=widths: widths.extend(w.drafts for w in plan.work))
         llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculative=limit))
         assert max(widths) == most
+
+
+@needs_kernels
+def test_a_request_may_name_only_what_runs() -> None:
+    for runs, others in (("ngram", ("suffix", "chain")), ("auto", ("ngram", "eagle")), ("off", ("suffix", "chain"))):
+        llm = tiny(runs)
+        own = SpeculativeChoice.parse(runs).ways(lookup=runs != "off")
+        for name in ("off", "auto", *own):
+            llm.generate([PROMPT], SamplingParams(max_tokens=2, speculative=name))
+        for other in others:
+            with pytest.raises(RequestError) as refused:
+                llm.generate([PROMPT], SamplingParams(max_tokens=2, speculative=other))
+            said = str(refused.value)
+            assert said.startswith(f"speculative is {other!r}, but the ways of drafting that run here are ")
+            assert all(repr(name) in said for name in ("off", "auto", *own)) and said.endswith(".") and len(said) < 300
+
+
+@needs_kernels
+def test_each_request_of_a_chain_drafts_only_as_it_asked_for() -> None:
+    """Requests beside each other in a batch: by lookup alone, never by lookup, by both, and not at all."""
+    prompts = [[*PROMPT, number] for number in range(4)]
+    common = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = [one.outputs[0].token_ids for one in tiny("off").generate(prompts, common)]
+    llm = tiny(f"chain:draft:{speaking_folder()},depth=3,adaptive=false")
+    engine = llm.loaded.engine
+    seen: dict[str, set[tuple[bool, bool]]] = {"suffix": set(), "draft": set(), "chain": set(), "off": set()}
+    names = dict(enumerate(seen))
+
+    def watch(plan: StepPlan, result: StepResult) -> None:
+        guessed = {guess.row for guess in plan.guesses}
+        for work in plan.work:
+            seen[names[rows[work.row]]].add((work.drafts > 0, work.row in guessed))
+
+    rows: dict[int, int] = {}
+    engine.on_launch.append(lambda plan: rows.update({one.row: prompts.index(list(one.tokens)) for one in plan.enter}))
+    engine.on_settle.append(watch)
+    found = llm.generate(prompts, [replace(common, speculative=name) for name in seen])
+    assert [one.outputs[0].token_ids for one in found] == expected
+    assert seen["off"] == {(False, False)}
+    assert seen["suffix"] == {(False, False), (True, True)}
+    assert seen["draft"] == {(False, False), (True, False)}
+    assert seen["chain"] >= {(True, True), (True, False)}
 
 
 @needs_kernels

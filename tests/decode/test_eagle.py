@@ -6,7 +6,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.decode.adaptive import AdaptiveWidth, DraftChoice, DraftRow
 from bankfull.decode.eagle import Eagle
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict
@@ -282,15 +283,17 @@ def memoryless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Toggling:
-    """Drafts for some steps, then none for some steps, whatever is measured (`AdaptiveWidth`)."""
+class Toggling(AdaptiveWidth):
+    """Drafts for some steps, then none for some steps, whatever is measured."""
 
     def __init__(self, widest: int, period: int) -> None:
-        self.widest, self._period, self._step = widest, period, 0
+        super().__init__((widest,))
+        self._period, self._step = period, 0
 
-    def next(self, load: int) -> int:
+    def choose(self, rows: Sequence[DraftRow]) -> DraftChoice:
         self._step += 1
-        return self.widest if self._step // self._period % 2 == 0 else 0
+        on = self._step // self._period % 2 == 0
+        return DraftChoice(self.widest if on else 0, frozenset(one.row for one in rows if on or one.prompt))
 
     def observe(self, *measured: object) -> None:
         pass
@@ -305,9 +308,16 @@ def test_a_head_that_knows_the_next_token_is_always_right(memoryless: Path, dept
     kit = kit_for(DEVICE.type, "auto")
     model = build_model(files.config, Build(files.source, kit, torch.float32, DEVICE))
     strategy = CountedEagle(partial(build_eagle, oracle()), **WAYS[way])
-    bench = Bench(model, device_of(depth), depth, SchedConfig(rows=4, step_tokens=64), strategy=strategy, kit=kit)
-    if pause:
-        bench.engine.adaptive = Toggling(strategy.width(0), pause)  # type: ignore[assignment]
+    toggling = Toggling(WAYS[way].get("nodes", 3), pause) if pause else None
+    bench = Bench(
+        model,
+        device_of(depth),
+        depth,
+        SchedConfig(rows=4, step_tokens=64),
+        strategy=strategy,
+        kit=kit,
+        adaptive=toggling,
+    )
     for i in range(3):
         bench.add(i, [7 * i + 1, 3 * i + 5], 61)
     bench.run()

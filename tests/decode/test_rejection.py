@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 from torch import Tensor
 
 from bankfull.decode.rejection import NO_NODE, AcceptedPath, accept_chain, accept_tree, draft_children
@@ -80,7 +80,7 @@ def fits(pairs: Tensor, target: Tensor) -> float:
     assert counts[joint == 0].sum() == 0, "a token outside of the truncated target"
     alive = joint > 0
     expected = joint[alive] / joint[alive].sum() * len(pairs)
-    return float(stats.power_divergence(counts[alive], expected, lambda_="log-likelihood").pvalue)
+    return float(scipy.stats.power_divergence(counts[alive], expected, lambda_="log-likelihood").pvalue)
 
 
 @pytest.mark.parametrize("widths", [[1], [1, 1, 1], [3], [2, 2], [3, 1, 2], [5]], ids=str)
@@ -113,9 +113,9 @@ def test_the_share_of_accepted_drafts_is_the_overlap() -> None:
     target, drafter, key = scores_table(1), scores_table(2), keys()
     path = Drafted(drafter, [1], key).accept(target, key)
     p, q = target.softmax(-1)[START], drafter.softmax(-1)[START]
-    assert stats.binomtest(int((path.counts == 2).sum()), LINES, float(torch.minimum(p, q).sum())).pvalue > 1e-4
+    assert scipy.stats.binomtest(int((path.counts == 2).sum()), LINES, float(torch.minimum(p, q).sum())).pvalue > 1e-4
     path = Drafted(drafter, [1], key, top=True).accept(target, key)
-    assert stats.binomtest(int((path.counts == 2).sum()), LINES, float(p[q.argmax()])).pvalue > 1e-4
+    assert scipy.stats.binomtest(int((path.counts == 2).sum()), LINES, float(p[q.argmax()])).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("drafter", ["uniform", "point", "disjoint"])
@@ -210,6 +210,6 @@ def test_several_draws_are_without_replacement_in_order() -> None:
     np.fill_diagonal(joint, 0.0)
     counts = np.bincount((found[:, 0] * VOCAB + found[:, 1]).numpy(), minlength=VOCAB * VOCAB)
     alive = joint.ravel() > 0
-    assert stats.chisquare(counts[alive], joint.ravel()[alive] * LINES).pvalue > 1e-4
+    assert scipy.stats.chisquare(counts[alive], joint.ravel()[alive] * LINES).pvalue > 1e-4
     few = draw_several(truncated(scores.expand(4, -1), 2), keys(4), Purpose.DRAFT, 9)
     assert few.shape == (4, 9) and (few[:, :2] >= 0).all() and (few[:, 2:] == NO_TOKEN).all()

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+import scipy
 import torch
-from scipy import stats
 from torch import Tensor
 
 from bankfull import LLM
@@ -107,7 +107,7 @@ def fit(bench: Bench) -> float:
     expected = [chances()[cell] * SAMPLES for cell in common]
     counts = [seen[cell] for cell in common]
     expected, counts = [*expected, SAMPLES - sum(expected)], [*counts, SAMPLES - sum(counts)]
-    return float(stats.chisquare(counts, expected).pvalue)
+    return float(scipy.stats.chisquare(counts, expected).pvalue)
 
 
 @pytest.mark.parametrize(("branching", "depth"), ((CHAIN, 0), (TREE, 1)), ids=("chain", "tree"))

@@ -10,15 +10,18 @@ import pytest
 from bankfull import LLM, SamplingParams
 from bankfull.cli.app import run_command
 from bankfull.decode.draft_counts import DraftCounts
+from bankfull.limits.explain.advice import Adviser
 from bankfull.limits.explain.explain import Explanation, explain
 from bankfull.limits.explain.recorder import DECODE, PREFILL, RequestRecorder, Story, StoryPart
 from bankfull.limits.explain.run_story import run_followed
 from bankfull.limits.explain.show import facts
 from bankfull.limits.explain.speculation_account import speculation_of
+from bankfull.limits.meter.step import StepShape
+from bankfull.limits.meter.step_limit import step_limit_on
 from bankfull.weights.medusa import write_heads
 from tests.decode.test_drafting import needs_kernels
 from tests.decode.test_medusa import random_heads
-from tests.limits.test_explain import adds_up, fresh, prompts, watched
+from tests.limits.test_explain import MEMORY_BOUND, adds_up, fresh, prompts, watched
 from tests.tiny import speaking_folder
 
 pytestmark = needs_kernels
@@ -66,6 +69,8 @@ def test_drafts_on_the_device_are_counted_and_timed(tmp_path: Path) -> None:
     assert account is not None and account.drafted > 0 and account.verifications >= account.turns - 1
     assert account.drafting_share is not None and account.drafting_share > 0.05, "three passes of a second model"
     assert account.gain is None, "there were no steps without drafts"
+    assert account.expected_gain is not None and 0 < account.expected_gain < account.tokens_per_step
+    assert f"about {account.expected_gain:.2f}x the speed" in account.sentence
     config = json.loads((speaking_folder() / "config.json").read_text())
     write_heads(random_heads(1, heads=2, hidden=config["hidden_size"], vocab=config["vocab_size"]), tmp_path)
     heads = LLM(
@@ -112,6 +117,22 @@ def test_the_gain_compares_with_the_steps_without_drafts() -> None:
     part.plain_steps = 3
     few = speculation_of(story)
     assert few is not None and few.gain is None
+
+
+@pytest.mark.parametrize("plain_steps", [5, 0], ids=["beside its own plain steps", "beside the limit without drafts"])
+def test_speculation_that_loses_is_advised_against_before_anything_else(plain_steps: int) -> None:
+    """A quarter of the speed of plain decoding: turning it off saves more than anything, and more streams keep it."""
+    limit = step_limit_on(fresh(), MEMORY_BOUND)
+    story = Story(0.0, ended=40.0)
+    part = story.parts[DECODE] = StoryPart(DECODE, seconds=40.0, steps=10, turns=10, tokens=11, inside=39.0)
+    part.features, part.sequences = 10 * limit.form.features(StepShape((41,), (64,), 41)), 10
+    part.plain_steps, part.plain_seconds = plain_steps, 1.0 * plain_steps
+    part.drafts, part.limit, part.plain = DraftCounts([10] * 40, [1] + [0] * 39), 10.0, 2.0
+    advice = Adviser(limit, (), rows=64, step_tokens=512).advise(story)
+    assert advice[0].options == {"speculative": "off"} and "would save" in advice[0].sentence
+    assert [one.change for one in advice] == ["no speculation"]
+    part.drafts, part.tokens = DraftCounts([10] * 4, [10] * 4), 100
+    assert all(one.change != "no speculation" for one in Adviser(limit, (), 64, 512).advise(story))
 
 
 def test_nothing_is_told_where_nothing_was_decoded() -> None:

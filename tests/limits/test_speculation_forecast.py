@@ -17,7 +17,7 @@ from bankfull.errors import ConfigError
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery
 from bankfull.limits.model.charts import charts_of
-from bankfull.limits.model.drafters import assumed_ranks, parse_drafter, shape_of, tree_shape
+from bankfull.limits.model.drafters import LAUNCH_SECONDS, assumed_ranks, parse_drafter, shape_of, tree_shape
 from bankfull.limits.model.recipe import open_model_or_config, recipe_of
 from bankfull.limits.model.speculation import (
     DraftHeads,
@@ -162,6 +162,30 @@ def test_a_draft_model_equal_to_the_target_never_pays(tmp_path: Path) -> None:
     # Five tokens for five passes, some of which have more than one token: no gain.
     assert full.tokens == 5 and 0.9 < full.gain < 1
     assert forecast.source.weight_bytes == found.memory.weights
+
+
+def test_draft_passes_on_a_gpu_cost_the_launches_that_the_engine_makes(tmp_path: Path) -> None:
+    """The engine does not capture them: a small draft model takes the host's time for each kernel of each pass."""
+    draft = tmp_path / "config.json"
+    draft.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    forecasts = {}
+    for kind in ("cpu", "cuda"):
+        found = replace(machine(), kind=kind)
+        choice = parse_drafter(f"draft:{draft},depth=4", "0.8,0.8,0.8,0.8")
+        query = RooflineQuery((1,), (64,), 64)
+        forecasts[kind] = ModelRoofline(recipe_of(LLAMA, kind, RunConfig()), found, query, choice).speculation
+    on_cpu, on_gpu = forecasts["cpu"], forecasts["cuda"]
+    assert on_cpu is not None and on_gpu is not None
+    own = recipe_of({**LLAMA, "num_hidden_layers": 1}, "cuda", RunConfig()).metered()
+    launches = sum(own.cost(StepShape.decode()).calls.values())
+    assert launches > 8
+    assert on_gpu.at(1).full.draft_seconds >= 4 * launches * LAUNCH_SECONDS
+    assert f"not captured on a GPU: the host launches the {launches} kernels" in gain_notes(on_gpu)
+    assert "captured" not in gain_notes(on_cpu)
+    lookup = ModelRoofline(
+        recipe_of(LLAMA, "cuda", RunConfig()), replace(machine(), kind="cuda"), query, parse_drafter("suffix", None)
+    )
+    assert lookup.speculation is not None and lookup.speculation.at(1).full.draft_seconds == 0
 
 
 def test_heads_are_read_once_for_each_step(tmp_path: Path) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bankfull.errors import ModelError
+from bankfull.config import RunConfig, StateConfig
+from bankfull.errors import ConfigError, ModelError
+from bankfull.models import registry
 from bankfull.models.fields import ConfigFields
-from bankfull.models.registry import Config
+from bankfull.models.registry import Config, family_of
+from bankfull.models.splitting import rank_config
+from bankfull.models.unsupported import why_unsupported
+from bankfull.parallel.refused import refuse_layout
 from bankfull.weights.source import open_model
 from tests.models import cases_latent, cases_recurrent
 from tests.models.cases import FAMILIES
 from tests.models.oracle import build, ours, saved
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "falcon"}, "'falcon' is not supported; the nearest .* is 'falcon_h1'"),
+    ("llama", {"model_type": "falcon"}, "'falcon' is not supported: it belongs to the family of 'falcon_h1'"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
     ("llama", {"hidden_act": "xielu"}, "Activation 'xielu' is not supported"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
@@ -59,6 +65,49 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     *cases_latent.REFUSED,
     *cases_recurrent.REFUSED,
 ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("qwen3_5", "the family of 'qwen2', 'qwen2_moe', 'qwen3', 'qwen3_moe', 'qwen3_next', but computes differently"),
+        ("glm4_moe", "the family of 'glm', 'glm4', but computes differently"),
+        *(
+            (kind, "an encoder, which generates no text")
+            for kind in ("xlm-roberta", "bert", "modernbert", "nomic_bert")
+        ),
+        *((kind, "an encoder-decoder") for kind in ("t5", "mbart")),
+        *((kind, "images or sound") for kind in ("qwen2_5_vl", "whisper", "llama4", "gemma3n")),
+        *((kind, "choose another model") for kind in ("bloom", "gpt_bigcode", "toy", "", 7, None)),
+        ("Qwen3", "if 'qwen3' is meant"),
+    ],
+)
+def test_an_unknown_architecture_is_called_what_it_is_and_no_other_ones_neighbour(kind: Any, what: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        family_of({"model_type": kind})
+    said = str(refused.value)
+    assert said.startswith(f"Architecture {kind!r} is not supported: ") and what in said and "nearest" not in said
+    assert "docs/architectures.md" in said and said.endswith(".") and len(said) < 300
+
+
+def test_no_supported_architecture_is_taken_for_something_else() -> None:
+    for kind in registry.FAMILIES:
+        rest = [one for one in registry.FAMILIES if one != kind]
+        assert not re.search("encoder|images", why_unsupported(kind, rest))
+
+
+def test_a_family_whose_split_nobody_has_said_runs_in_stages_and_refuses_tensor_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"model_type": "toy", "num_hidden_layers": 2, "hidden_size": 8}
+    assert rank_config(config, 1, 1, False).values == config
+    monkeypatch.setitem(registry.FAMILIES, "toy", "llama")
+    for layout in ("tp=2", "ffn=2"):
+        with pytest.raises(
+            ConfigError, match=r"Architecture 'toy' cannot be split .* use pp, or say in models/splitting"
+        ):
+            refuse_layout(RunConfig(parallel=layout), StateConfig(), config)
+    refuse_layout(RunConfig(parallel="pp=2"), StateConfig(), config)
 
 
 @pytest.mark.parametrize(("name", "change", "message"), UNSUPPORTED, ids=[f"{n}-{m[:30]}" for n, _, m in UNSUPPORTED])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,8 +22,10 @@ from bankfull.layers.build import Build
 from bankfull.layers.shard import Shard
 from bankfull.mesh import MeshSpec
 from bankfull.parallel import leading
-from bankfull.parallel.groups import Bounds, Meeting, ProcessRanks, RankPlace, join
+from bankfull.parallel.groups import Bounds, ProcessRanks, RankPlace, join
 from bankfull.parallel.lost import RankLost
+from bankfull.parallel.meeting import KEY, Meeting
+from bankfull.scratch import ScratchFolder
 from tests.gpu.place import CUDA, DEVICE, require_device
 from tests.tiny import speaking_folder
 
@@ -53,9 +54,9 @@ def expected() -> list[list[int]]:
 
 @contextmanager
 def one_rank() -> Iterator[ProcessRanks]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    meeting = Meeting("127.0.0.1", listening.getsockname()[1], 60.0)
-    yield join(RankPlace(MeshSpec(), 0), meeting, "127.0.0.1", DEVICE.type, listening).world
+    with ScratchFolder("ranks") as folder:
+        meeting = Meeting(60.0, b"k" * KEY, file=str(folder / "store"))
+        yield join(RankPlace(MeshSpec(), 0), meeting, "127.0.0.1", DEVICE.type).world
 
 
 def test_collectives_of_one_rank_return_what_it_gave() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy.special import expit
+import scipy
 from torch import Tensor
 
 from bankfull.ops import RecurrentMeta
@@ -65,7 +65,7 @@ def delta_rule(
     meta: RecurrentMeta,
 ) -> tuple[Array, Array]:
     """h = keep (I - beta k k^T) h + beta k v^T, written out as products of matrices."""
-    qs, ks, vs, gates, betas = f64(q), f64(k), f64(v), f64(a), expit(f64(b))
+    qs, ks, vs, gates, betas = f64(q), f64(k), f64(v), f64(a), scipy.special.expit(f64(b))
     before, after, out = f64(state), f64(state), np.zeros(v.shape)
     shared, size = vs.shape[1] // qs.shape[1], qs.shape[2]
     for i, kept in enumerate(meta.kept.tolist()):

@@ -18,12 +18,12 @@ LONG = pytest.mark.timeout(1800)
     "group",
     [
         "start",
-        "quantized",
-        "heads",
-        "quantized-experts",
         *(
             pytest.param(name, marks=FULL)
             for name in (
+                "quantized",
+                "heads",
+                "quantized-experts",
                 "two-of-four",
                 "experts",
                 "quantized-experts-more",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
-import bankfull.handshake
+import bankfull.handshake.proof
 from bankfull.errors import ConfigError
+from bankfull.handshake import inherited
+from bankfull.handshake.inherited import Secrets, handed
 from bankfull.parallel import hosting
 from bankfull.parallel.hosting import RankHost
 from bankfull.parallel.lost import RankLost
-from bankfull.parallel.reaching import HOSTS, TOKEN, RankHosts
+from bankfull.parallel.reaching import HOSTS, RankHosts
 
 SECRET = b"s" * 32
 ECHO = """
@@ -31,7 +34,7 @@ poll.poll()
 
 @pytest.fixture(autouse=True)
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "rank_command", lambda number: [sys.executable, "-c", ECHO, str(number)])
+    monkeypatch.setattr(hosting, "rank_command", lambda *files: [sys.executable, "-c", ECHO, *map(str, files)])
 
 
 def hosted(work: Callable[[tuple[str, int]], None]) -> None:
@@ -87,8 +90,8 @@ def test_another_token_starts_nothing() -> None:
 
 def test_another_version_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(address: tuple[str, int]) -> None:
-        versions = iter([b"0.0.9"])  # the host's, in its greeting, is another one
-        monkeypatch.setattr(bankfull.handshake, "own_version", lambda: next(versions, b"1.0"))
+        versions = iter([b"0.0.8", b"0.0.9"])  # those that the two ends name
+        monkeypatch.setattr(bankfull.handshake.proof, "own_version", lambda: next(versions, b"1.0"))
         with pytest.raises(ConfigError, match="different versions of bankfull"):
             reach(address)
 
@@ -104,15 +107,20 @@ def test_a_host_that_is_gone_is_named() -> None:
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in (HOSTS, TOKEN):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(HOSTS, raising=False)
     yield monkeypatch
 
 
 @pytest.mark.parametrize("addresses", [(), (("10.0.0.1", 7),), (("10.0.0.1", 7), ("fd00::2", 8))])
-def test_hosts_travel_in_the_environment(clean: pytest.MonkeyPatch, addresses: tuple[tuple[str, int], ...]) -> None:
+def test_hosts_travel_in_the_environment_and_their_token_does_not(
+    clean: pytest.MonkeyPatch, addresses: tuple[tuple[str, int], ...]
+) -> None:
     assert RankHosts.of_environment() is None, "then ranks are processes of this machine"
     hosts = RankHosts(addresses, SECRET)
+    assert SECRET.hex() not in str(hosts.variables())
+    with handed(Secrets(ranks=SECRET)) as file:
+        clean.setattr(inherited, "INHERITED", Secrets())
+        inherited.inherit(os.dup(file))
     for name, value in hosts.variables().items():
         clean.setenv(name, value)
     assert RankHosts.of_environment() == hosts

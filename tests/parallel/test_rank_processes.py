@@ -25,6 +25,7 @@ from bankfull.parallel.messages import RankReady, encoded
 from bankfull.runtime.refused import refuse_feed_ranks_without_use
 from bankfull.serve.engine.exchange_end import ExchangeEnd
 from bankfull.serve.engine.wire import ExchangeEnds
+from tests.cluster.listening import sockets_of
 from tests.models.diffusion import make_speaking
 from tests.tiny import folder_of, reference_of, speaking_folder
 
@@ -53,6 +54,14 @@ def test_two_processes_give_the_tokens_of_one(split: LLM) -> None:
     constrained = SamplingParams(temperature=0.0, max_tokens=12, allowed_token_ids=list(range(20, 60)))
     assert tokens(split, constrained) == tokens(alone, constrained)
     assert split.embed(PROMPTS)[0].embedding == pytest.approx(alone.embed(PROMPTS)[0].embedding, abs=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of its sockets in files of Linux")
+def test_nobody_connects_to_ranks_that_have_met(split: LLM) -> None:
+    """`tests/cluster/test_listening.py` compares whole servers with docs/security.md."""
+    found = sockets_of({process.pid: "rank" for process in followers_of(split)._processes})
+    assert [(one.loopback, one.deaf) for one in found] == [(True, True)], "Gloo listens once, and the store does not"
+    assert followers_of(split)._folder.path.stat().st_mode & 0o777 == 0o700
 
 
 def test_stages_of_tensor_ranks_give_the_tokens_of_one_process() -> None:

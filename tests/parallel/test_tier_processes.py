@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from bankfull import LLM, loading
-from bankfull.errors import ConfigError
 from bankfull.parallel import leading
 from bankfull.parallel.leading import Followers
 from bankfull.parallel.lost import RankLost
-from bankfull.state.disk import StoredTier, stored
+from bankfull.state.disk_folders import StoredTier, stored
 from bankfull.types import StepPlan
 from tests.parallel.apart_device import ApartCpu
 from tests.test_tiers import GREEDY, PROMPT, answer, flush, made, tiers_of
@@ -139,6 +138,9 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_wrong(tmp_path: Pa
     end(again)
 
 
-def test_a_tier_that_ranks_cannot_make_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="The disk tier cannot use /proc/nothing"):
-        split(tmp_path, "tp=2", kv_disk="1MiB:/proc/nothing")
+def test_a_tier_that_ranks_cannot_make_is_left_out(tmp_path: Path, expected: list[int]) -> None:
+    llm = split(tmp_path, "tp=2", kv_disk="1MiB:/proc/nothing")
+    assert answer(llm)[0] == expected
+    followers = llm.loaded.engine.runner.followers
+    assert isinstance(followers, Followers)
+    followers.close()

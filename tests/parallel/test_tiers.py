@@ -3,6 +3,8 @@ are threads; every place that nobody may read is NaN."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import socket
 import threading
@@ -31,9 +33,11 @@ from bankfull.runtime.device import Cpu
 from bankfull.runtime.fake import Late
 from bankfull.runtime.joint_moves import JointMoves, RankMoves
 from bankfull.runtime.tier_ranks import held_by_all, slot_bytes
-from bankfull.state import tiers as state_tiers
-from bankfull.state.disk import DamagedPlace, PlaceEntry, StoredTier, stored
-from bankfull.state.tiers import LowerTier
+from bankfull.state import lower_tier
+from bankfull.state.disk import DamagedPlace, DiskStore, PlaceEntry
+from bankfull.state.disk_files import ENTRY, FOLDER_BYTES
+from bankfull.state.disk_folders import StoredTier, stored
+from bankfull.state.lower_tier import LowerTier
 from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Tier
 from tests.kit import Bench
@@ -217,7 +221,8 @@ def replace_disk(made: SplitBench, rank: int, places: Callable[[Any], FailingPla
 def test_a_disk_of_one_rank_that_loses_pages_changes_no_token(
     mesh: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_tiers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(lower_tier, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(lower_tier, "MOST_FAILURES", 1 << 30)
     asked = prompts()
     with engine("llama", mesh, disk=tmp_path) as made:
         failing = replace_disk(made, rank, partial(FailingPlaces, seed=2))
@@ -258,8 +263,9 @@ def test_a_budget_is_that_of_all_ranks(tmp_path: Path) -> None:
         tiers = made.bench.manager.tiers
         assert tiers is not None
         for tier in tiers.lower:
-            assert tiers.bytes_in(tier)[1] == sum(parts) * tier.pages.size <= 4 << 20
-            assert sum(parts) * (tier.pages.size + 1) > 4 << 20
+            beside = len(parts) * (FOLDER_BYTES + tier.most[0] * ENTRY.size) if tier.tier == Tier.DISK else 0
+            assert tiers.bytes_in(tier)[1] == sum(parts) * tier.most[0] <= (4 << 20) - beside
+            assert sum(parts) * (tier.most[0] + 2) > (4 << 20) - beside
 
 
 def test_stages_of_unequal_size_have_the_same_places(tmp_path: Path) -> None:
@@ -286,11 +292,11 @@ def test_replicas_with_one_folder_have_files_of_their_own_and_find_them_again(tm
 
 def test_ranks_delete_files_of_other_models_but_none_of_each_other(tmp_path: Path) -> None:
     with engine("llama", "tp=2", disk=tmp_path) as made:
-        ask(made.bench, "llama", prompts(1))
-        mine = {one.path for one in stored(tmp_path)}
-        held = sum(one.nbytes for one in stored(tmp_path))
+        ask(made.bench, "llama", prompts(12))
+    mine = {one.path for one in stored(tmp_path)}
+    held = sum(one.nbytes for one in stored(tmp_path))
     with engine("llama", "pp=2") as made:
-        made.add_tiers(StateConfig(page_tokens=4, kv_disk=f"{held // 2}:{tmp_path}"))
+        made.add_tiers(StateConfig(page_tokens=4, kv_disk=f"{held - 4096}:{tmp_path}"))
         kept = {one.path for one in stored(tmp_path)}
         assert len(kept) == 2 + 1 and len(kept & mine) == 1, "as much is left as the budget allows"
 
@@ -301,12 +307,30 @@ def test_ranks_delete_files_of_other_models_but_none_of_each_other(tmp_path: Pat
         (Cpu, {"kv_host": "1GiB"}, "kv_host has no use here: the state is in host memory already"),
         (ApartCpu, {"kv_host": "900TiB"}, "kv_host='900TiB' does not fit: .* of memory are free; give less"),
         (ApartCpu, {"kv_disk": "100B"}, "kv_disk is too small: a page takes .* give at least"),
-        (ApartCpu, {"kv_disk": "1MiB:/proc/nothing"}, "The disk tier cannot use /proc/nothing"),
     ],
 )
 def test_a_tier_that_cannot_be_made_is_refused(device: type[Cpu], options: dict[str, Any], said: str) -> None:
     with engine("llama", "tp=2", device=device) as made, pytest.raises(ConfigError, match=said):
         made.add_tiers(StateConfig(page_tokens=4, **options))
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_folder_that_one_rank_cannot_use_costs_all_of_them_the_tier(
+    broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = DiskStore.reserve
+
+    def failing(store: DiskStore, nbytes: int) -> None:
+        if store._about.get("rank") == broken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        right(store, nbytes)
+
+    monkeypatch.setattr(DiskStore, "reserve", failing)
+    with engine("llama", "tp=2", disk=tmp_path) as made:
+        assert made.bench.manager.tiers is None and all(runner.mover is None for runner in made.runners)
+        assert ask(made.bench, "llama", prompts(1)) == 0
+    assert sum("No space left on device" in record.getMessage() for record in caplog.records) == 1
+    assert sum("there is no disk tier" in record.getMessage() for record in caplog.records) == 2
 
 
 # -- rank 0's account of the others

@@ -8,7 +8,7 @@ import pytest
 
 from bankfull.plan import losses as module
 from bankfull.plan.configurations import QUANTIZE, Stored
-from bankfull.plan.losses import KV_CACHE, WEIGHTS, Losses, tabulated
+from bankfull.plan.losses import KV_CACHE, WEIGHTS, Losses, unmeasured
 from bankfull.weights.locate import locate
 from bankfull.weights.source import open_model
 from tests.limits.models import LLAMA
@@ -23,9 +23,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_knows_every_type_that_is_offered() -> None:
     for kind, names in QUANTIZE.items():
         assert all(0 < WEIGHTS[kind][name] < 1 for name in names)
-    both = tabulated(Stored("int4", kv_dtype="int8"), "cpu")
-    assert both.kl == WEIGHTS["cpu"]["int4"] + KV_CACHE["int8"] and not both.measured and str(both).startswith("~")
-    assert str(tabulated(Stored(), "cpu")) == "0" and str(tabulated(Stored("int4:64"), "cpu")) == "?"
+    both = unmeasured(Stored("int4", kv_dtype="int8"), "cpu")
+    assert both.order == WEIGHTS["cpu"]["int4"] + KV_CACHE["int8"] and not both.measured
+    assert unmeasured(Stored(), "cpu").kl == 0 and unmeasured(Stored("int4:64"), "cpu").order is None
 
 
 def test_a_model_with_weights_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,16 +39,22 @@ def test_a_model_with_weights_is_measured_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(told) == 3 and losses.notes == []
     monkeypatch.setattr(Losses, "_measured", None)  # a second plan reads what the first has stored
     assert Losses(files, True).of(Stored("int4"), "cpu") == coarse
+    assert Losses(files, False).of(Stored("int4"), "cpu") == coarse
 
 
-def test_what_cannot_be_measured_gets_the_table_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_measured_on_this_model_is_unknown_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Losses(LLAMA, True)
-    assert bare.of(Stored("int4"), "cpu") == tabulated(Stored("int4"), "cpu")
+    found = bare.of(Stored("int4"), "cpu")
+    assert found.kl is None and str(found) == "unknown" and found.as_json() == {"kl": None, "kl_measured": False}
     (note,) = bare.notes
-    assert "no weights" in note and "smollm2" in note
+    assert "unknown" in note and "no weights" in note
+    files = open_model(speaking_folder())
+    idle = Losses(files, False)
+    assert idle.of(Stored("int8"), "cpu").kl is None and "--max-kl measures it" in idle.notes[0]
     monkeypatch.setattr(module, "available_memory", lambda: 1000)
-    large = Losses(open_model(speaking_folder()), True)
-    assert not large.of(Stored("int4"), "cpu").measured and "free memory" in large.notes[0]
+    large = Losses(files, True)
+    assert large.of(Stored("int4"), "cpu").kl is None and "free memory" in large.notes[0]
+    assert large.of(Stored(), "cpu").kl == 0
 
 
 @pytest.mark.full

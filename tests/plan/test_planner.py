@@ -12,8 +12,8 @@ import pytest
 from bankfull.bench.load.slo import Slo
 from bankfull.errors import ConfigError
 from bankfull.limits.model.recipe import files_for_config
-from bankfull.plan.configurations import QUANTIZE, Configuration, ways_to_store
-from bankfull.plan.losses import tabulated
+from bankfull.plan.configurations import QUANTIZE, Configuration, Stored, ways_to_store
+from bankfull.plan.losses import Losses, StoredLoss, unmeasured
 from bankfull.plan.outcome import Objectives, SimulatedOutcome
 from bankfull.plan.pareto import GOALS, dominates, front, recommend, usual_goal
 from bankfull.plan.planner import DeploymentPlan, Planner, PlanRequest
@@ -156,15 +156,24 @@ def test_ways_to_store_are_those_that_the_loader_has() -> None:
     assert {stored.kv_dtype for stored in ways_to_store(RECURRENT, "cpu", False)} == {"auto"}
 
 
-def test_a_bound_on_the_loss_leaves_out_what_loses_more() -> None:
-    free, bounded, exact = (plan(CPU, max_kl=most) for most in (None, 0.01, 0.0))
-    assert any("int4" in outcome.configuration.prepared.name for outcome in free.pareto)
-    losses = [outcome.kl for outcome in bounded.pareto]
-    assert losses and max(kl for kl in losses if kl is not None) <= 0.01
-    assert any("--quantize int4: its KL of" in line and "table" in line for line in bounded.skipped)
+def test_a_bound_on_the_loss_leaves_out_what_was_measured_to_lose_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(losses: Losses, stored: Stored, kind: str) -> StoredLoss:
+        return StoredLoss({None: 0.0, "int8": 0.001}.get(stored.quantize, 0.3), measured=True)
+
+    monkeypatch.setattr(Losses, "of", of)
+    bounded, exact = (plan(CPU, max_kl=most) for most in (0.01, 0.0))
+    assert {outcome.kl for outcome in bounded.pareto} <= {0.0, 0.001}
+    assert any("--quantize int4: its KL of 0.3, measured on this model" in line for line in bounded.skipped)
     assert all(outcome.kl == 0 for outcome in exact.pareto) and exact.recommended is not None
-    stored = json.loads(json.dumps(bounded.as_json()))["pareto"]
-    assert all(one["configuration"]["kl"] <= 0.01 and not one["configuration"]["kl_measured"] for one in stored)
+
+
+def test_a_bound_on_the_loss_keeps_what_is_unknown_and_says_so() -> None:
+    """A bare configuration has no weights that a loss could be measured on."""
+    found = plan(CPU, max_kl=0.02)
+    assert any("int4" in outcome.configuration.prepared.name for outcome in found.pareto)
+    assert sum("--max-kl 0.02 keeps configurations whose loss is unknown" in line for line in found.notes) == 1
+    stored = json.loads(json.dumps(found.as_json()))["pareto"]
+    assert {one["configuration"]["kl"] for one in stored if one["configuration"]["lossy"]} == {None}
 
 
 def test_loss_is_an_axis_of_the_front(outcome: SimulatedOutcome) -> None:
@@ -269,7 +278,7 @@ def _stored(configuration: Configuration, changed: dict[str, Any]) -> Any:
 
     prepared = copy.copy(configuration.prepared)
     prepared.stored = replace(prepared.stored, **changed)
-    prepared.loss = tabulated(prepared.stored, prepared.site.kind)
+    prepared.loss = unmeasured(prepared.stored, prepared.site.kind)
     return prepared
 
 

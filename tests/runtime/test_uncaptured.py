@@ -99,10 +99,10 @@ def test_its_tokens_are_those_of_the_oracle_and_one_line_names_the_expression(
         bench.run()
     assert bench.tokens["a", 0] == bench.tokens["a", 1] == expected
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith(
-        f"Steps run without capture: the recorder does not support {expression} (test_uncaptured.py:"
-    )
-    assert re.search(COST, line), line
+    assert f"For a report: {expression} (test_uncaptured.py:" in line
+    for_users = line.partition("For a report:")[0]
+    assert for_users.startswith("Steps run without capture: this model computes something")
+    assert re.search(COST, for_users) and "`" not in for_users and for_users.rstrip().endswith("Tokens are the same.")
 
 
 def test_the_api_and_the_benchmark_tell_of_it_and_the_log_once(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import re
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -22,6 +25,7 @@ from bankfull.sample import grammar
 from bankfull.sample.grammar import DraftTokens, GrammarCompiler, MaskPool, Matcher
 from bankfull.sample.logits import SamplingTable, sample
 from bankfull.sample.params import SamplingParams, StructuredOutput
+from tests.quick import examples
 from tests.sample.batch import entering
 
 TEXT = ['{"name": "Ada", "age": 36, "tags": ["x", "y"], "ok": true}', "red green 2024-05-17 (1 + 2) * 3", "größer ☂"]
@@ -52,8 +56,8 @@ class ByteLevel:
         return b"".join(self.token_bytes(token) for token in tokens if token not in self.special_ids).decode()
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> ByteLevel:
+@functools.cache
+def byte_level() -> ByteLevel:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -69,8 +73,18 @@ def tokenizer() -> ByteLevel:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: ByteLevel) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, vocab=512)
+def compiler() -> GrammarCompiler:
+    return wide_compiler()
+
+
+@functools.cache
+def wide_compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_level(), vocab=512)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ByteLevel:
+    return byte_level()
 
 
 def bits(mask: NDArray[np.int32]) -> set[int]:
@@ -375,14 +389,76 @@ def test_masks_along_a_tree_are_those_of_fresh_matchers(
                 fresh.advance(token)
             allowed = True
             for token in path:
-                allowed = allowed and not fresh.finished and token in bits(fresh.mask())
-                if allowed:
-                    fresh.advance(token)
+                if not (allowed and fresh.finished):
+                    allowed = allowed and token in bits(fresh.mask())
+                    if allowed:
+                        fresh.advance(token)
             complete = allowed and fresh.finished
             assert bits(mask) == (set(range(512)) if complete else bits(fresh.mask()) if allowed else set())
         for token in right[begun:]:
             matcher.advance(token)  # the position has not changed
         assert matcher.finished == (len(right) > 0 and compiler_finished(compiler, structured, right))
+
+
+PIECES = st.sampled_from(["a", "red", "[0-9]", "[a-c]{1,2}", "(x|yes)", "b?", "(12)?", '"', "\n", "ö"])
+
+
+@examples(200)
+@given(st.lists(PIECES, min_size=1, max_size=4), st.integers(1, 24), st.randoms(use_true_random=False))
+def test_every_line_that_accepted_drafts_lead_to_has_a_token_left(
+    pieces: list[str], drafts: int, rng: random.Random
+) -> None:
+    """Drafts follow the grammar and leave it, go on behind its end, and are ids of the model alone, or none at all."""
+    tokenizer, compiler = byte_level(), wide_compiler()
+    matcher = compiler.compile(StructuredOutput(regex="".join(pieces)))
+    for _ in range(rng.randrange(3)):
+        ahead = matcher.copy()
+        ahead.advance(rng.choice(sorted(bits(ahead.mask()))))
+        if not ahead.finished:
+            matcher = ahead
+    tokens, parents, walks = [], [], {-1: matcher}
+    for draft in range(drafts):
+        parent = rng.choice((draft - 1, rng.randrange(-1, draft)))
+        walk = walks[parent].copy()
+        follows = [] if walk.finished else sorted(bits(walk.mask()))
+        strange = (rng.randrange(512), rng.randrange(tokenizer.vocab_size, 512), -1, 511)
+        tokens.append(rng.choice((rng.choice(follows or strange), rng.choice(follows or strange), rng.choice(strange))))
+        parents.append(parent)
+        if tokens[-1] in follows:
+            walk.advance(tokens[-1])
+        walks[draft] = walk
+    masks = matcher.masks_along(DraftTokens(tokens, parents))
+    reached, behind = {-1: True}, {-1: False}
+    for draft, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        reached[draft] = reached[parent] and token in bits(masks[parent + 1])
+        behind[draft] = reached[draft] and (behind[parent] or ends_by(walks[parent], token))
+        assert not reached[draft] or bits(masks[draft + 1])
+        assert not behind[draft] or bits(masks[draft + 1]) == set(range(512))
+
+
+def ends_by(matcher: Matcher, token: int) -> bool:
+    after = matcher.copy()
+    if token not in bits(after.mask()):
+        return False
+    after.advance(token)
+    return after.finished
+
+
+def test_a_draft_where_the_grammar_cannot_go_on_ends_only_a_sequence_that_goes_there(
+    compiler: GrammarCompiler, tokenizer: ByteLevel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = compiler.compile(StructuredOutput(regex="[ab]x"))
+    a, b = (tokenizer.backend.token_to_id(letter) for letter in "ab")
+    advance = Matcher.advance
+
+    def breaks(self: Matcher, token: int) -> None:
+        if token == a:
+            raise RequestError("too many states")
+        advance(self, token)
+
+    monkeypatch.setattr(Matcher, "advance", breaks)
+    masks = matcher.masks_along(DraftTokens([a, b], [-1, -1]))
+    assert {a, b} <= bits(masks[0]) and bits(masks[1]) == set() and bits(masks[2])
 
 
 def compiler_finished(compiler: GrammarCompiler, structured: StructuredOutput, tokens: list[int]) -> bool:

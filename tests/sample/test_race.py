@@ -7,8 +7,8 @@ import struct
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from bankfull.sample.draw import NO_TOKEN, draw, weights
 from bankfull.sample.race import LN2_HIGH, LN2_LOW, LOG_SERIES, REACH, ROOT_OF_TWO, fixed_log, gumbel, highest_gumbel
@@ -71,10 +71,10 @@ def test_every_part_of_the_key_gives_other_words() -> None:
 def test_words_are_independent_along_tokens_and_positions() -> None:
     words = high_words(key_of(2000), Purpose.TOKEN, 64).numpy() / 2**32
     for line in (words[:, 5], words[7], words[:, ::9].ravel()):
-        assert stats.kstest(line, "uniform").pvalue > 1e-4
+        assert scipy.stats.kstest(line, "uniform").pvalue > 1e-4
     for a, b in ((words[:, 0], words[:, 1]), (words[:, 0], words[:, 4]), (words[:-1, 3], words[1:, 3])):
         table, _, _ = np.histogram2d(a, b, bins=6)
-        assert stats.chisquare(table.ravel()).pvalue > 1e-4
+        assert scipy.stats.chisquare(table.ravel()).pvalue > 1e-4
 
 
 def test_the_logarithm_is_a_fixed_sequence_of_rounded_operations() -> None:
@@ -96,7 +96,7 @@ def test_the_noise_is_that_of_an_exponential_variate() -> None:
     high[:3], low[:3] = torch.tensor([0, 0, 2**32 - 1]), torch.tensor([0, 2**32 - 1, 2**32 - 1])
     noise = gumbel(high, low)
     assert noise[:400].tolist() == [scalar_gumbel(int(a), int(b)) for a, b in zip(high[:400], low[:400], strict=True)]
-    assert stats.kstest((-noise).exp().numpy(), "expon").pvalue > 1e-4
+    assert scipy.stats.kstest((-noise).exp().numpy(), "expon").pvalue > 1e-4
     exact = [
         -math.log(-math.log1p(-((int(a) << 20 | int(b) >> 12) + 0.5) * 2.0**-52))
         for a, b in zip(high, low, strict=True)
@@ -143,11 +143,11 @@ def test_frequencies_in_a_large_vocabulary(gap: float) -> None:
     tail = 3000 * math.exp(-gap)
     share = 1 / (1 + tail)
     hits = int((drawn == 1000).sum())
-    assert stats.binomtest(hits, lines, share).pvalue > 1e-4
+    assert scipy.stats.binomtest(hits, lines, share).pvalue > 1e-4
     rest = drawn[drawn != 1000]
     if len(rest) > 300:
         counts = np.bincount(rest * 20 // vocab, minlength=20)
-        assert stats.chisquare(counts).pvalue > 1e-4
+        assert scipy.stats.chisquare(counts).pvalue > 1e-4
 
 
 def agreement(p: torch.Tensor, q: torch.Tensor) -> float:
@@ -176,7 +176,7 @@ def test_two_distributions_with_the_same_numbers_mostly_agree(noise: float, gain
     share = float((left == right).double().mean())
     expected = agreement(p, q)
     assert (1 - distance) / (1 + distance) <= expected <= 1 - distance
-    assert stats.binomtest(int((left == right).sum()), LINES, expected).pvalue > 1e-4
+    assert scipy.stats.binomtest(int((left == right).sum()), LINES, expected).pvalue > 1e-4
     numbers = uniform(*key, Purpose.TOKEN)
     inverse = float((by_inverse_cdf(p, numbers) == by_inverse_cdf(q, numbers)).double().mean())
     assert share - inverse > gain * (1 - inverse)

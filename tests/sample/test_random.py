@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from bankfull.sample.random import Purpose, philox, uniform
 
@@ -65,15 +65,15 @@ def test_numbers_are_uniform_and_independent_along_each_part_of_the_key(varied: 
     steps, still = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     key = {name: steps if name == varied else still + 5 for name in ("seed", "child", "position")}
     drawn = uniform(key["seed"], key["child"], key["position"], Purpose.TOKEN).numpy()
-    assert stats.kstest(drawn, "uniform").pvalue > 1e-4
+    assert scipy.stats.kstest(drawn, "uniform").pvalue > 1e-4
     pairs, _, _ = np.histogram2d(drawn[:-1:2], drawn[1::2], bins=8)
-    assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
+    assert scipy.stats.chisquare(pairs.ravel()).pvalue > 1e-4
     low_bits = (drawn * 2**53).astype(np.int64) & 15
-    assert stats.chisquare(np.bincount(low_bits, minlength=16)).pvalue > 1e-4
+    assert scipy.stats.chisquare(np.bincount(low_bits, minlength=16)).pvalue > 1e-4
 
 
 def test_two_purposes_at_one_position_are_uncorrelated() -> None:
     position = torch.arange(20_000)
     first, second = numbers(9, 0, position, Purpose.TOKEN), numbers(9, 0, position, Purpose.TOKEN + 1)
     table, _, _ = np.histogram2d(first, second, bins=8)
-    assert stats.chisquare(table.ravel()).pvalue > 1e-4
+    assert scipy.stats.chisquare(table.ravel()).pvalue > 1e-4

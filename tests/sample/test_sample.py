@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from bankfull.ops import native
 from bankfull.sample.logits import NO_TOKEN, Sampled, SamplingTable, sample
@@ -65,7 +65,7 @@ def test_frequencies_of_tokens_follow_the_distribution(params: SamplingParams, s
     counts = np.bincount(draws_of(params, logits, seed, 0, chooser), minlength=24)
     assert counts[probs == 0].sum() == 0
     alive = probs > 0
-    assert stats.chisquare(counts[alive], probs[alive] / probs[alive].sum() * DRAWS).pvalue > 1e-4
+    assert scipy.stats.chisquare(counts[alive], probs[alive] / probs[alive].sum() * DRAWS).pvalue > 1e-4
 
 
 @pytest.mark.skipif("native" not in CHOOSERS, reason="the kernels are not built")
@@ -164,7 +164,7 @@ def test_children_and_seeds_draw_independently() -> None:
     base, child, seed = (draws_of(SamplingParams(), logits, *key) for key in ((1, 0), (1, 1), (2, 0)))
     for other in (child, seed):
         table = np.histogram2d(base.numpy(), other.numpy(), bins=[np.arange(7), np.arange(7)])[0]
-        assert stats.chi2_contingency(table).pvalue > 1e-4
+        assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
 
 
 VARIETY = [

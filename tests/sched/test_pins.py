@@ -8,9 +8,10 @@ import pytest
 
 from bankfull.config import StateConfig
 from bankfull.sched.scheduler import Scheduler
+from bankfull.state.lower_tier import LowerTier
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec
-from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.state.tiers import Tiers
 from bankfull.types import StepResult, Tier
 from tests.sched.driver import FULL, MEMORY, Clock, drain, request, scheduler, step
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bankfull.config import SchedConfig
+from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.sched.policies import POLICIES, policy_of
 from bankfull.sched.policies.fcfs import FirstCome
@@ -65,6 +65,25 @@ def test_an_unknown_name_is_refused_with_the_known_ones(config: SchedConfig) -> 
 def test_a_name_is_a_string(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="must be a name"):
         SchedConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_no_decoding_sequence_gives_way_to_a_prompt_that_the_step_has_no_tokens_for() -> None:
+    """Both rows decode. The first of two urgent prompts fills several steps: the second one waits for it, and the
+    decoding sequence keeps its row until then."""
+    sched = scheduler(policy="priority", rows=2, step_tokens=8, state=StateConfig(page_tokens=4, prefix_cache=False))
+    for number in range(2):
+        sched.add(request(number, length=2, more=30, priority=5))
+    step(sched)
+    sched.add(request(2, length=30, more=2, priority=1))
+    sched.add(request(3, length=8, more=2, priority=1))
+    running = []
+    for _ in range(7):
+        step(sched)
+        running.append({seq.request.id for seq in sched._running})
+    assert running[:4] == [{0, 2}] * 4, "the other one decodes beside the prompt"
+    assert {2, 3} in running[4:] and 1 not in running[-1]
+    drain(sched)
+    assert sched.preemptions == 2
 
 
 def test_a_rank_that_changes_moves_a_sequence_among_those_that_run(least_served: str) -> None:

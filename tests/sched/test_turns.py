@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from bankfull.config import StateConfig
-from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.state.lower_tier import LowerTier
+from bankfull.state.tiers import Tiers
 from bankfull.types import StepResult, Tier
 from tests.sched.driver import TOKEN, Clock, request, scheduler
 

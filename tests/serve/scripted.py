@@ -81,6 +81,7 @@ class Scripted:
     says: str = "Not yet."
     restarts: int = 0
     failed_loads: int = 0
+    optional: dict[str, str] = field(default_factory=dict)
     facts: Facts | None = field(default_factory=lambda: FACTS)
     load: Load | None = None
     scores: Sequence[float] = (-0.25,)

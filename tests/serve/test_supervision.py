@@ -28,17 +28,18 @@ import pytest
 import bankfull
 from bankfull import LLM, AsyncEngine, SamplingParams
 from bankfull.serve.engine import worker as worker_module
-from bankfull.serve.engine.wire import Outbox
+from bankfull.serve.engine.engine_end import Outbox
 from bankfull.serve.telemetry.log import Logs
 from tests.tiny import speaking_folder
 
 OWNERS = {
     # file: {what is started: (how often, who owns it)}
     "aio.py": {"Thread": (1, "AsyncEngine: its end is every caller's error, then and later")},
+    "cluster/local_replicas.py": {"create_task": (1, "LocalReplicas: logs a failure; who scales or drains asks again")},
     "cluster/managed_set.py": {"create_task": (1, "ManagedSet._ended: the server ends with the reason")},
     "cluster/manager_process.py": {"create_subprocess_exec": (1, "ManagedSet._supervise: started again")},
     "cluster/replica.py": {"Thread": (1, "the replica's process, which ends with it and is started again by Ray")},
-    "handshake.py": {"create_task": (1, "HandshakeListener, which logs a failure; the other end opens another one")},
+    "handshake/listener.py": {"create_task": (1, "HandshakeListener: logs a failure; the other end opens another one")},
     "loading.py": {"ThreadPoolExecutor": (1, "load, which waits for it")},
     "ops/triton/ahead.py": {"ThreadPoolExecutor": (1, "compile_ahead, which waits for it")},
     "parallel/hosting.py": {
@@ -47,6 +48,9 @@ OWNERS = {
     "parallel/leading.py": {"Popen": (1, "rank 0: the end of a rank ends its engine, which starts all")},
     "parallel/placing.py": {"Popen": (1, "RayPlaces: its end ends the ranks that it has placed")},
     "parallel/reaching.py": {"ThreadPoolExecutor": (1, "RankHosts.connect, which waits for it")},
+    "state/disk_budget.py": {"Thread": (1, "DiskBudget: its end leaves the size as it is")},
+    "weights/file_digests.py": {"ThreadPoolExecutor": (1, "digest_of, which waits for it")},
+    "weights/fingerprint.py": {"Thread": (1, "begun_fingerprint, whose reader waits for it and gets its error")},
     "runtime/mover.py": {
         "Thread": (1, "Mover: a transfer's failure is told to the scheduler, which computes it again")
     },
@@ -76,7 +80,10 @@ OWNERS = {
     "serve/guard/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},
     "serve/api/openai/completions.py": {"ensure_future": (2, "the request whose prompts they run")},
     "serve/desk.py": {"Thread": (1, "Desk: whoever waits is told of a failure; a thread that ends is replaced")},
-    "serve/engine/wire.py": {"Thread": (1, "the engine process, which ends with the reason and is started again")},
+    "handshake/link_tls.py": {"ensure_future": (2, "relay, which ends with either of them")},
+    "serve/engine/engine_end.py": {
+        "Thread": (1, "the engine process, which ends with the reason and is started again")
+    },
     "serve/run.py": {"ensure_future": (1, "run_server: whatever ends it ends the server")},
     "serve/api/sse.py": {"create_task": (1, "the stream")},
     "serve/data/store.py": {"ThreadPoolExecutor": (1, "Store: a failure is raised where the work is awaited")},
@@ -106,7 +113,7 @@ SERVED = (
     "loading.py",
     "loop.py",
     "engine.py",
-    "handshake.py",
+    "handshake",
     "ops",
     "parallel",
     "runtime",

@@ -75,6 +75,9 @@ def thought(words: str) -> tuple[str, ...]:
 
 
 _OSLO = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+_NOW = '{"name": "now", "arguments": {}}'
+_LONG_CITY = '{\n    "city": "Oslo",\n    "unit": "celsius"\n  }'
+_LONG_OSLO = f'{{\n  "name": "get_weather",\n  "arguments": {_LONG_CITY}\n}}'
 _DEEPSEEK_OPEN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 _DEEPSEEK_CLOSE = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
@@ -118,6 +121,40 @@ WELL_FORMED = [
         "hermes",
         '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb\tc"}}</tool_call>',
         [call('{"city": "a\\nb\\tc"}')],
+    ),
+    Transcript("a call in a fence", "hermes", f"```json\n{_LONG_OSLO}\n```", [call(_LONG_CITY)]),
+    Transcript("a call in a fence that never closes", "hermes", f"```\n{_OSLO}", [call('{"city": "Oslo"}')]),
+    Transcript("a call is the answer", "hermes", f" {_OSLO}\n", [call('{"city": "Oslo"}')]),
+    Transcript(
+        "calls are the answer, one in each line",
+        "smollm2",
+        f'{_OSLO}\n{{"name": "now", "parameters": {{}}, "id": 3}}',
+        [call('{"city": "Oslo"}'), call("{}", "now")],
+    ),
+    Transcript(
+        "words, then fences with a call each",
+        "hermes",
+        f'I look:\n\n```json\n{_OSLO}\n```\nand\n```\n{{"arguments": {{}}, "name": "now"}}```\nSo.',
+        [text("I look:"), call('{"city": "Oslo"}'), text("and"), call("{}", "now"), text("So.")],
+    ),
+    Transcript(
+        "a list of calls in a fence, then several in one, with and without tags",
+        "hermes",
+        f"```json\n[{_OSLO},\n {_NOW}]\n```\n```json\n{_OSLO}\n{_NOW}\n```\n"
+        f"```xml\n<tool_call>\n{_NOW}\n</tool_call>\n```",
+        [call('{"city": "Oslo"}'), call("{}", "now")] * 2 + [call("{}", "now")],
+    ),
+    Transcript(
+        "a call in a fence for a template without tools",
+        "unknown",
+        f"Sure.\n```json\n{_OSLO}\n```",
+        [text("Sure."), call('{"city": "Oslo"}')],
+    ),
+    Transcript(
+        "a fence of code, then a call in one",
+        "hermes",
+        f"```python\nprint('```')\n```\n```json\n{_OSLO}\n```",
+        [text("```python\nprint('```')\n```"), call('{"city": "Oslo"}')],
     ),
     Transcript(
         "qwen3 thinks",
@@ -331,6 +368,18 @@ MALFORMED = [
     _stays_text("gemma 4, an unknown tool", "gemma4", "<|tool_call>call:rm{}<tool_call|>"),
     _stays_text("harmony without messages", "harmony", "a <|channel|>b <|end|> c"),
     _stays_text("harmony, an unknown tool", "harmony", "<|channel|>commentary to=functions.rm<|message|>{}"),
+    _stays_text("other JSON in a fence", "hermes", 'So:\n```json\n{"name": "Ada", "arguments": {"a": 1}}\n```\n'),
+    _stays_text("a call and more keys in a fence", "hermes", f'```json\n{_OSLO[:-1]}, "why": 1}}\n```'),
+    _stays_text("a call and words in a fence", "hermes", f"```json\n{_OSLO}\nand so on\n```"),
+    _stays_text("a list of a call and a number", "hermes", f"```json\n[{_OSLO}, 1]\n```"),
+    _stays_text("a call without arguments in a fence", "hermes", '```json\n{"name": "now"}\n```'),
+    _stays_text("arguments in a fence as a string", "hermes", '```json\n{"name": "now", "arguments": "{}"}\n```'),
+    _stays_text("arguments in a fence that are no JSON", "hermes", '```\n{"name": "now", "arguments": {a}}\n```'),
+    _stays_text("a call in a fence of code", "hermes", f"```python\n{_OSLO}\n```\n"),
+    _stays_text("a call behind a fence", "hermes", f"```\nx = 1\n```\n{_OSLO}\n```"),
+    _stays_text("a call in a fence, cut off", "hermes", f"```json\n{_OSLO[:-4]}"),
+    _stays_text("an answer that only begins with a call", "hermes", f"{_OSLO} is a call"),
+    _stays_text("an answer of an unknown tool", "smollm2", '{"name": "hello", "arguments": {"message": "Hello"}}'),
     Transcript(
         "one brace too many",
         "hermes",

@@ -7,6 +7,7 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
+from bankfull.sched import scheduler
 from bankfull.sched.admission import AdmissionRoom
 from bankfull.sched.pace import Pace, Room
 from bankfull.sched.scheduler import Scheduler
@@ -146,6 +147,15 @@ def results_of_given_up_work_count(patch: MonkeyPatch) -> None:
     patch.setattr(Sequence, "give_up", give_up)
 
 
+def a_step_follows_the_last_token(patch: MonkeyPatch) -> None:
+    def share_of(seq: Sequence, missing: int, budget: int, state: StateManager) -> int:
+        size = original(seq, missing, budget, state)
+        return min(missing, budget) if size == 0 and seq.start + missing >= seq.request.limit else size
+
+    original = scheduler.share_of
+    patch.setattr(scheduler, "share_of", share_of)
+
+
 def salt_is_not_part_of_the_name(patch: MonkeyPatch) -> None:
     def init(chain: Chain, salt: bytes, block_tokens: int) -> None:
         original(chain, b"", block_tokens)
@@ -254,6 +264,7 @@ MUTANTS: list[Mutant] = [
     a_parked_sequence_goes_on_one_token_later,
     preemption_drops_the_last_token,
     results_of_given_up_work_count,
+    a_step_follows_the_last_token,
     salt_is_not_part_of_the_name,
     recurrent_state_ignores_accepted_drafts,
     drafts_in_flight_get_no_pages,

@@ -12,8 +12,9 @@ from bankfull.sched.pace import FIRST_TOKENS, Pace
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Order, Sequence
 from bankfull.sched.shares import COMPANY_STEPS, batch_share
+from bankfull.state.lower_tier import LowerTier
 from bankfull.state.manager import StateManager
-from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.state.tiers import Tiers
 from bankfull.types import NULL, Finish, Output, Request, StepPlan, Tier
 from tests.sim.device import Device, Launched, SimulationError, demand
 from tests.sim.oracle import expected
@@ -249,7 +250,9 @@ class World:
         by_row = {seq.row: seq for seq in self.sched._running}
         holders = self._page_holders()
         for work in plan.work:
-            self._check_writes(by_row[work.row], holders)
+            seq = by_row[work.row]
+            self._check_writes(seq, holders)
+            demand(not work.sample or seq.known <= seq.request.limit, "a step for a token beyond the last one")
         block = self.scenario.layout.block_tokens
         self.summary.parked += sum(1 for enter in plan.enter if enter.computed % block and not enter.child)
         served = {by_row[row].order for row in rows}

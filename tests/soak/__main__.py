@@ -16,7 +16,7 @@ from tests.soak.faults import disconnects, kills, overload
 from tests.soak.figures import Figure, table
 from tests.soak.schemas import schema_cases
 from tests.soak.sharing import sharing
-from tests.soak.tenants import tenants
+from tests.soak.tenants import tenants_everywhere
 
 Trial = Callable[[], Iterator[Figure]]
 
@@ -55,7 +55,7 @@ def _trials(options: argparse.Namespace) -> dict[str, Trial]:
         "crowd": lambda: crowd(tiny, options.streams, options.idle),
         "idle": lambda: idle_cpu(tiny, 2 * options.seconds),
         "overhead": lambda: overhead(options.model, 64, options.rounds),
-        "tenants": lambda: tenants(options.model, 3 * options.seconds, options.rounds),
+        "tenants": lambda: tenants_everywhere(options.model, 3 * options.seconds, options.rounds),
         "sharing": lambda: sharing(options.model, options.seconds, min(options.rounds, 3)),
     }
 

@@ -78,6 +78,12 @@ def _kinds(key: str, random: Random) -> list[Callable[[], Attack]]:
             {"prompt": words(1500), "truncate_prompt_tokens": -1, "max_tokens": 1, "prompt_logprobs": 5},
         ),
         lambda: call(
+            "long prompts that go on",
+            completions,
+            {"prompt": words(1500), "truncate_prompt_tokens": 1500, "max_tokens": 8, "ignore_eos": True},
+        ),
+        lambda: call("pinned prefixes", "/v1/messages", _pinned(words(1200))),
+        lambda: call(
             "long answers",
             completions,
             {"prompt": words(20), "n": 32, "max_tokens": 400, "ignore_eos": True, "stream": True},
@@ -143,6 +149,11 @@ def _kinds(key: str, random: Random) -> list[Callable[[], Attack]]:
         lambda: Attack("no HTTP", os.urandom(200)),
         lambda: Attack("a bad form", _form(key, "x" * random.choice((60, 30_000)), b"no form at all")),
     ]
+
+
+def _pinned(text: str) -> dict[str, Any]:
+    system = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    return {"model": "any", "max_tokens": 2, "system": system, "messages": [{"role": "user", "content": "a"}]}
 
 
 def _regex(random: Random) -> str:

@@ -33,24 +33,45 @@ class Latencies:
     """Latencies of the honest client, in seconds."""
 
     firsts: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Before the second token, which may be the first of another engine."""
     gaps: list[float] = field(default_factory=list)
+    """Between the later ones."""
     broken: int = 0
 
     def add(self, other: Latencies) -> None:
         self.firsts += other.firsts
+        self.seconds += other.seconds
         self.gaps += other.gaps
         self.broken += other.broken
 
 
-def tenants(model: str, seconds: float, rounds: int, number: int = 1) -> Iterator[Figure]:
+TOPOLOGIES: dict[str, tuple[str, ...]] = {
+    "": (),
+    "separate": ("--separate", "prefill=1,decode=1,exchange=64MiB"),
+    "replicas": ("--replicas", "2"),
+    "disk": ("--kv-disk", "256MiB:{folder}/kv"),
+}
+"""Options of the server by the name of its trial."""
+
+
+def tenants_everywhere(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
+    """The same promises however the engines are arranged; pinned prefixes are among the attacks on all of them."""
+    for name in TOPOLOGIES:
+        yield from tenants(model, seconds, rounds, topology=name)
+
+
+def tenants(model: str, seconds: float, rounds: int, number: int = 1, topology: str = "") -> Iterator[Figure]:
     """Alternate between quiet and attack, each for `seconds`."""
+    label = f"tenants, {topology}" if topology else "tenants"
     honest, honest_key = new_key("honest")
     greedy, greedy_key = new_key("greedy")
     quiet, attacked, sent = Latencies(), Latencies(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.txt"
         keys.write_text(f"{honest_key.line}\n{greedy_key.line}\n")
-        with serving(model, "--api-key-file", str(keys)) as served:
+        options = [option.format(folder=folder) for option in TOPOLOGIES[topology]]
+        with serving(model, "--api-key-file", str(keys), *options) as served:
             asyncio.run(_calls(served.port, honest, 2.0))
             memory = Memory(served)
             for turn in range(rounds):
@@ -72,19 +93,20 @@ def tenants(model: str, seconds: float, rounds: int, number: int = 1) -> Iterato
                 assert attacker.returncode == 0, "the attacker itself failed"
                 sent.update(json.loads(printed))
                 assert served.process.poll() is None, "the server ended"
-    yield Figure("tenants: hostile calls", sum(sent.values()), least=len(sent))
-    yield Figure("tenants: kinds of them", len(sent), least=20)
-    yield Figure("tenants: honest calls beside them", len(attacked.firsts), least=1)
-    yield Figure("tenants: honest streams that broke", quiet.broken + attacked.broken, most=0)
+    yield Figure(f"{label}: hostile calls", sum(sent.values()), least=len(sent))
+    yield Figure(f"{label}: kinds of them", len(sent), least=20)
+    yield Figure(f"{label}: honest calls beside them", len(attacked.firsts), least=1)
+    yield Figure(f"{label}: honest streams that broke", quiet.broken + attacked.broken, most=0)
     for what, before, during in (
         ("first token", quiet.firsts, attacked.firsts),
+        ("gap before the second token", quiet.seconds, attacked.seconds),
         ("gap between tokens", quiet.gaps, attacked.gaps),
     ):
         calm, measured = percentile(before, 0.99), percentile(during, 0.99)
-        yield Figure(f"tenants: {what}, p99, in quiet", 1e3 * calm, "ms")
-        yield Figure(f"tenants: {what}, p99, under attack", 1e3 * measured, "ms", most=1e3 * (FACTOR * calm + STEP))
-    yield Figure("tenants: memory of the API's processes", memory.api / 2**20, "MiB", most=API_BYTES / 2**20)
-    yield Figure("tenants: growth of the engine", memory.growth / 2**20, "MiB", most=ENGINE_BYTES / 2**20)
+        yield Figure(f"{label}: {what}, p99, in quiet", 1e3 * calm, "ms")
+        yield Figure(f"{label}: {what}, p99, under attack", 1e3 * measured, "ms", most=1e3 * (FACTOR * calm + STEP))
+    yield Figure(f"{label}: memory of the API's processes", memory.api / 2**20, "MiB", most=API_BYTES / 2**20)
+    yield Figure(f"{label}: growth of the engine", memory.growth / 2**20, "MiB", most=ENGINE_BYTES / 2**20)
 
 
 class Memory:
@@ -129,7 +151,8 @@ async def _call(port: int, key: str, measured: Latencies) -> None:
                 async with asyncio.timeout(120):
                     await reader.readuntil(b'"text":')
                 now = time.monotonic()
-                (measured.gaps if token else measured.firsts).append(now - last)
+                lines = (measured.firsts, measured.seconds, measured.gaps)
+                lines[min(token, 2)].append(now - last)
                 last = now
             async with asyncio.timeout(120):
                 measured.broken += b"data: [DONE]" not in await reader.read(-1)

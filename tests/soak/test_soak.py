@@ -8,7 +8,7 @@ import pytest
 
 from tests.soak.__main__ import main
 from tests.soak.figures import Figure, percentile, table
-from tests.soak.tenants import tenants
+from tests.soak.tenants import TOPOLOGIES, tenants
 from tests.tiny import speaking_folder
 
 
@@ -36,11 +36,13 @@ def test_a_short_soak_of_disconnects(capsys: pytest.CaptureFixture[str]) -> None
     assert figures["disconnects"] == 60 and figures["disconnects: requests and pages still held"] == 0
 
 
-def test_a_key_is_served_whatever_another_key_sends() -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_key_is_served_whatever_another_key_sends(topology: str) -> None:
     """Bounds on streams and memory must hold every time. Other load on the machine can only add to latencies, so one
     good attempt of three is enough for them."""
     for attempt in range(3):
-        figures = list(tenants(str(speaking_folder()), 4.0, 1, attempt))
+        figures = list(tenants(str(speaking_folder()), 4.0, 1, attempt, topology))
         late = [one for one in figures if one.unit == "ms" and not one.holds]
         broken = [one for one in figures if one.unit != "ms" and not one.holds]
         assert not broken, table(broken)

@@ -18,16 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError
-from bankfull.state.disk import (
-    ABOUT,
-    DamagedPlace,
-    DiskStore,
-    PlaceFile,
-    identity_of,
-    make_room,
-    remove,
-    stored,
-)
+from bankfull.state.disk import DamagedPlace, DiskStore, PlaceFile, identity_of
+from bankfull.state.disk_files import ABOUT
+from bankfull.state.disk_folders import make_room, remove, stored
 
 IDENTITY = identity_of({"model": "one"})
 PLACES, BYTES = {"pages": 8, "slots": 2}, {"pages": 64, "slots": 24}
@@ -234,10 +227,10 @@ def test_what_is_stored_can_be_listed_and_removed(several: Path) -> None:
     found = sorted(stored(several), key=lambda one: one.used)
     assert [(one.about["model"], one.entries, one.locked) for one in found] == [(f"m{i}", 8, False) for i in range(3)]
     assert all(one.nbytes > 0 for one in found)
-    assert remove(found[0]) and not found[0].path.exists()
+    assert remove(found[0].path) and not found[0].path.exists()
     store = opened(several, identity_of({"model": 1}))
     locked = next(one for one in stored(several) if one.path == store.path)
-    assert locked.locked and not remove(locked) and locked.path.exists()
+    assert locked.locked and not remove(locked.path) and locked.path.exists()
     store.close()
     assert (several / "a file of somebody else").read_text() == "keep me" and (several / "a directory").is_dir()
 

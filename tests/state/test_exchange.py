@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -23,12 +24,14 @@ from bankfull.state.exchange import (
     shape_of,
 )
 from bankfull.state.expected import ExpectedState, Grant
+from bankfull.state.lower_tier import LowerTier
 from bankfull.state.manager import StateManager
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec, layout_of
-from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.state.tiers import Tiers
 from bankfull.types import Tier
 from tests.quick import examples
+from tests.sched.driver import MEMORY
 
 FULL = (Paged((TensorSpec("k", (4,), "float32"),)),)
 SHAPE = ExchangeShape(bytes(range(32)), pages=5, slots=3, page_bytes=96, slot_bytes=40)
@@ -164,6 +167,86 @@ def test_another_salt_expects_other_content() -> None:
     assert [len(grant.places) for grant in expected.grants(2)] == [2]
 
 
+def tokens_from(first: int, pages: int) -> list[int]:
+    return list(range(first, first + 4 * pages))
+
+
+def test_a_tenant_gets_its_share_of_an_exchange_that_another_one_holds() -> None:
+    _, expected, tier = manager()
+    expected.expect(1, tokens_from(0, 5), b"", "greedy")
+    [one] = expected.grants(1)
+    expected.arrived(1, [key for key, _ in one.places])
+    expected.expect(2, tokens_from(100, 5), b"", "greedy")
+    assert [(grant.number, len(grant.places), grant.waiting) for grant in expected.grants(2)] == [(2, 3, 2)]
+    expected.expect(3, tokens_from(200, 6), b"", "modest")
+    assert [(g.number, len(g.places), len(g.withdrawn), g.waiting) for g in expected.grants(3)] == [
+        (1, 0, 0, 1),
+        (2, 0, 3, 5),  # the newest one gives way first
+        (3, 4, 0, 2),  # half of eight places
+    ]
+    expected.release(3)
+    again = [(grant.number, len(grant.places)) for grant in expected.grants()]
+    assert again == [(1, 1), (2, 3)], "what nobody else wants goes to those who wait"
+    expected.release(1)
+    expected.release(2)
+    assert tier.pages.census().held == 0
+
+
+def test_what_has_arrived_is_taken_back_without_a_word_once_its_request_waits_for_a_row() -> None:
+    _, expected, tier = manager()
+    expected.expect(1, tokens_from(0, 8), b"", "greedy")
+    [one] = expected.grants(1)
+    expected.arrived(1, [key for key, _ in one.places[:6]])
+    assert expected.ended(1) and tier.pages.available == 2, "what is late is not waited for"
+    expected.expect(2, tokens_from(100, 4), b"", "modest")
+    assert [(grant.number, len(grant.places)) for grant in expected.grants(2)] == [(2, 4)]
+    assert tier.find(one.places[0][0]) is not None, "the start of the prompt is still there"
+
+
+def test_a_model_that_needs_all_of_a_prompt_gives_it_back_as_a_whole() -> None:
+    state = StateManager(layout_of([FULL, (MEMORY,)], 4), 64, 64, StateConfig(page_tokens=4))
+    tier = LowerTier(Tier.EXCHANGE, 8, 8)
+    state.tiers = Tiers(state.pages, state.slots, [tier], state.moves, page_bytes=16, slot_bytes=16)
+    expected = ExpectedState(state, tier)
+    expected.expect(1, tokens_from(0, 7), b"", "greedy")
+    [one] = expected.grants(1)
+    expected.expect(2, tokens_from(100, 6), b"", "modest")
+    assert [(grant.number, grant.places) for grant in expected.grants(2)] == [(2, [])], "more than its share"
+    expected.expect(3, tokens_from(200, 4), b"", "other")
+    expected.release(2)
+    [first, third] = expected.grants(3)
+    assert (first.number, len(first.withdrawn)) == (1, len(one.places)) and first.waiting == len(one.places)
+    assert third.number == 3 and not third.waiting
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 12), st.booleans()), min_size=1, max_size=30))
+@examples(200)
+def test_whoever_wants_its_share_of_the_exchange_has_it(wanted: list[tuple[str, int, bool]]) -> None:
+    _, expected, tier = manager()
+    given_out: dict[int, dict[object, int]] = {}
+    for number, (tenant, pages, arrives) in enumerate(wanted, 1):
+        given_out[number] = {}
+        expected.expect(number, tokens_from(100 * number, pages), b"", tenant)
+        for grant in expected.grants(number):
+            for key in grant.withdrawn:
+                given_out[grant.number].pop(key)
+            given_out[grant.number].update(grant.places)
+        if arrives:
+            expected.arrived(number, list(given_out[number]))  # type: ignore[arg-type]
+        held: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        for one in expected._expected.values():
+            held[one.tenant] += one.taken.total()
+            waiting[one.tenant] += len(one.todo)
+        assert held.total() == tier.pages.census().held <= tier.pages.size
+        assert not waiting.total() or held.total() == tier.pages.size, "a place is idle while someone waits"
+        share = tier.pages.size // len(held)
+        assert all(held[tenant] >= share for tenant in waiting if waiting[tenant])
+    for number in given_out:
+        expected.release(number)
+    assert tier.pages.census().held == 0
+
+
 ACTIONS = st.sampled_from(["expect", "arrive", "release"])
 
 
@@ -176,7 +259,8 @@ def test_places_are_shared_out_in_order_and_none_is_lost(actions: list[tuple[str
     number = 0
 
     def take(grants: list[Grant]) -> None:
-        for own, places, waiting in grants:
+        for own, places, withdrawn, waiting in grants:
+            assert not withdrawn, "there is one tenant"
             coming[own].update(places)
             later = open_numbers[open_numbers.index(own) + 1 :]
             assert not waiting or not any(grant.places for grant in grants if grant.number in later)

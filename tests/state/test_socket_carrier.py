@@ -8,7 +8,6 @@ import queue
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,29 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bankfull.handshake import listener as listener_module
+from bankfull.handshake.proof import ACCEPTED, GREETING, HELLO, MAC, PROOF, REPLY, TAG, ListenerSide, Seal, Wanted
 from bankfull.state import page_listener, socket_carrier
 from bankfull.state.disk import DamagedPlace
 from bankfull.state.exchange import KINDS, ExchangeShape, MemoryCarrier
-from bankfull.state.page_frames import (
-    ACCEPTED,
-    CLAIM,
-    GREETING,
-    HEAD_BYTES,
-    MAC,
-    MAGIC,
-    NONCE,
-    OTHER_FORM,
-    REFUSED,
-    VERDICT,
-    WRITTEN,
-    WRONG_SECRET,
-    BrokenFrame,
-    Frame,
-    PageLine,
-    claim,
-    frame_of,
-    verify,
-)
+from bankfull.state.page_frames import FRAME, WRITTEN, BrokenFrame, Frame, PageLine, SealedLine, claim, frame_of
 from bankfull.state.page_listener import PageListener
 from bankfull.state.socket_carrier import SocketCarrier
 from tests.quick import examples
@@ -86,11 +68,10 @@ def holds_nothing(listener: PageListener, place: int, key: bytes = b"name") -> b
 
 
 @contextmanager
-def raw(listener: PageListener) -> Iterator[tuple[PageLine, socket.socket]]:
+def raw(listener: PageListener) -> Iterator[tuple[SealedLine, socket.socket]]:
     """A sender that has proven itself, and sends what it likes."""
     connection = socket.create_connection(listener.address)
-    line = PageLine(connection)
-    claim(line, SECRET, SHAPE.identity, soon())
+    line = claim(PageLine(connection), SECRET, SHAPE.identity, soon())
     yield line, connection
     line.close()
 
@@ -170,31 +151,22 @@ def test_an_engine_whose_address_is_unknown_gets_nothing() -> None:
 # -- frames
 
 
-FRAME = Frame("pages", 2, 96, zlib.crc32(PAGE), b"name")
+PLACED = Frame("pages", 2, 96, b"name")
 
 
 def test_a_frame_is_read_as_it_was_written() -> None:
-    assert frame_of(FRAME.head(), SHAPE) == FRAME
-
-
-@given(st.integers(0, 8 * HEAD_BYTES - 1))
-@examples(100)
-def test_a_head_with_a_flipped_bit_is_no_frame(bit: int) -> None:
-    head = bytearray(FRAME.head())
-    head[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(BrokenFrame):
-        frame_of(bytes(head), SHAPE)
+    assert frame_of(PLACED.head(), SHAPE) == PLACED
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        Frame("pages", 0, 96, 0, b""),
-        Frame("pages", 6, 96, 0, b""),
-        Frame("slots", 4, 40, 0, b""),
-        Frame("pages", 1, 97, 0, b""),
-        Frame("slots", 1, 96, 0, b""),
-        Frame("pages", 1, 1 << 60, 0, b""),
+        Frame("pages", 0, 96, b""),
+        Frame("pages", 6, 96, b""),
+        Frame("slots", 4, 40, b""),
+        Frame("pages", 1, 97, b""),
+        Frame("slots", 1, 96, b""),
+        Frame("pages", 1, 1 << 60, b""),
     ],
 )
 def test_a_frame_for_no_place_of_the_exchange_is_refused_before_its_content_is_read(frame: Frame) -> None:
@@ -202,23 +174,87 @@ def test_a_frame_for_no_place_of_the_exchange_is_refused_before_its_content_is_r
         frame_of(frame.head(), SHAPE)
 
 
-def test_content_that_was_damaged_on_the_way_is_not_kept_and_the_connection_goes_on(listener: PageListener) -> None:
-    with raw(listener) as (line, _):
-        line.send(FRAME.head(), bytes(96), ends=soon())
-        assert line.receive(1, soon()) == REFUSED
-        assert holds_nothing(listener, 2)
-        line.send(FRAME.head(), PAGE, ends=soon())
-        assert line.receive(1, soon()) == WRITTEN
-    assert read(listener, "pages", 2, b"name") == PAGE
+WIRE = FRAME.size + TAG + len(PAGE) + TAG
+"""Bytes of a page on its way."""
 
 
-@pytest.mark.parametrize("sent", [1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 95])
+class Recorded:
+    """What a sender has said on one connection, for somebody in the middle."""
+
+    def __init__(self, line: SealedLine, connection: socket.socket) -> None:
+        self._line, self._connection = line, connection
+        self._own: Seal = line._own
+
+    def page(self, content: bytes = PAGE, frame: Frame = PLACED) -> bytes:
+        head = frame.head()
+        return head + self._own.tag(head) + content + self._own.tag(content)
+
+    def pass_on(self, what: bytes) -> bytes:
+        """The answer; empty: the listener has closed the connection."""
+        self._connection.settimeout(30)
+        try:
+            self._connection.sendall(what)
+            if not (answer := self._connection.recv(1)):
+                return b""
+            assert self._line._theirs.opens(self._connection.recv(TAG, socket.MSG_WAITALL), answer)
+            return answer
+        except ConnectionError:
+            return b""
+
+
+@given(st.integers(0, 8 * WIRE - 1))
+@examples(50)
+def test_a_page_with_a_flipped_bit_is_not_kept_and_its_connection_ends(bit: int) -> None:
+    listener = PageListener(SHAPE, HOST, SECRET)
+    try:
+        with raw(listener) as (line, connection):
+            middle = Recorded(line, connection)
+            page = bytearray(middle.page())
+            page[bit // 8] ^= 1 << bit % 8
+            assert middle.pass_on(bytes(page)) == b""
+            assert holds_nothing(listener, 2)
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("how", ["repeated", "reordered", "left out", "from another connection"])
+def test_a_page_out_of_its_order_is_not_kept(how: str, listener: PageListener) -> None:
+    with raw(listener) as (line, connection):
+        middle = Recorded(line, connection)
+        old = middle.page(bytes(96))
+        assert middle.pass_on(old) == WRITTEN
+        first, second = middle.page(), middle.page(bytes(96))
+        if how == "from another connection":
+            with raw(listener) as (other, over):
+                assert Recorded(other, over).pass_on(old) == b""
+            assert middle.pass_on(first) == WRITTEN
+            return
+        if how == "repeated":
+            assert middle.pass_on(first) == WRITTEN
+        assert middle.pass_on({"repeated": old, "reordered": second, "left out": second}[how]) == b""
+    assert (read(listener, "pages", 2, b"name") == PAGE) is (how == "repeated")
+
+
+def test_an_answer_that_the_receiver_has_not_given_is_not_believed() -> None:
+    """Somebody in the middle takes a page and says that it was written."""
+
+    def lie(connection: socket.socket) -> None:
+        known_then_deaf(connection)
+        connection.recv(WIRE, socket.MSG_WAITALL)
+        connection.sendall(WRITTEN + bytes(TAG))
+
+    refused = pytest.raises(DamagedPlace, match="is not what the other engine has sent")
+    with pretending(lie) as address, carrier(address) as sockets, refused:
+        sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))
+
+
+@pytest.mark.parametrize("sent", [1, FRAME.size, FRAME.size + TAG, WIRE - TAG, WIRE - 1])
 def test_a_sender_that_dies_in_the_middle_of_a_page_changes_nothing(listener: PageListener, sent: int) -> None:
     with carrier(listener.address) as sockets:
         sockets.carry(0, "pages", 2, b"name", memoryview(bytes(96)))
         before = os.pread(listener._reader._file, SHAPE.nbytes, 0)
-        with raw(listener) as (line, _):
-            line.send((FRAME.head() + PAGE)[:sent], ends=soon())
+        with raw(listener) as (line, connection):
+            connection.sendall(Recorded(line, connection).page()[:sent])
         until(lambda: len(listener._lines) == 1)
         assert os.pread(listener._reader._file, SHAPE.nbytes, 0) == before
         sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))  # others go on
@@ -229,8 +265,8 @@ def test_a_sender_that_stops_in_the_middle_of_a_page_is_cut_off(
 ) -> None:
     monkeypatch.setattr(page_listener, "PAGE_SECONDS", 0.05)
     with raw(listener) as (line, connection):
-        line.send(FRAME.head(), PAGE[:50], ends=soon())
         connection.settimeout(30)
+        connection.sendall(Recorded(line, connection).page()[:150])
         assert connection.recv(1) == b"", "the listener has closed it"
     assert holds_nothing(listener, 2)
 
@@ -239,7 +275,7 @@ def test_a_broken_frame_ends_the_connection_and_no_other(listener: PageListener)
     with carrier(listener.address) as sockets:
         sockets.carry(0, "pages", 1, b"a", memoryview(PAGE))
         with raw(listener) as (line, connection):
-            line.send(bytes(HEAD_BYTES), ends=soon())
+            line.send(bytes(FRAME.size), ends=soon())
             connection.settimeout(30)
             assert connection.recv(1) == b""
         sockets.carry(0, "pages", 2, b"b", memoryview(PAGE))
@@ -249,7 +285,7 @@ def test_a_broken_frame_ends_the_connection_and_no_other(listener: PageListener)
 
 
 def test_a_sender_with_another_secret_writes_nothing(listener: PageListener) -> None:
-    with carrier(listener.address, secret=b"x" * 32) as sockets, pytest.raises(DamagedPlace, match="another secret"):
+    with carrier(listener.address, secret=b"x" * 32) as sockets, pytest.raises(DamagedPlace, match="another token"):
         sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))
     assert holds_nothing(listener, 2)
 
@@ -260,77 +296,53 @@ def test_a_receiver_without_the_secret_gets_no_page() -> None:
 
     def pretend(connection: socket.socket) -> None:
         line = PageLine(connection)
-        line.send(GREETING.pack(MAGIC, bytes(NONCE)), ends=soon())
-        line.receive(CLAIM.size, soon())
-        line.send(VERDICT.pack(ACCEPTED, bytes(MAC)), ends=soon())
+        line.send(ListenerSide(b"x" * 32).greeting, ends=soon())
+        line.receive(HELLO.size + PROOF.size, soon())
+        line.send(REPLY.pack(ACCEPTED, bytes(MAC)), ends=soon())
         connection.settimeout(30)
         got.put(connection.recv(1))
 
     with pretending(pretend) as address:
-        with carrier(address) as sockets, pytest.raises(DamagedPlace, match="another secret"):
+        with carrier(address) as sockets, pytest.raises(DamagedPlace, match="could not prove"):
             sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))
         assert got.get(timeout=30) == b""
 
 
-def test_the_secret_never_passes_over_the_connection() -> None:
-    a, b = socket.socketpair()
+def test_neither_the_secret_nor_a_key_passes_over_the_connection(listener: PageListener) -> None:
     passed: list[bytes] = []
 
     class Watched(PageLine):
-        def __init__(self, connection: socket.socket) -> None:
-            self._connection = connection
-
         def send(self, *parts: bytes | memoryview, ends: float) -> None:
             passed.extend(bytes(part) for part in parts)
             super().send(*parts, ends=ends)
 
-    receiving = threading.Thread(target=verify, args=(Watched(a), SECRET, SHAPE.identity, soon()))
-    receiving.start()
-    claim(Watched(b), SECRET, SHAPE.identity, soon())
-    receiving.join(30)
-    assert passed and not any(SECRET[:8] in part for part in passed)
-    a.close()
-    b.close()
+        def receive_into(self, into: memoryview, ends: float) -> None:
+            super().receive_into(into, ends)
+            passed.append(bytes(into))
+
+    line = claim(Watched(socket.create_connection(listener.address)), SECRET, SHAPE.identity, soon())
+    line.send(PLACED.head(), PAGE, ends=soon())
+    assert line.receive(1, soon()) == WRITTEN
+    secrets = [SECRET, line._own._key, line._theirs._key]
+    said = b"".join(passed)
+    assert len(said) > WIRE and not any(secret[:8] in said for secret in secrets)
+    line.close()
 
 
-@pytest.mark.parametrize(
-    ("secret", "identity", "outcome"), [(b"x", b"i" * 32, WRONG_SECRET), (b"s", b"j" * 32, OTHER_FORM)]
-)
-def test_a_verdict_names_what_differs(secret: bytes, identity: bytes, outcome: bytes) -> None:
-    a, b = (PageLineOver(end) for end in socket.socketpair())
-    found: list[bool] = []
-    receiving = threading.Thread(target=lambda: found.append(verify(a, b"s", b"i" * 32, soon())))
-    receiving.start()
-    said = "another secret" if outcome == WRONG_SECRET else "another form"
-    with pytest.raises(DamagedPlace, match=said):
-        claim(b, secret, identity, soon())
-    receiving.join(30)
-    assert found == [False]
-    a.close()
-    b.close()
-
-
-class PageLineOver(PageLine):
-    """Over a pair of sockets, which has no options of TCP."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-
-def test_connections_that_prove_nothing_are_few_and_do_not_stay(
-    listener: PageListener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_listener, "CONNECT_SECONDS", 0.2)
-    silent = [socket.create_connection(listener.address) for _ in range(page_listener.MOST_UNKNOWN + 4)]
-    until(lambda: not listener._lines)
-    for connection in silent:
-        connection.settimeout(30)
-        while connection.recv(256):
-            pass  # the greeting, then the end
-        connection.close()
-    monkeypatch.undo()
-    with carrier(listener.address) as sockets:
+def test_a_sender_with_state_of_another_form_is_told_so(listener: PageListener) -> None:
+    refused = pytest.raises(DamagedPlace, match="another form")
+    with carrier(listener.address, identity=b"j" * 32) as sockets, refused:
         sockets.carry(0, "pages", 2, b"name", memoryview(PAGE))
+    assert holds_nothing(listener, 2)
+
+
+def test_connections_that_prove_nothing_do_not_stay(listener: PageListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "HANDSHAKE_SECONDS", 0.05)
+    for _ in range(4):
+        with socket.create_connection(listener.address, 30) as connection:
+            while connection.recv(256):
+                pass  # the greeting, then the end
+    assert not listener._lines
 
 
 # -- bounds
@@ -364,7 +376,12 @@ def pretending(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, in
 
 def known_then_deaf(connection: socket.socket) -> None:
     """Proves itself, and reads nothing."""
-    verify(PageLine(connection), SECRET, SHAPE.identity, soon())
+    line, answerer = PageLine(connection), ListenerSide(SECRET)
+    line.send(answerer.greeting, ends=soon())
+    assert answerer.take_hello(line.receive(HELLO.size, soon()))
+    wanted = answerer.take_proof(line.receive(PROOF.size, soon()))
+    assert isinstance(wanted, Wanted)
+    line.send(REPLY.pack(ACCEPTED, wanted.proof), ends=soon())
 
 
 def test_a_receiver_that_reads_nothing_is_given_up_in_time_and_rests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +464,7 @@ def test_closing_ends_every_thread_and_socket() -> None:
     with carrier(listener.address) as sockets:
         sockets.carry(0, "pages", 1, b"name", memoryview(PAGE))
         stuck = socket.create_connection(listener.address)
-        until(lambda: len(listener._lines) == 2)
+        stuck.recv(1)  # it is greeted
         listener.close()
         stuck.close()
     until(lambda: threading.active_count() <= threads)

@@ -56,6 +56,7 @@ def trained(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, T
     return folder, run(llm, folder)
 
 
+@pytest.mark.full
 def test_acceptance_rises_on_text_that_was_held_out(trained: tuple[Path, TrainingOutcome]) -> None:
     progress = trained[1].progress
     assert [one["step"] for one in progress.measured] == [0, 20, 40, 60]

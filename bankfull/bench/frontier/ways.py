@@ -7,9 +7,10 @@ from pathlib import Path
 
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError, ModelError
+from bankfull.quantize.at_load import refuse_unknown, requantized
 from bankfull.runtime.device import Device
 from bankfull.weights.locate import locate
-from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_quantization
+from bankfull.weights.requantized import block_types, inner_weights
 from bankfull.weights.source import ModelFiles, open_model
 
 SAVED = "saved"
@@ -87,7 +88,7 @@ def parse_way(text: str, device: str) -> RunWay:
         elif word.lower() in DTYPES:
             way = _set(way, "dtype", DTYPES[word.lower()])
         elif word.lower() != SAVED:
-            parse_quantization(word, device)
+            refuse_unknown(word, device)
             way = _set(way, "quantize", word)
     way.run(device)  # refuses unknown types of the KV cache and of activations
     return way
@@ -156,5 +157,4 @@ def opened(files: ModelFiles, way: RunWay, device: Device) -> ModelFiles:
         return open_model(locate(way.path))
     if way.quantize is None:
         return files
-    wish = parse_quantization(way.quantize, device.kind)
-    return replace(files, source=Requantized(files.source, wish.types, wish.tables, device.torch))
+    return requantized(files, way.quantize, device)[0]

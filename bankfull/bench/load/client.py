@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -275,9 +275,23 @@ def _as_text(prompt: Prompt) -> str:
     return prompt
 
 
-def ask_once(server: ServerUnderTest, request_options: RequestOptions, conversation: Conversation) -> Outcome:
-    """One request before the run. It warms the server up and reports a broken server in one sentence."""
-    outcome = LoadClient(server, request_options).run([conversation], [0.0])[0]
-    if outcome.error is not None:
-        raise ConfigError(f"The test request to {server.address.url} failed: {outcome.error.rstrip('.')}.")
-    return outcome
+def ask_once(
+    server: ServerUnderTest,
+    request_options: RequestOptions,
+    conversation: Conversation,
+    advance: Advance | None = None,
+    count: int = 1,
+) -> Outcome:
+    """One request before the run, or `count` equal ones where the server waits for a batch. It warms the server up and
+    reports a broken server in one sentence. `advance`: told what is waited for."""
+
+    def wait(done: int, note: str) -> None:
+        if advance is not None:
+            advance(0, "waiting for the answer to a test request")
+
+    options = replace(request_options, max_concurrency=None)
+    outcomes = LoadClient(server, options).run([conversation] * count, [0.0] * count, wait)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise ConfigError(f"The test request to {server.address.url} failed: {outcome.error.rstrip('.')}.")
+    return outcomes[0]

@@ -27,6 +27,7 @@ from bankfull.bench.load.workloads import (
     prompt_generator,
 )
 from bankfull.bench.report.report import LoadReport, Price, Setting
+from bankfull.errors import ConfigError
 
 WARM_UP_TOKENS, ALONE = 8, 3
 
@@ -92,8 +93,9 @@ class LoadRunner:
         """`conversations`: those that another runner generated from the same load."""
         conversations = self.conversations(load) if conversations is None else conversations
         offsets = self._offsets(load, conversations)
+        self._suit_batches(load, conversations)
         if not self._warm:
-            self.warm_up(load, conversations[0])
+            self.warm_up(load, conversations[0], advance)
         local = self.server.address.local
         before = parse_counters(self.server.metrics()) if self.server.ours else None
         client = LoadClient(self.server, load.request_options)
@@ -116,17 +118,37 @@ class LoadRunner:
             client.stalls,
         )
 
-    def warm_up(self, load: LoadTest, like: Conversation) -> None:
+    def _suit_batches(self, load: LoadTest, conversations: Sequence[Conversation]) -> None:
+        """A server with static batches never starts the requests of an incomplete one."""
+        size, most = self.server.static_batch, load.request_options.max_concurrency
+        turns = sum(len(conversation.turns) for conversation in conversations)
+        if left := turns % size:
+            raise ConfigError(
+                f"The server starts static batches of {size} requests, so that the last {left} of {turns} would wait "
+                f"forever; give --requests as a multiple of {size}, or serve with --batching dynamic."
+            )
+        if most is not None and most < size:
+            raise ConfigError(
+                f"The server starts static batches of {size} requests, and --max-concurrency {most} never sends so "
+                "many; raise it, or serve with --batching dynamic."
+            )
+
+    def warm_up(self, load: LoadTest, like: Conversation, advance: Advance | None = None) -> None:
         """A short completion of a prompt that no run uses, so that the prefix cache stays cold for the run."""
         prompts, first = self._prompts_for(load), like.turns[0]
         prompt = prompts.take(random.Random("warm up"), 16 if first.tokens is None else min(first.tokens, 256))
         turn = ConversationTurn(prompt, min(first.max_tokens, WARM_UP_TOKENS))
         for _ in range(max(1, load.warm_ups)):
-            ask_once(self.server, load.request_options, Conversation((turn,)))
+            ask_once(self.server, load.request_options, Conversation((turn,)), advance, self.server.static_batch)
         self._warm = True
 
     def alone(self, load: LoadTest) -> Measured:
         """A few sequential requests: the lowest latency at any rate."""
+        if (size := self.server.static_batch) > 1:
+            raise ConfigError(
+                f"The server starts static batches of {size} requests, and a sweep begins with single ones, which "
+                "would wait forever; serve with --batching continuous or dynamic."
+            )
         few = self.conversations(replace(load, requests=ALONE, seed=load.seed - 1))
         if not self._warm:
             self.warm_up(load, few[0])

@@ -111,6 +111,12 @@ class ServerUnderTest:
     def ours(self) -> bool:
         return self.entry.get("owned_by") == OWNER
 
+    @property
+    def static_batch(self) -> int:
+        """Requests that the server starts together, each of which waits for the last one; 1 if none waits."""
+        size = self.entry.get("static_batch") if self.ours else None
+        return size if isinstance(size, int) and size > 0 else 1
+
     def tokenize(self, text: str) -> list[int] | None:
         """None if the server does not offer it."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}

@@ -17,6 +17,7 @@ from bankfull.limits.explain.instruments import taped_of
 from bankfull.limits.explain.kernel_profile import KernelCosts
 from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Story, StoryPart
 from bankfull.limits.explain.slow_part import KernelLimits
+from bankfull.limits.explain.speculation_account import speculation_of
 from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.step_limit import StepLimit
 from bankfull.limits.model.recipe import Recipe
@@ -70,9 +71,14 @@ class Adviser:
     """None where a step's kernels are not timed separately."""
 
     def advise(self, story: Story) -> list[Advice]:
-        """The kernels that are far below the limit, or else the best saving; then the gain of more streams, if any."""
+        """Speculation that loses, or the kernels that are far below the limit, the larger one first; or else the best
+        saving; then the gain of more streams, if any."""
         whole = max(story.seconds, 1e-9)
         slow = self._slow_kernels(story)
+        loss = self._speculation(story)
+        if loss is not None and loss.seconds_saved >= WORTH_SAYING * whole:
+            # What else the steps could save was measured with drafts in them, and would change without them.
+            return [loss] if slow is None else sorted((loss, slow), key=lambda advice: -advice.seconds_saved)
         savings = [] if slow else [*self._storage(story), *self._chunks(story)]
         found = [one for one in [*savings, *self._room(story)] if one.seconds_saved >= WORTH_SAYING * whole]
         found.sort(key=lambda advice: -advice.seconds_saved)
@@ -80,6 +86,26 @@ class Adviser:
             return [slow, *found[:1]]
         streams = self._streams(story)
         return found[:1] + ([] if streams is None else [streams])
+
+    def _speculation(self, story: Story) -> Advice | None:
+        """Speculative decoding that loses: its tokens per second beside those of steps without drafts."""
+        account, part = speculation_of(story), story.parts.get(DECODE)
+        if account is None or part is None:
+            return None
+        measured = account.gain is not None
+        gain = account.gain if measured else account.expected_gain
+        if gain is None or gain >= 1:
+            return None
+        saved = part.seconds * (1 - gain)
+        return Advice(
+            f"speculative decoding ran at {'' if measured else 'about '}{gain:.2f}x the speed of plain decoding: "
+            f"turning it off (--speculative off) would save {saved:.2g} s",
+            "no speculation",
+            {"speculative": "off"},
+            0.0 if part.limit is None else part.limit / part.steps,
+            0.0 if part.plain is None else part.plain / part.steps,
+            saved,
+        )
 
     def _slow_kernels(self, story: Story) -> Advice | None:
         part = heaviest(story)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,6 +57,8 @@ class StoryPart:
     """Shortest time without the prompts of other requests."""
     alone: float | None = None
     """Shortest time without any other request."""
+    plain: float | None = None
+    """Shortest time without draft tokens."""
     features: np.ndarray | None = None
     """Features of the closed form of costs, summed over the steps."""
     prompt_features: np.ndarray | None = None
@@ -91,7 +93,11 @@ class StoryPart:
             rest = step_limit.features([w for w in step.work if w.count == 1 or id(w) in mine])
             decodes, theirs = step_limit.seconds(rest), step.features - rest
             self.prompt_features = theirs if self.prompt_features is None else self.prompt_features + theirs
+        plain = limit
+        if any(w.drafts and not w.block for w in step.work):
+            plain = step_limit.of_work([w if w.block else replace(w, drafts=0) for w in step.work])
         self.limit = (self.limit or 0.0) + limit
+        self.plain = (self.plain or 0.0) + plain
         self.decodes = (self.decodes or 0.0) + decodes
         self.alone = (self.alone or 0.0) + (limit if len(own) == len(step.work) else step_limit.of_work(own))
 

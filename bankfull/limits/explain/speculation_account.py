@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bankfull.limits.explain.recorder import DECODE, Story
+from bankfull.limits.explain.recorder import DECODE, Story, StoryPart
 
 ENOUGH_STEPS = 4
 """Steps without drafts from which on their mean time is compared."""
@@ -32,6 +32,9 @@ class SpeculationAccount:
     """Fraction of the decode time in which drafts were found."""
     gain: float | None = None
     """Decode tokens per second, relative to the request's own steps without drafts; None if those were too few."""
+    expected_gain: float | None = None
+    """The same relative to its steps as they would be without drafts, where too few had none: without the time of
+    drafting, and with kernels that shrink as their limit does. None where the limit is not known."""
 
 
 def speculation_of(story: Story) -> SpeculationAccount | None:
@@ -59,6 +62,9 @@ def speculation_of(story: Story) -> SpeculationAccount | None:
     if part.plain_steps >= ENOUGH_STEPS and part.seconds > 0:
         gain = per_step * (part.plain_seconds / part.plain_steps) / (part.seconds / part.steps)
         said += f"; {gain:.2f}x the speed of its steps without drafts"
+    expected = None if gain is not None else _expected(part, per_step)
+    if expected is not None:
+        said += f"; about {expected:.2f}x the speed that steps without drafts would have"
     return SpeculationAccount(
         said,
         drafted,
@@ -70,4 +76,13 @@ def speculation_of(story: Story) -> SpeculationAccount | None:
         per_step,
         share,
         gain,
+        expected,
     )
+
+
+def _expected(part: StoryPart, per_step: float) -> float | None:
+    if not part.limit or part.plain is None or part.seconds <= 0:
+        return None
+    verifying = max(0.0, part.seconds - part.drafting)
+    saved = min(part.inside, verifying) * (1 - part.plain / part.limit)
+    return per_step * (verifying - saved) / part.seconds

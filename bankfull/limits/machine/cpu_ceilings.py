@@ -64,7 +64,7 @@ def identity() -> dict[str, Any]:
 
 
 def measure(budget: float, identity: dict[str, Any]) -> Ceilings:
-    from bankfull.runtime.device import available_memory
+    from bankfull.runtime.host import available_memory
 
     cache = _cache_bytes()
     small = filled(SMALL_SET, budget * 0.1)

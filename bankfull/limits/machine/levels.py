@@ -139,7 +139,7 @@ def _device_levels(found: Ceilings) -> list[Level]:
 
 
 def _host_levels(found: Ceilings) -> tuple[list[Level], list[tuple[int, float]]]:
-    from bankfull.runtime.device import available_memory
+    from bankfull.runtime.host import available_memory
 
     known = caches()
     wanted = max(LARGEST_CURVE, *(size // 2 for size in known.values()), 0)

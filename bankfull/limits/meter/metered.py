@@ -203,7 +203,7 @@ class MeteredModel:
     def of_build(files: ModelFiles, build: Build) -> MeteredModel:
         """The model that was built from these files."""
         return MeteredModel(
-            files,
+            replace(files, source=build.source),
             dtype=str(build.dtype),
             expand=build.expand,
             kv_dtype=build.kv_dtype,

@@ -54,6 +54,9 @@ ASSUMED = {"ngram": 0.6, "suffix": 0.7, "draft": 0.7, "eagle": 0.7}
 """Chance of the best draft at every position, where nothing was measured."""
 RANKS = 10
 """Candidates of a position that an assumed tree may use."""
+LAUNCH_SECONDS = 20e-3 / 280
+"""The host's time for one kernel of a step that is not captured, the shortest that was measured: docs/results-gpu.md,
+short prompts."""
 INT8_BYTES = 34 / 32
 """Bytes of a weight in groups of 32 with an 8-bit code each and one 16-bit scale."""
 
@@ -228,6 +231,9 @@ def forecast_of(choice: DrafterChoice, target: Recipe, device: str, times: Draft
             "recurrent state, which verifies chains only; give as many drafts as positions."
         )
     source = _source(choice, target, device, times, heads)
+    if device == "cuda" and not isinstance(source, LookupDrafts):
+        source, note = _launched(source, choice, target, heads)
+        notes.append(note)
     if choice.acceptance is not None and not shape.is_chain:
         notes.append("the given acceptance is that of some draft at each depth of the tree")
     text = _described(choice)
@@ -247,9 +253,7 @@ def _source(
     heads: MedusaHeads | EagleFiles | None,
 ) -> DraftSource:
     if choice.name == "draft":
-        own = recipe_of(
-            open_model_or_config(choice.model), device, replace(target.run, quantize=choice.quantize, speculative="off")
-        )
+        own = _draft_model(choice, target, device)
         vocabs = own.metered().model.vocab, target.metered().model.vocab
         if vocabs[0] != vocabs[1]:
             raise ConfigError(
@@ -264,6 +268,39 @@ def _source(
     if choice.name == "eagle":
         return _eagle(choice, target, times)
     return LookupDrafts()
+
+
+def _launched(
+    source: DraftSource, choice: DrafterChoice, target: Recipe, heads: MedusaHeads | EagleFiles | None
+) -> tuple[DraftSource, str]:
+    """The same drafts as the engine computes them on a GPU: a drafter's passes are not captured, so that the host
+    launches each kernel while the device waits for the next one."""
+    if isinstance(source, DraftPasses):
+        drafter = _draft_model(choice, target, "cuda") if choice.name == "draft" else _one_layer(target, 0)
+        launches = sum(drafter.metered().cost(StepShape.decode()).calls.values())
+        own = source.one_pass
+        source = replace(source, one_pass=lambda step: max(own(step), launches * LAUNCH_SECONDS))
+    else:
+        assert isinstance(source, DraftHeads)
+        layers = len(heads.blocks[0]) if isinstance(heads, MedusaHeads) else choice.numbers["layers"]
+        launches = choice.numbers["heads"] * (layers + 1)
+        at_once = source.for_batch
+        source = replace(source, for_batch=lambda batch: max(at_once(batch), launches * LAUNCH_SECONDS))
+    note = (
+        f"draft passes are not captured on a GPU: the host launches the {launches} kernels of each, at least "
+        f"{1e6 * LAUNCH_SECONDS:.0f} us each"
+    )
+    return source, note
+
+
+def _draft_model(choice: DrafterChoice, target: Recipe, device: str) -> Recipe:
+    return recipe_of(
+        open_model_or_config(choice.model), device, replace(target.run, quantize=choice.quantize, speculative="off")
+    )
+
+
+def _one_layer(target: Recipe, vocab: int) -> Recipe:
+    return replace(target, config=_with_layers(target.config, 1, vocab), windows=None)
 
 
 def _medusa(choice: DrafterChoice, target: Recipe, times: DraftTimes, heads: MedusaHeads | None) -> DraftHeads:
@@ -291,7 +328,7 @@ def _medusa(choice: DrafterChoice, target: Recipe, times: DraftTimes, heads: Med
 def _eagle(choice: DrafterChoice, target: Recipe, times: DraftTimes) -> DraftPasses:
     """One layer of the target's kind with its head, after a matrix that joins embedding and hidden state."""
     vocab = choice.numbers["vocabulary"]
-    layer = replace(target, config=_with_layers(target.config, 1, vocab), windows=None)
+    layer = _one_layer(target, vocab)
     hidden = layer.metered().model.hidden
     joined = 2 * hidden * hidden
     one_pass = times.of_drafter(layer)

@@ -16,7 +16,7 @@ from bankfull.limits.meter.metered import MeteredModel, RequestedShapes, dense_s
 from bankfull.models.registry import Config, family_of
 from bankfull.ops.activations import EXACT, ActivationRule
 from bankfull.ops.meter import Meter
-from bankfull.precision import choose_dtype, choose_precision
+from bankfull.precision import as_read, choose_dtype, choose_precision
 from bankfull.quantize.at_load import is_rounded, suited_sparsity
 from bankfull.quantize.outliers import NAME as LLM_INT8
 from bankfull.state.mask import Mask
@@ -59,8 +59,9 @@ class Recipe:
         dtype = str(build.dtype).removeprefix("torch.")
         # Other storage repeats the choices of `auto`; an explicit float computation is kept.
         run = RunConfig() if build.activations.rounds else RunConfig(dtype=dtype, activations=EXACT.name)
-        schemes = {} if build.expand else {name: files.source.scheme(name) for name in files.source.names()}
-        kept = {} if build.expand else _outliers(files)
+        held = replace(files, source=build.source)
+        schemes = {} if build.expand else {name: held.source.scheme(name) for name in held.source.names()}
+        kept = {} if build.expand else _outliers(held)
         return Recipe(
             files, run, files.config, schemes, build.dtype, build.pages, build.activations, kept, build.kv_evict
         )
@@ -157,6 +158,7 @@ def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = N
         else:
             wish = parse_quantization(run.quantize, device)
             files = replace(files, source=Requantized(files.source, wish.types, wish.tables))
+    files = as_read(files, run, device)
     chosen = choose_precision(files, run, device)
     schemes = {name: files.source.scheme(name) for name in files.source.names()}
     return Recipe(

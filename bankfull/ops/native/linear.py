@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.linear import best_output, embedding, linear
+from bankfull.ops.reference.linear import best_output, embedding, highest, linear
 from bankfull.ops.reference.shapes import check_linear
+from bankfull.weights.formats.rows import BF16_ROW
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
@@ -25,16 +26,37 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of activations. The arithmetic is float32; bfloat16 is widened on input and rounded once on output."""
 
 
+SCALED = {BF16_ROW: "bf16"}
+"""Schemes with one scale per row -> the format of their codes."""
+
+
+def format_of(weight: QTensor) -> tuple[int, int, int] | None:
+    """As FORMATS; None where the scheme has no kernel here."""
+    return FORMATS.get(SCALED.get(weight.scheme.name, weight.scheme.name))
+
+
 def storage_of(weight: QTensor) -> Tensor:
-    return weight.parts["data" if weight.is_dense else "blocks"]
+    return weight.parts["codes" if weight.scheme.name in SCALED else "data" if weight.is_dense else "blocks"]
+
+
+def scales_of(weight: QTensor) -> Tensor | None:
+    """(outputs,): what multiplies each output, where codes have one scale per row."""
+    return weight.parts["scales"].reshape(-1) if weight.scheme.name in SCALED else None
+
+
+def unscaled(bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
+    """The bias in float32, as it is added before outputs are multiplied by their scales."""
+    wide = None if bias is None else float_rows(bias)
+    return wide if wide is None or scales is None else wide / scales
 
 
 def accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
-    if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.scheme.name not in FORMATS:
+    known = format_of(weight) if dtype in DTYPES and isinstance(weight, QTensor) else None
+    if weight is None or known is None:
         return False
     if weight.is_dense and dtype != torch.float32:
         return False  # torch uses 16-bit matrix units that these kernels do not use
-    block = FORMATS[weight.scheme.name][1]
+    block = known[1]
     storage = storage_of(weight)
     fits = len(weight.shape) == 2 and weight.shape[1] > 0 and weight.shape[1] % block == 0
     return fits and storage.is_cpu and storage.is_contiguous() and isa_is_chosen()
@@ -46,9 +68,11 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
     check_linear(x, weight.shape, bias)
     rows = float_rows(x)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
-    wide_bias = None if bias is None else float_rows(bias)
+    known, scales = format_of(weight), scales_of(weight)
+    assert known is not None
+    wide_bias = unscaled(bias, scales)
     _native.linear(
-        FORMATS[weight.scheme.name][0],
+        known[0],
         address(rows),
         address(storage_of(weight)),
         address(wide_bias),
@@ -57,6 +81,8 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
         outputs,
         inner,
     )
+    if scales is not None:
+        y.mul_(scales)
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
@@ -67,6 +93,8 @@ def _accepts_best(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
 
 @best_output.provider("native", on="cpu", accepts=_accepts_best)
 def run_best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    if scales_of(weight) is not None:
+        return highest(run_linear(x, weight, bias))
     outputs, inner = weight.shape
     check_linear(x, weight.shape, bias)
     rows = float_rows(x)
@@ -95,7 +123,8 @@ def dequantize(weight: QTensor) -> Tensor:
 
 
 def _accepts_table(*, weight: QTensor | None = None, table: QTensor | None = None, **facts: Any) -> bool:
-    return accepts(dtype=torch.float32, weight=weight if table is None else table)
+    found = weight if table is None else table
+    return found is not None and found.scheme.name in FORMATS and accepts(dtype=torch.float32, weight=found)
 
 
 @embedding.provider("native", on="cpu", accepts=_accepts_table)

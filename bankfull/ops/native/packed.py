@@ -25,12 +25,14 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
+from bankfull.ops.native.linear import SCALED, scales_of, unscaled
 from bankfull.ops.native.memory import Slabs
 from bankfull.ops.native.packing import pack_into, pack_of, packed_bytes
 from bankfull.ops.reference.linear import (
     best_output_bf16,
     best_output_hadamard,
     best_output_int8,
+    highest,
     linear_bf16,
     linear_hadamard,
     linear_int8,
@@ -54,15 +56,17 @@ class PackedWeight:
     hadamard: Tensor | None = None
     """int8 copy of the Hadamard-transformed weight, one byte per weight, for many rows; `data` itself if it is int8
     with one scale per row, which is multiplied without a transform."""
+    scales: Tensor | None = None
+    """(outputs,): what multiplies each output, where the layout holds codes without them."""
 
     @property
     def nbytes(self) -> int:
-        return self.data.numel()
+        return self.data.numel() + (0 if self.scales is None else self.scales.nbytes)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         out = torch.empty(self.shape, dtype=torch.float32)
         _native.unpack(self.pack, address(self.data), address(out), *self.shape)
-        return out.to(dtype)
+        return (out if self.scales is None else out * self.scales.unsqueeze(-1)).to(dtype)
 
 
 def pack(weight: QTensor) -> PackedWeight:
@@ -70,7 +74,7 @@ def pack(weight: QTensor) -> PackedWeight:
     layout = pack_of(weight)
     data = _slabs.take(packed_bytes(layout, outputs, inner))
     pack_into(weight, layout, address(data))
-    return PackedWeight(data, layout, (outputs, inner))
+    return PackedWeight(data, layout, (outputs, inner), scales=scales_of(weight))
 
 
 def pack_with_hadamard(weight: QTensor) -> PackedWeight:
@@ -93,7 +97,9 @@ def _accepts_bf16(*, dtype: torch.dtype | None = None, weight: QTensor | None = 
 
 
 def accepts_int8(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and _accepts_bf16(weight=weight, **facts) and not weight.is_dense
+    if weight is None or weight.is_dense or weight.scheme.name in SCALED:
+        return False
+    return _accepts_bf16(weight=weight, **facts)
 
 
 def _accepts_hadamard(*, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -115,7 +121,7 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -
     encoded = torch.empty(count * stride, dtype=torch.uint8)
     _native.encode(address(rows), inner, count, inner, address(encoded), stride, tiles)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
-    wide_bias = None if bias is None else float_rows(bias)
+    wide_bias = unscaled(bias, weight.scales)
     part = (
         address(weight.data),
         address(weight.hadamard),
@@ -126,10 +132,12 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -
         weight.pack,
     )
     _native.packed_linear(tiles, address(encoded), stride, count, inner, [part], -1, 0, 0, False)
-    return y
+    return y if weight.scales is None else y.mul_(weight.scales)
 
 
 def _best(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> Tensor:
+    if weight.scales is not None:
+        return highest(_product(x, weight, bias, int8))
     outputs, inner = weight.shape
     check_linear(x, weight.shape, bias)
     rows = float_rows(x)

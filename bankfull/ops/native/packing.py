@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address
 from bankfull.ops.native.extension import required
-from bankfull.ops.native.linear import FORMATS, storage_of
+from bankfull.ops.native.linear import FORMATS, SCALED, storage_of
 from bankfull.weights.formats.groups import SCHEMES as GROUPED
 from bankfull.weights.formats.groups import WITH_ZEROS
 from bankfull.weights.formats.mxfp4 import BLOCK_BYTES, MXFP4
@@ -40,6 +40,7 @@ _BY_SCHEME = {
     **{scheme.name: _of_group(scheme.name, scheme.block) for scheme in GROUPED},
     INT8_ROW: int(_native.group_pack(_PACKS["pack8r"][0], 0, False)),
     MXFP4: int(_native.group_pack(_PACKS["pack4f"][0], 0, False)),
+    **{name: int(_native.pack_of(FORMATS[codes][0])) for name, codes in SCALED.items()},
 }
 COLUMNS = 32
 """Columns of a block in every layout but those of GGUF's blocks of 256 and of dense weights."""
@@ -52,9 +53,11 @@ def pack_of(weight: QTensor) -> int:
     memory of the host."""
     found = _BY_SCHEME.get(weight.scheme.name, -1)
     columns = weight.shape[-1]
+    if weight.scheme.name in SCALED and len(weight.shape) != 2:
+        return -1
     if found < 0 or columns <= 0 or not all(part.is_cpu and part.is_contiguous() for part in weight.parts.values()):
         return -1
-    if columns % (COLUMNS if weight.scheme.is_by_row else weight.scheme.block):
+    if columns % (COLUMNS if weight.scheme.name == INT8_ROW else weight.scheme.block):
         return -1
     return found if weight.scheme.name != MXFP4 or _fits(weight.parts["blocks"]) else -1
 
@@ -65,9 +68,10 @@ def _fits(blocks: Tensor) -> bool:
 
 
 def pack_into(weight: QTensor, pack: int, out: int) -> None:
-    """Write one matrix to the address `out`, which has room for it: `packed_bytes`."""
+    """Write one matrix to the address `out`, which has room for it: `packed_bytes`. Scales that multiply outputs are
+    not part of the layout."""
     outputs, inner = weight.shape
-    name = weight.scheme.name
+    name = SCALED.get(weight.scheme.name, weight.scheme.name)
     if name in FORMATS:
         _native.pack(FORMATS[name][0], address(storage_of(weight)), out, outputs, inner)
         return

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from bankfull.ops.reference.attention import PagedMeta
@@ -242,6 +241,9 @@ def run_expanded_attention(
     window: int | None = None,
 ) -> Tensor:
     """Sequence by sequence with the library's products and attention; never in a captured step."""
+    # Here, because this import loads torch's compiler: seconds of every start.
+    from torch.nn.attention.bias import causal_lower_right
+
     if window is not None or meta.ancestors is not None:
         return expanded_attention.body(q, cos, sin, pages, meta, keys, values, scale, window)
     nope = keys.outputs

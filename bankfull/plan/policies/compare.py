@@ -60,6 +60,9 @@ class PolicyFigures:
     preemptions: int
     swapped_bytes: int
     seconds: float
+    overloaded: bool = False
+    """Whether more jobs arrive than the policy can serve: its queue, and all times that include waiting, grow with the
+    number of jobs."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,22 +115,21 @@ def policy_table(found: Sequence[PolicyFigures], title: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in found:
-        times = (one.jct_mean, one.jct_p99, one.jct_longest, one.ttft_mean, one.ttft_p99, one.tpot_mean)
-        table.add_row(
-            one.policy,
-            *map(duration, times),
-            *map(duration, (one.blocked_mean, one.blocked_p99)),
-            f"{one.goodput:.3g}",
-            f"{one.good:.0%}",
-            str(one.preemptions),
-            scaled(one.swapped_bytes, "B"),
-        )
+        waits = one.jct_mean, one.jct_p99, one.jct_longest, one.ttft_mean, one.ttft_p99
+        blocked = one.blocked_mean, one.blocked_p99
+        done = str(one.preemptions), scaled(one.swapped_bytes, "B")
+        if one.overloaded:
+            table.add_row(one.policy, "overloaded", *"-" * 4, duration(one.tpot_mean), *"-" * 4, *done)
+        else:
+            good = f"{one.goodput:.3g}", f"{one.good:.0%}"
+            times = *map(duration, waits), duration(one.tpot_mean), *map(duration, blocked)
+            table.add_row(one.policy, *times, *good, *done)
     return table
 
 
 def policy_chart(found: Sequence[PolicyFigures], title: str) -> Chart:
-    """Bars of the mean times, one group for each policy, the shortest first."""
-    ranked = sorted(found, key=lambda one: one.jct_mean)
+    """Bars of the mean times, one group for each policy, the shortest first; without those that are overloaded."""
+    ranked = sorted((one for one in found if not one.overloaded), key=lambda one: one.jct_mean)
     parts = (("job completion", "jct_mean"), ("blocked", "blocked_mean"), ("first token", "ttft_mean"))
     series = [
         Series(name, [(place, getattr(one, field)) for place, one in enumerate(ranked)], kind="bars")

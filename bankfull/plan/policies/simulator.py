@@ -22,9 +22,10 @@ from bankfull.plan.simulate import RequestTimes
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence as Running
 from bankfull.sched.stride import plain_steps, take_plain_steps
+from bankfull.state.lower_tier import LowerTier
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Paged, TensorSpec, layout_of
-from bankfull.state.tiers import LowerTier, Tiers
+from bankfull.state.tiers import Tiers
 from bankfull.types import Output, Request, Tier, Work
 
 PAGE_TOKENS = 16
@@ -52,7 +53,7 @@ class JobRun:
     """Time at which the last job got a row."""
 
 
-def state_of(sched: SchedConfig, traffic: JobTraffic, memory_tokens: int, clock: Clock) -> StateManager:
+def state_of(sched: SchedConfig, traffic: JobTraffic, memory_tokens: int) -> StateManager:
     """`memory_tokens`: KV cache in tokens; 0 = enough for `PARKED` sequences per row."""
     spec = Paged((TensorSpec("k", (1, 1), "float32"), TensorSpec("v", (1, 1), "float32")))
     per_sequence = -(-traffic.most_tokens // PAGE_TOKENS) + 1
@@ -79,7 +80,7 @@ class SimulatedEngine:
         state; `speed`: of the machine in the course of the run, if it is not the model's all the time."""
         self.clock = Clock()
         self._model, self._traffic, self._speed, self._stepped = model, traffic, speed, stepped
-        self._state = state_of(sched, traffic, memory_tokens, self.clock)
+        self._state = state_of(sched, traffic, memory_tokens)
         if host_tokens:
             lower = LowerTier(Tier.HOST, host_tokens // PAGE_TOKENS, 0)
             pages, page_bytes = self._state.pages, PAGE_TOKENS * token_bytes

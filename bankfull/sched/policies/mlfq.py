@@ -8,6 +8,12 @@ waits for at most ceil(k / r) quanta of the first queue, and the end of a step.
 
 Plain MLFQ starts every job in the first queue. Its quantum ends in the middle of a long prefill, and the job is demoted
 before it has a single token. Skip-join puts a job into the first queue whose quantum covers its predicted prefill.
+
+Two things are not as in the paper, because a step here holds chunks of prompts beside decodes and its rows decode
+together. A prefill takes more than its own time, so a job keeps its queue until its first token. What it does then says
+nothing about its answer, and a quantum that covers a short prefill covers few tokens beside other prompts: jobs that
+end soon would all give way to new ones shortly before their ends. So the first token begins a turn of its own in the
+first queue, several times as long as a mean answer took. Only answers that outlast it are long ones.
 """
 
 from __future__ import annotations
@@ -35,9 +41,14 @@ DEEPEST = 12
 """The last queue; its sequences stay in it."""
 ROUNDING = 1e-6
 """More seconds than the sums of a run of steps may be wrong by."""
+TURN = 3.0
+"""Length of an answer's turn, in mean answers: so long that few of those of usual lengths are cut shortly before their
+ends, also while prompts slow their steps down. Where answers have a heavy tail, the long ones are still found."""
+REMEMBERED = 256
+"""Answers that the mean is taken over, the older ones with less weight."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class QueuedJob:
     level: int
     place: int
@@ -46,7 +57,13 @@ class QueuedJob:
     """Time at which it was served last, or joined."""
     quantum: float
     """Seconds that it may use before it moves to the next queue."""
+    known: int = 0
+    """Tokens that it came with."""
     used: float = 0.0
+    served: float = 0.0
+    """Seconds of the steps that served it; of those after its first token where it has one."""
+    answers: bool = False
+    """Whether it has its first token."""
     before: int | None = None
     """Its place before all queues; None for a sequence that is in its queue."""
 
@@ -85,7 +102,9 @@ class Mlfq(FirstCome):
         job = self._jobs.get(sequence)
         if job is None:
             level = self.first_level(sequence)
-            job = self._jobs[sequence] = QueuedJob(level, next(self._places), now, self._limit(level))
+            job = self._jobs[sequence] = QueuedJob(
+                level, next(self._places), now, self._limit(level), len(sequence.tokens)
+            )
         if not _fruitless(sequence):
             job.before = None
         elif job.before is None:  # the first one keeps its place, and so gets its token
@@ -109,12 +128,14 @@ class Mlfq(FirstCome):
     def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
         alive = [(seq, job, job.level) for seq in served if (job := self._jobs.get(seq)) is not None]
         jobs = [job for _, job, _ in alive]
+        kept = {job for seq, job, _ in alive if self._keeps_queue(seq, job)}
         for each in seconds:
             moved = False
             for job in jobs:
                 job.used += each
-                if job.used >= job.quantum:
-                    self._move(job, job.level + 1)
+                job.served += each
+                if job.used >= job.quantum and job not in kept:
+                    self._move(job, self._level_below(job))
                     self.demotions += 1
                     moved = True
             if moved and len(seconds) > 1:  # those that move in one step do so in their order
@@ -135,10 +156,26 @@ class Mlfq(FirstCome):
         head = next((seq for seq in self.outlook.waiting() if seq.parent is None), None)
         if head is not None and (level := self._jobs[head].level) < DEEPEST:
             for job in map(self._jobs.__getitem__, running):
-                # Its quantum and those of all queues down to the level of `head`: at least so long it stays above.
-                quanta = job.quantum + self.quantum_of(level + 1) - self.quantum_of(job.level + 1)
-                until = min(until, begun + quanta - job.used)
+                until = min(until, begun + self._stays_above(job, level))
         return min(len(ends), bisect_left(ends, until - ROUNDING) + 1)
+
+    def _keeps_queue(self, sequence: Sequence, job: QueuedJob) -> bool:
+        """Whether it stays in its queue although its quantum is used up."""
+        return False
+
+    def _level_below(self, job: QueuedJob) -> int:
+        """The queue that it moves to: the first one with a longer quantum."""
+        level = job.level + 1
+        while level < DEEPEST and self.quantum_of(level) <= job.quantum:
+            level += 1
+        return level
+
+    def _stays_above(self, job: QueuedJob, level: int) -> float:
+        """Seconds of service for which it is in the queue `level` or one before it: what is left of its quantum, and
+        those of all queues from there to this one."""
+        quantum = min(job.quantum, self.quantum_of(DEEPEST))
+        following = self.quantum_of(level + 1) - self.quantum_of(self._level_below(job))
+        return quantum - job.used + max(0.0, following)
 
     def _promoted(self, now: float) -> list[Sequence]:
         """Sequences that have waited too long, the one that has waited longest first."""
@@ -167,15 +204,14 @@ class Mlfq(FirstCome):
         ahead = 0.0
         for seq, job in self._jobs.items():
             if seq is not sequence and (job.level, job.place) < (own.level, own.place):
-                quanta = sum(self.quantum_of(level) for level in range(job.level, own.level + 1))
-                ahead += quanta - job.used
+                ahead += self._stays_above(job, own.level)
         promotion = self.starvation - (now - own.since)
         return max(0.0, min(promotion, ahead / self.rows))
 
     def backlog(self) -> list[float]:
         found = [0.0] * (1 + max((job.level for job in self._jobs.values()), default=-1))
         for job in self._jobs.values():
-            found[job.level] += max(0.0, self.quantum_of(job.level) - job.used)
+            found[job.level] += max(0.0, min(job.quantum, self.quantum_of(DEEPEST)) - job.used)
         return found or [0.0]
 
     def ended(self, sequence: Sequence) -> None:
@@ -185,6 +221,19 @@ class Mlfq(FirstCome):
 class SkipJoinMlfq(Mlfq):
     predicts = True
 
+    def __init__(self, config: SchedConfig) -> None:
+        super().__init__(config)
+        self._mean = 0.0
+        """Seconds of service from the first token of an answer to its end."""
+        self._answers = 0
+        self._ended: list[float] = []
+        """Answers that have ended since the mean was computed."""
+
+    @property
+    def turn(self) -> float:
+        """Seconds that an answer may use before it moves down."""
+        return max(self.quantum, TURN * self._mean)
+
     def first_level(self, sequence: Sequence) -> int:
         """The first queue whose quantum covers the predicted prefill."""
         cached = self.outlook.cached(sequence)
@@ -193,3 +242,32 @@ class SkipJoinMlfq(Mlfq):
         while level < DEEPEST and self.quantum_of(level) < seconds:
             level += 1
         return level
+
+    def _keeps_queue(self, sequence: Sequence, job: QueuedJob) -> bool:
+        """While it computes a prompt, unless it is in the first queue, whose waits are bounded by quanta."""
+        return job.level > 0 and len(sequence.tokens) <= sequence.entered
+
+    def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
+        changed = [*super().after(plan, served, now, seconds)]
+        for seq in served:
+            job = self._jobs.get(seq)
+            if job is not None and not job.answers and len(seq.tokens) > job.known:
+                job.answers, job.served = True, 0.0
+                self._move(job, 0)
+                job.quantum = self.turn
+                changed.append(seq)
+        return changed
+
+    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
+        changed = super().after_plain(served, seconds, now)
+        for answer in self._ended:  # only now: the quanta of the steps before were given out with the mean before
+            self._answers = min(self._answers + 1, REMEMBERED)
+            self._mean += (answer - self._mean) / self._answers
+        self._ended.clear()
+        return changed
+
+    def ended(self, sequence: Sequence) -> None:
+        job = self._jobs.get(sequence)
+        if job is not None and job.answers:
+            self._ended.append(job.served)
+        super().ended(sequence)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from bankfull import __version__
+from bankfull.build_digest import build_digest
 from bankfull.config import parse_bytes
 from bankfull.errors import ConfigError
 from bankfull.serve.answers.store import AnswerStore, MemoryAnswers, SqliteAnswers, StoredAnswer
@@ -60,7 +60,7 @@ class ResponseCache:
         """`facts` of the engine, once it is loaded; `settings`: all else that an answer depends on, as JSON values;
         `owner` of a call: nobody else gets its answer."""
         self._store, self._facts, self._owner = store, facts, owner
-        self._settings = msgspec.json.encode([__version__, dict(settings)], order="deterministic")
+        self._settings = msgspec.json.encode([build_digest(), dict(settings)], order="deterministic")
         self._outcomes = {"hit": 0, "miss": 0, "bypass": 0}
 
     async def answer(
@@ -85,6 +85,11 @@ class ResponseCache:
             return Recording(made, lambda parts: self._keep(key, path, body, caller, parts, True), self._most), miss
         await self._keep(key, path, body, caller, [made], False)
         return made, miss
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is kept or found now; empty while all is well."""
+        return self._store.problem
 
     def families(self) -> list[ScalarMetric]:
         """Made anew for each response of /metrics."""

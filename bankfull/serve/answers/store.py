@@ -24,6 +24,8 @@ OVERHEAD = 256
 """Bytes that an entry takes beside its answer."""
 APPLICATION = 0x62667263
 """Marks an SQLite file as a response cache of this format."""
+SQLITE_HEAD, APPLICATION_AT = 100, 68
+"""Bytes of an SQLite file's header, and where the mark is in it."""
 
 Made = TypeVar("Made")
 
@@ -42,6 +44,11 @@ _decode = msgspec.msgpack.Decoder(StoredAnswer).decode
 class AnswerStore(Protocol):
     @property
     def limit(self) -> int: ...
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is kept or found now, in a few words without names of files; empty while all is well."""
+        ...
 
     @property
     def size(self) -> int:
@@ -64,6 +71,8 @@ class AnswerStore(Protocol):
 
 
 class MemoryAnswers:
+    problem = ""
+
     def __init__(self, limit: int) -> None:
         self.limit, self.size, self.evictions = limit, 0, 0
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
@@ -117,17 +126,28 @@ PRAGMA application_id = {APPLICATION};
 
 class SqliteAnswers:
     """Survives the server. One thread does all the work, so that a slow disk never holds up the event loop. What cannot
-    be read or written is a miss: the first problem is logged."""
+    be read or written is a miss: the first problem is logged. A file that cannot be opened because of the disk is left
+    alone until the next start, and everything is a miss; one that holds something else is refused."""
 
     def __init__(self, limit: int, path: Path) -> None:
         self.limit, self.size, self.entries, self.evictions = limit, 0, 0, 0
         self._path = path
         self._thread = ThreadPoolExecutor(1, "bankfull-answers")
         self._complained = False
-        self._database = self._thread.submit(self._open).result()
+        self.problem = ""
+        self._database: sqlite3.Connection | None = None
+        try:
+            self._database = self._thread.submit(self._open).result()
+        except (OSError, sqlite3.Error) as error:
+            self.problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            log.error(
+                "The response cache %s cannot be opened: %s. Until the next start there is no response cache.",
+                path,
+                self.problem,
+            )
 
     async def get(self, key: bytes) -> StoredAnswer | None:
-        data = await self._run(lambda: self._get(key))
+        data = await self._run(lambda database: self._get(database, key))
         try:
             return None if data is None else _decode(data)
         except msgspec.MsgspecError:
@@ -136,16 +156,23 @@ class SqliteAnswers:
     async def put(self, key: bytes, answer: StoredAnswer) -> None:
         data = _encode(answer)
         if len(data) + OVERHEAD <= self.limit:
-            await self._run(lambda: self._put(key, data))
+            await self._run(lambda database: self._put(database, key, data))
 
     def close(self) -> None:
-        self._thread.submit(self._database.close).result()
+        if self._database is not None:
+            self._thread.submit(self._database.close).result()
         self._thread.shutdown()
 
-    async def _run(self, work: Callable[[], Made]) -> Made | None:
+    async def _run(self, work: Callable[[sqlite3.Connection], Made]) -> Made | None:
+        database = self._database
+        if database is None:
+            return None
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            made = await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(database))
+            self.problem = ""
+            return made
         except sqlite3.Error as error:
+            self.problem = str(error)
             if not self._complained:
                 self._complained = True
                 log.warning("the response cache %s is not usable now (%s); requests run without it", self._path, error)
@@ -158,17 +185,18 @@ class SqliteAnswers:
         problem = f"The response cache {path} cannot be opened"
         if path.is_dir():
             raise ConfigError(f"{problem}: it is a directory; name a file.")
-        try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        except OSError as error:
-            raise ConfigError(f"{problem}: {error.strerror or error}.") from None
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorname", "") not in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
-                raise ConfigError(f"{problem}: {error}.") from None
-        if path.read_bytes()[:15] != b"SQLite format 3":
+                raise
+        with path.open("rb") as file:
+            head = file.read(SQLITE_HEAD)
+        if not head.startswith(b"SQLite format 3"):
             raise ConfigError(f"{problem}: it is another file; name a new one.")
+        if head[APPLICATION_AT : APPLICATION_AT + 4] != APPLICATION.to_bytes(4, "big"):
+            raise ConfigError(f"{problem}: it is a damaged database of something else; name a new file.")
         log.warning("the response cache %s is damaged and begins anew", path)
         for name in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
             with suppress(FileNotFoundError):
@@ -201,15 +229,14 @@ class SqliteAnswers:
             raise
         return database
 
-    def _get(self, key: bytes) -> bytes | None:
-        found = self._database.execute("SELECT body FROM answers WHERE key = ?", (key,)).fetchone()
+    def _get(self, database: sqlite3.Connection, key: bytes) -> bytes | None:
+        found = database.execute("SELECT body FROM answers WHERE key = ?", (key,)).fetchone()
         if found is None:
             return None
-        self._database.execute("UPDATE answers SET used = ? WHERE key = ?", (self._turn(self._database), key))
+        database.execute("UPDATE answers SET used = ? WHERE key = ?", (self._turn(database), key))
         return bytes(found[0])
 
-    def _put(self, key: bytes, data: bytes) -> None:
-        database = self._database
+    def _put(self, database: sqlite3.Connection, key: bytes, data: bytes) -> None:
         database.execute("BEGIN IMMEDIATE")
         try:
             database.execute("DELETE FROM answers WHERE key = ?", (key,))

@@ -176,8 +176,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    speculative: bool | int | None = None
-    """False: no draft tokens for this call; a number: at most so many per step."""
+    speculative: bool | int | str | None = None
+    """False or "off": no draft tokens for this call; a number: at most so many per step; a name: only those of a way
+    of drafting that the server runs."""
     reference: str | None = None
     """A text that the answer may repeat: draft tokens are looked up in it."""
     response_format: ResponseFormat | None = None

@@ -21,6 +21,13 @@ from bankfull.serve.api.tokens import DetokenizeCall, DetokenizeReply, TokenizeC
 from bankfull.serve.batch.batches import BatchReply, CreateBatch
 from bankfull.serve.batch.files import Deleted, FileReply, ListPage
 
+
+class Health(msgspec.Struct):
+    status: str
+    without: dict[str, str]
+    """Optional parts that were asked for and cannot be used, and why; the service answers without them."""
+
+
 #: Path -> (what it does, the body, the answer).
 POSTED: dict[str, tuple[str, Any, Any]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatCall, ChatReply),
@@ -40,7 +47,7 @@ READ: dict[str, tuple[str, Any]] = {
     "/version": ("The server's version", dict[str, str]),
     "/live": ("Whether the server answers", dict[str, str]),
     "/ready": ("Whether the engine can take a call", dict[str, str]),
-    "/health": ("As /ready", dict[str, str]),
+    "/health": ("As /ready, with the optional parts that cannot be used", Health),
     "/openapi.json": ("This document", dict[str, Any]),
 }
 #: (Path, method) -> (what it does, the answer, its parameters in the query): work that waits, where it is served.

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from bankfull.durable import fsync_folder
 from bankfull.errors import ConfigError
 from bankfull.serve.data.database import MIGRATIONS, SALVAGED, check_integrity, side_files
 from bankfull.serve.data.database import NAME as DATABASE
@@ -25,7 +26,6 @@ from bankfull.serve.data.store import (
     SET_ASIDE,
     Store,
     StoredFile,
-    fsync_folder,
     lock_file,
     lock_folder,
     reconcile_contents,

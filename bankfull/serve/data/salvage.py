@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
+from bankfull.durable import fsync_folder
 from bankfull.serve.data.batch_store import OPEN, BatchRecord
 from bankfull.serve.data.database import open_database, side_files
 from bankfull.serve.data.sqlite_pages import Pages, Record
-from bankfull.serve.data.store import BATCH_ID, FILE_ID, StoredFile, fsync_folder
+from bankfull.serve.data.store import BATCH_ID, FILE_ID, StoredFile
 
 _ORDER = {status: number for number, status in enumerate((*OPEN, "cancelled", "completed", "expired", "failed"))}
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from bankfull.durable import fsync_folder
 from bankfull.errors import ConfigError
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.data.database import NAME as DATABASE
@@ -470,11 +471,3 @@ def lock_file(path: Path) -> int:
             f"Another server uses the data directory {path.parent}; stop it, or choose another directory."
         ) from None
     return descriptor
-
-
-def fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

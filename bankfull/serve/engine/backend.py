@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from bankfull.errors import BankfullError
@@ -62,6 +62,11 @@ class Backend(Protocol):
     @property
     def says(self) -> str:
         """Why it is not ready, for clients: without file names or details of the machine."""
+        ...
+
+    @property
+    def optional(self) -> Mapping[str, str]:
+        """Optional parts that were asked for: why each is not used, or nothing. They never decide readiness."""
         ...
 
     @property

@@ -37,4 +37,4 @@ class BeginReporter:
 
     def _launched(self, plan: StepPlan) -> None:
         if plan.enter:
-            self._say(Begun(list({cast(int, enter.request) for enter in plan.enter})))
+            self._say(Begun(list({cast(int, enter.request) for enter in plan.enter}), runs=True))

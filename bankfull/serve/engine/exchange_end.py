@@ -5,14 +5,17 @@ front asks. All but the reports of copies runs on the loop's thread.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
+from bankfull.handshake.inherited import inherited
+from bankfull.handshake.link_tls import LinkTls
 from bankfull.mesh import MeshSpec
 from bankfull.serve.engine.wire import Arrived, ExchangeEnds, Expect, FromEngine, RoomGranted, Ship, Shipped
-from bankfull.state.tiers import disk_key, key_from_disk
+from bankfull.state.lower_tier import disk_key, key_from_disk
 
 if TYPE_CHECKING:
     from bankfull.llm import LLM
@@ -60,6 +63,8 @@ class ExchangeEnd:
         self._requests: dict[Any, int] = {}
         """Requests that wait for a row, and their expectations."""
         self._ends, self._host = ends, host
+        self._secret = ends.secret or inherited().exchange
+        self._tls = LinkTls.of(ends.tls)
         self._sockets: SocketCarrier | None = None
         self.address: tuple[str, int] | None = None
         """Where this engine takes pages, without shared memory."""
@@ -76,7 +81,7 @@ class ExchangeEnd:
 
         if self._ends.files:
             return MemoryCarrier(self._ends.files, identity)
-        self._sockets = SocketCarrier(self._ends.secret, identity)
+        self._sockets = SocketCarrier(self._secret, identity, self._tls)
         return self._sockets
 
     def _open_exchange(self, shape: ExchangeShape) -> ExchangeReader | PageListener:
@@ -87,7 +92,7 @@ class ExchangeEnd:
         if self._ends.files:
             return ExchangeReader(self._ends.files[self._ends.own], shape)
         try:
-            listener = PageListener(shape, self._host, self._ends.secret)
+            listener = PageListener(shape, self._host, self._secret, self._tls)
         except OSError as error:
             why = error.strerror or str(error)
             raise ConfigError(f"The engine cannot listen for pages at {self._host}: {why}.") from error
@@ -118,7 +123,7 @@ class ExchangeEnd:
 
     def expect(self, wanted: Expect) -> None:
         if self._expectations is not None:
-            self._expectations.expect(wanted.id, wanted.prompt, wanted.salt.encode())
+            self._expectations.expect(wanted.id, wanted.prompt, wanted.salt.encode(), wanted.tenant)
             self._grant(wanted.id)
 
     def arrived(self, news: Arrived) -> None:
@@ -129,6 +134,8 @@ class ExchangeEnd:
         """A request waits for a row that uses what was expected."""
         if expected:
             self._requests[request] = expected
+            if self._expectations is not None and self._expectations.ended(expected):
+                self._grant()
 
     def gone(self, request: int) -> None:
         """A request has ended before it got a row."""
@@ -149,7 +156,16 @@ class ExchangeEnd:
     def _grant(self, number: int | None = None) -> None:
         assert self._expectations is not None
         for grant in self._expectations.grants(number):
-            self._say(RoomGranted(grant.number, [(disk_key(key), at) for key, at in grant.places], grant.waiting))
+            places = [(disk_key(key), at) for key, at in grant.places]
+            self._say(RoomGranted(grant.number, places, grant.waiting, list(map(disk_key, grant.withdrawn))))
+
+
+def own_host(connection: socket.socket) -> str:
+    """The address at which the API has reached this process; other engines reach it there, too."""
+    if inherited().host:
+        return inherited().host
+    local = connection.family not in (socket.AF_INET, socket.AF_INET6)
+    return "127.0.0.1" if local else str(connection.getsockname()[0])
 
 
 def told_facts(facts: dict[str, Any], layout: Layout) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from bankfull.fleet.reports import Load, queue_figures, routing_figures, tier_figures
+from bankfull.fleet.reports import Load, optional_parts, queue_figures, routing_figures, tier_figures
 
 if TYPE_CHECKING:
     from bankfull.engine import Engine
@@ -74,6 +74,7 @@ class Gauge:
             pins.counts.given_up,
             pins.counts.over_quota,
             *(queue_figures(scheduler) if self._paced else ([], 0.0)),
+            optional_parts(scheduler),
         )
 
     def _note(self, plan: StepPlan) -> None:

@@ -75,6 +75,7 @@ class Stream:
         "ended",
         "id",
         "items",
+        "on_run",
         "prepared",
         "worked_on",
     )
@@ -85,6 +86,8 @@ class Stream:
         """The engine can run it at once: there is no grammar to compile first."""
         self.worked_on = False
         """The engine has reported that it works on the request: it may be what ends the engine."""
+        self.on_run: Callable[[], None] | None = None
+        """Called whenever the request gets a row."""
         self.items: list[Delta | RequestDone] = []
         self.ended = False
         self._link, self._ticket = link, ticket
@@ -167,6 +170,7 @@ class Link(EngineKeeper):
         give_up_after: float = 0.0,
         open_engine: EngineFactory = EngineProcess,
         tells_prefixes: bool = False,
+        tells_weights: bool = False,
         exchange: ExchangeEnds | None = None,
     ) -> None:
         """`stall_seconds`: time without progress after which an engine with work is restarted; 0: never.
@@ -174,7 +178,7 @@ class Link(EngineKeeper):
         `open_engine` makes each engine that is started: by default a process on this machine. `tells_prefixes`: the
         engine reports the keys of its prefix cache to `on_prefixes`, for routing. `exchange`: files that the engine
         inherits from `open_engine`, to hand over state or to get it."""
-        configure = Configure(model, dict(options or {}), threads, tells_prefixes, exchange)
+        configure = Configure(model, dict(options or {}), threads, tells_prefixes, tells_weights, exchange)
         super().__init__(configure, limits or QueueLimits(), open_engine, stall_seconds, give_up_after)
         self._streams: dict[int, weakref.ref[Stream]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -196,6 +200,11 @@ class Link(EngineKeeper):
     @property
     def load(self) -> Load | None:
         return self._load
+
+    @property
+    def optional(self) -> Mapping[str, str]:
+        known = self._load if self._load is not None else self._facts
+        return {} if known is None else known.optional
 
     @property
     def says(self) -> str:
@@ -253,11 +262,11 @@ class Link(EngineKeeper):
 
     # -- state that another engine computes
 
-    def expect_state(self, prompt: list[int], salt: str, on_room: OnRoom) -> int:
+    def expect_state(self, prompt: list[int], salt: str, tenant: str, on_room: OnRoom) -> int:
         """The engine shall get the state of this prompt from another one; the number of the expectation, which
         `forget_state` or the request that names it ends. Raises Unavailable."""
         number = next(self._numbers)
-        self._send(Expect(number, prompt, salt))
+        self._send(Expect(number, prompt, salt, tenant))
         self._rooms[number] = on_room
         return number
 
@@ -399,6 +408,8 @@ class Link(EngineKeeper):
                 for request in message.ids:
                     if (stream := self._stream(request)) is not None:
                         stream.worked_on = not message.waits
+                        if message.runs and stream.on_run is not None:
+                            stream.on_run()
             case Refused():
                 if (stream := self._stream(message.id)) is not None:
                     stream.fail(_error_of(message))

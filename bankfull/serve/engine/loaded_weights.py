@@ -7,22 +7,27 @@ from bankfull.serve.engine.wire import Configure
 
 
 class LoadedWeights:
-    """Made before the files are loaded, where there are other replicas that must have the same ones."""
+    """Made before the files are loaded, where other replicas must have the same ones, or answers were kept. The files
+    are hashed meanwhile."""
 
     def __init__(self, wanted: Configure) -> None:
-        self._wanted = wanted
-        self._before = self._read()
-
-    def fingerprint(self) -> str:
-        """Of the files that were loaded since; empty for a single engine. Raises ModelError if they have changed."""
-        if self._before != self._read():
-            raise ModelError("The model's files have changed while they were loaded; load them again.")
-        return self._before
-
-    def _read(self) -> str:
-        if not self._wanted.tells_prefixes:
-            return ""
-        from bankfull.weights.fingerprint import weights_fingerprint
+        self._path = None
+        if not (wanted.tells_prefixes or wanted.tells_weights):
+            return
+        from bankfull.weights.fingerprint import fingerprint_beside, weights_stamp
         from bankfull.weights.locate import locate
 
-        return weights_fingerprint(locate(self._wanted.model))
+        self._path = locate(wanted.model)
+        self._before = weights_stamp(self._path)
+        self._fingerprint = fingerprint_beside(self._path)
+
+    def fingerprint(self) -> str:
+        """Of the files that were loaded since; empty where nobody asks. Raises ModelError if they have changed."""
+        if self._path is None:
+            return ""
+        from bankfull.weights.fingerprint import weights_stamp
+
+        fingerprint = self._fingerprint()
+        if self._before != weights_stamp(self._path):
+            raise ModelError("The model's files have changed while they were loaded; load them again.")
+        return fingerprint

@@ -15,6 +15,7 @@ from typing import cast
 
 import msgspec
 
+from bankfull.handshake.proof import TAG, Seal, SessionKeys
 from bankfull.progress import SharedProgress, watched_file
 from bankfull.serve.engine.backend import Unavailable
 from bankfull.serve.engine.stall import stalled
@@ -40,6 +41,12 @@ class EngineConnection(asyncio.Protocol, ABC):
         self._unsent: deque[tuple[int | None, bytes]] = deque()
         """Messages that wait until the engine has read the earlier ones."""
         self._paused = False
+        self._own: Seal | None = None
+        self._theirs: Seal | None = None
+
+    def sealed(self, keys: SessionKeys) -> None:
+        """From now on each message has a tag."""
+        self._own, self._theirs = Seal(keys.of_caller), Seal(keys.of_listener)
 
     def send(self, message: bytes, request: int | None = None) -> None:
         """In the order of the calls. `request`: the request that the message submits, for `withdraw`. Raises
@@ -51,7 +58,11 @@ class EngineConnection(asyncio.Protocol, ABC):
         if self._paused:
             self._unsent.append((request, message))
         else:
-            self._transport.write(message)
+            self._write(message)
+
+    def _write(self, message: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(message if self._own is None else message + self._own.tag(message))
 
     def withdraw(self, request: int) -> bool:
         """Remove a submitted request that was not written yet; whether that was possible."""
@@ -117,7 +128,7 @@ class EngineConnection(asyncio.Protocol, ABC):
         self._paused = False
         assert self._transport is not None
         while self._unsent and not self._paused and not self._transport.is_closing():  # writing may pause it again
-            self._transport.write(self._unsent.popleft()[1])
+            self._write(self._unsent.popleft()[1])
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
@@ -139,13 +150,16 @@ class EngineConnection(asyncio.Protocol, ABC):
 
     def _deal_out(self, data: memoryview) -> bytes:
         """Pass on all whole messages; the rest of the data."""
-        start, end = 0, len(data)
+        start, end, behind = 0, len(data), 0 if self._theirs is None else TAG
         while end - start >= HEADER:
-            stop = start + HEADER + body_length(data[start : start + HEADER])
+            stop = start + HEADER + body_length(data[start : start + HEADER]) + behind
             if stop > end:
                 self._needed = stop - start
                 break
-            self._receive(self._decode(data[start + HEADER : stop]))
+            ends = stop - behind
+            if self._theirs is not None and not self._theirs.opens(data[ends:stop], data[start:ends]):
+                raise ValueError("a message is not what the engine has sent")
+            self._receive(self._decode(data[start + HEADER : ends]))
             start = stop
         else:
             self._needed = HEADER
@@ -206,7 +220,8 @@ class EngineProcess(EngineConnection):
 
 
 def worker_command(*files: int) -> list[str]:
-    """Starts the engine with these inherited files: its socket, and where it writes its progress."""
+    """Starts the engine with these inherited files: its socket, where it writes its progress, and its secrets if it has
+    any."""
     # -P: a file in the current folder must not shadow a module of the package.
     return [sys.executable, "-P", "-m", "bankfull.serve.engine.worker", *map(str, files)]
 

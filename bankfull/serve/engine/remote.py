@@ -11,10 +11,13 @@ import sys
 import termios
 from collections.abc import Callable
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
+from bankfull.errors import ConfigError
 from bankfull.fleet.failures import PROBE_SECONDS, QUIET_SECONDS
-from bankfull.handshake import CONTROL, ENGINE, HANDSHAKE_SECONDS, SESSION, HandshakeRefused, call, tune
+from bankfull.handshake.calling import HANDSHAKE_SECONDS, reach
+from bankfull.handshake.link_tls import LinkTls
+from bankfull.handshake.proof import CONTROL, ENGINE, SUBJECT, TAG, HandshakeRefused, Seal, SessionKeys
 from bankfull.serve.engine.gateway import HEARTBEAT, KILL, PROBE, RUNNING
 from bankfull.serve.engine.process import EngineConnection, how_ended
 from bankfull.serve.engine.wire import Failed, FromEngine
@@ -31,21 +34,40 @@ class RemoteEngine(EngineConnection):
     """Connected by TCP. The gateway reports the engine's progress and kills it on request; when either connection is
     lost, the engine has ended."""
 
-    def __init__(self, receive: Callable[[FromEngine], None], address: tuple[str, int], token: bytes) -> None:
+    def __init__(
+        self,
+        receive: Callable[[FromEngine], None],
+        address: tuple[str, int],
+        token: bytes,
+        tls: LinkTls | None = None,
+    ) -> None:
         super().__init__(receive)
-        self._address, self._token = address, token
+        self._address, self._token, self._tls = address, token, tls
         self._control: ControlConnection | None = None
         self._problem = "before it began"
         """How the engine ended, if its gateway does not report a status."""
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        session = secrets.token_bytes(SESSION)
+        session = secrets.token_bytes(SUBJECT)
         try:
-            control = await self._open(CONTROL, session)
-            _, self._control = await loop.create_connection(lambda: ControlConnection(self._lost), sock=control)
-            data = await self._open(ENGINE, session)
-            await loop.create_connection(lambda: self, sock=data)
+            secured: dict[str, Any] = {}
+            if self._tls is not None:
+                secured = {
+                    "ssl": self._tls.calling(),
+                    "server_hostname": "",
+                    "ssl_handshake_timeout": HANDSHAKE_SECONDS,
+                }
+            control, keys = await self._open(CONTROL, session)
+            _, self._control = await loop.create_connection(
+                lambda: ControlConnection(self._lost, keys), sock=control, **secured
+            )
+            data, keys = await self._open(ENGINE, session)
+            self.sealed(keys)
+            await loop.create_connection(lambda: self, sock=data, **secured)
+        except ConfigError as error:  # files for TLS may be replaced
+            self._problem = f"without a connection to {self.where} ({error})"
+            raise ConnectionError(str(error)) from None
         except HandshakeRefused as error:  # the same with every further attempt
             self._receive(Failed(f"{self.where}: {error}"))
             raise ConnectionError(str(error)) from None
@@ -90,27 +112,16 @@ class RemoteEngine(EngineConnection):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _open(self, purpose: bytes, session: bytes) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            found = await loop.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-            connection = socket.socket(*found[0][:3])
-            try:
-                connection.setblocking(False)
-                tune(connection)
-                await loop.sock_connect(connection, found[0][4])
-                await call(connection, self._token, purpose, session)
-            except BaseException:
-                connection.close()
-                raise
-        return connection
+    async def _open(self, purpose: bytes, session: bytes) -> tuple[socket.socket, SessionKeys]:
+        return await reach(self._address, self._token, purpose, session)
 
 
 class ControlConnection(asyncio.Protocol):
     """The control connection to a gateway."""
 
-    def __init__(self, lost: Callable[[str], None]) -> None:
+    def __init__(self, lost: Callable[[str], None], keys: SessionKeys) -> None:
         self._lost = lost
+        self._own, self._theirs = Seal(keys.of_caller), Seal(keys.of_listener)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport | None = None
         self._read = bytearray()
@@ -122,7 +133,7 @@ class ControlConnection(asyncio.Protocol):
 
     def kill(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(KILL)
+            self._transport.write(KILL + self._own.tag(KILL))
 
     async def wait(self, seconds: float) -> int | None:
         """The exit status of the engine, if it comes in time."""
@@ -144,9 +155,15 @@ class ControlConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._read += data
         self._expect()
-        while len(self._read) >= HEARTBEAT.size:
-            self.pid, self.progress, status = HEARTBEAT.unpack(self._read[: HEARTBEAT.size])
-            del self._read[: HEARTBEAT.size]
+        while len(self._read) >= HEARTBEAT.size + TAG:
+            said, tag = self._read[: HEARTBEAT.size], self._read[HEARTBEAT.size : HEARTBEAT.size + TAG]
+            del self._read[: HEARTBEAT.size + TAG]
+            if not self._theirs.opens(tag, said):
+                log.error("A heartbeat is not what the gateway has sent; closing the connection.")
+                assert self._transport is not None
+                self._transport.abort()
+                return
+            self.pid, self.progress, status = HEARTBEAT.unpack(said)
             if status != RUNNING and not self._exited.done():
                 self._exited.set_result(status)
 
@@ -167,7 +184,7 @@ class ControlConnection(asyncio.Protocol):
     def _probe(self, left: float) -> None:
         """There was no heartbeat; `left`: the seconds in which there must be one."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(PROBE)
+            self._transport.write(PROBE + self._own.tag(PROBE))
             pause = min(left, PROBE_SECONDS)
             self._silence = self._loop.call_later(pause, self._judge, left - pause)
 

@@ -1,19 +1,10 @@
 """The protocol between the API process and the engine process: msgspec messages, each with a length prefix, over a
-private socket, and the engine's end of that socket. Never pickle; a message longer than MAX_MESSAGE is not read.
+socket. Never pickle; a message longer than MAX_MESSAGE is not read. Behind a gateway each message is followed by a tag
+(`handshake.proof.Seal`); the socket of a child process is a private pair, and needs none.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import select
-import socket
-import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -47,7 +38,10 @@ class ExchangeEnds(msgspec.Struct):
     engines: int = 0
     """How many there are, without shared memory."""
     secret: bytes = b""
-    """What the two ends of a socket prove to each other."""
+    """What the two ends of a socket prove to each other. Empty for an engine behind a gateway, which inherits it
+    (`handshake.inherited`): the connection of this message may cross a network."""
+    tls: str = ""
+    """The folder of `handshake.link_tls.LinkTls`, for sockets; empty: without TLS."""
 
     @property
     def lanes(self) -> int:
@@ -66,6 +60,9 @@ class Configure(msgspec.Struct, tag="configure"):
     tells_prefixes: bool = False
     """Whether the engine reports the keys of its prefix cache, its pace, and the requests that it begins, for routing
     between replicas."""
+    tells_weights: bool = False
+    """Whether the engine reports the fingerprint of its weights although it is the only one: what is kept is bound to
+    them."""
     exchange: ExchangeEnds | None = None
     """Set where engines that compute prompts hand them to engines that decode."""
 
@@ -119,6 +116,7 @@ class Expect(msgspec.Struct, tag="expect"):
     id: int
     prompt: list[int]
     salt: str
+    tenant: str = ""
 
 
 class Ship(msgspec.Struct, tag="ship"):
@@ -235,6 +233,8 @@ class Begun(msgspec.Struct, tag="begun", omit_defaults=True):
     ids: list[int]
     waits: bool = False
     """The preparation is complete, and the request waits in the queue."""
+    runs: bool = False
+    """The next step computes their prompts."""
 
 
 class Refused(msgspec.Struct, tag="refused"):
@@ -262,6 +262,8 @@ class RoomGranted(msgspec.Struct, tag="room"):
     places: list[tuple[bytes, int]]
     waiting: int
     """Names that get a place later, when there is room."""
+    withdrawn: list[bytes] = []
+    """Names whose places were taken back for another tenant."""
 
 
 class Shipped(msgspec.Struct, tag="shipped"):
@@ -308,184 +310,3 @@ def body_length(header: bytes | bytearray | memoryview) -> int:
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """For `ToEngine` or `FromEngine`."""
     return msgspec.msgpack.Decoder(kind)
-
-
-# -- the engine's end of the socket
-
-READ_BYTES = 64 << 10
-READING_SECONDS, MOST_READING_SECONDS = 0.002, 0.02
-"""The least and the most time for messages in one turn of the engine's loop; running requests wait meanwhile."""
-READING_SHARE = 0.1
-"""Messages may take this fraction of the time since the last turn, within the two bounds above: more of them arrive
-during a long step."""
-MOST_WAITING = 32 << 20
-"""Bytes queued for the API before the engine blocks: about ten thousand steps of streaming."""
-PATIENCE = 60.0
-"""Seconds after which an API that reads nothing counts as gone."""
-
-
-class ApiGone(Exception):
-    """The API process does not read the socket any more."""
-
-
-class Outbox:
-    """The engine's messages to the API: written at once where the socket takes them, else by a thread while the engine
-    goes on."""
-
-    def __init__(self, connection: socket.socket, give_up: Callable[[str, BaseException], None]) -> None:
-        """`give_up` is called with the writer thread's name and its error: nothing could be written any more."""
-        self._connection, self._give_up = connection, give_up
-        self._waiting: deque[memoryview] = deque()
-        self._size = 0
-        self._changed = threading.Condition()
-        threading.Thread(target=self._write_waiting, name="bankfull-writer", daemon=True).start()
-
-    def send(self, message: bytes) -> None:
-        """In the order of the calls. Returns at once unless MOST_WAITING bytes wait already."""
-        with self._changed:
-            if not self._waiting:
-                message = message[self._write_now(message) :]
-                if not message:
-                    return
-            deadline = time.monotonic() + PATIENCE
-            while self._size and self._size + len(message) > MOST_WAITING:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise ApiGone
-            self._waiting.append(memoryview(message))
-            self._size += len(message)
-            self._changed.notify_all()
-
-    def _write_now(self, message: bytes) -> int:
-        try:
-            return self._connection.send(message, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise ApiGone from error
-
-    def _write_waiting(self) -> None:
-        try:
-            self._keep_writing()
-        except BaseException as error:
-            self._give_up(threading.current_thread().name, error)
-
-    def _keep_writing(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting:
-                    self._changed.wait()
-                first = self._waiting[0]
-            try:
-                self._connection.sendall(first)
-            except OSError:
-                return  # the reader gets the same error, and ends the process
-            with self._changed:
-                # Only now: while a message is listed here, no other thread writes.
-                self._waiting.popleft()
-                self._size -= len(first)
-                self._changed.notify_all()
-
-
-class MessageHead(msgspec.Struct):
-    """The readable part of a message that cannot be decoded."""
-
-    type: str = ""
-    id: int | None = None
-
-
-class NotAMessage(Exception):
-    """The data on the socket is not a message."""
-
-
-class Inbox:
-    """The API's messages, read on the engine's own thread: the bell of its loop. Other threads ring it by a pipe."""
-
-    def __init__(self, connection: socket.socket, take: Callable[[ToEngine | MessageHead], None]) -> None:
-        self._connection, self._take = connection, take
-        self._owner = threading.get_ident()
-        self._rung, self._rings = os.pipe()
-        for end in (self._rung, self._rings):
-            os.set_blocking(end, False)
-        self._news, self._more = select.poll(), select.poll()
-        self._news.register(connection, select.POLLIN)
-        self._news.register(self._rung, select.POLLIN)
-        self._more.register(connection, select.POLLIN)
-        self._read = bytearray()
-        self._decode = decoder(ToEngine).decode
-        self._decode_head = decoder(MessageHead).decode
-        self._waited_at = time.monotonic()
-
-    def ring(self) -> None:
-        if threading.get_ident() != self._owner:  # an action posted from within `wait` runs when that returns
-            with suppress(BlockingIOError):  # the pipe is full: it rings anyway
-                os.write(self._rings, b"!")
-
-    def wait(self, seconds: float | None) -> None:
-        """Handle the messages that have arrived. Raises ApiGone, or NotAMessage."""
-        away = time.monotonic() - self._waited_at
-        if self._whole() is not None:
-            seconds = 0.0
-        for file, _ in self._news.poll(None if seconds is None else math.ceil(1e3 * seconds)):
-            if file == self._rung:
-                os.read(self._rung, 4096)
-            else:
-                self._fill()
-        ends = time.monotonic() + min(MOST_READING_SECONDS, max(READING_SECONDS, READING_SHARE * away))
-        while (body := self._next()) is not None:
-            self._take(self._decoded(body))
-            if time.monotonic() > ends:
-                break
-            if self._whole() is None and self._more.poll(0):
-                self._fill()
-        self._waited_at = time.monotonic()
-
-    def _fill(self) -> None:
-        """Read at least one whole message, unless its end is late."""
-        while self._whole() is None:
-            try:
-                got = self._connection.recv(READ_BYTES)
-            except OSError as error:
-                raise ApiGone from error
-            if not got:
-                raise ApiGone
-            self._read += got
-            if self._whole() is None and not self._more.poll(math.ceil(1e3 * READING_SECONDS)):
-                return
-
-    def _whole(self) -> int | None:
-        """The end of the first message, if it has arrived."""
-        if len(self._read) < HEADER:
-            return None
-        try:
-            end = HEADER + body_length(self._read[:HEADER])
-        except ValueError as error:
-            raise NotAMessage(error) from None
-        return end if len(self._read) >= end else None
-
-    def _next(self) -> bytearray | None:
-        end = self._whole()
-        if end is None:
-            return None
-        body = self._read[HEADER:end]
-        del self._read[:end]
-        return body
-
-    def _decoded(self, body: bytearray) -> ToEngine | MessageHead:
-        try:
-            message: ToEngine = self._decode(body)
-            return message
-        except msgspec.ValidationError as error:
-            head = self._head(body)
-            if head is None or head.id is None:
-                raise NotAMessage(error) from None
-            print(f"bankfull: a message of the API cannot be decoded: {error}", file=sys.stderr)
-            return head
-        except msgspec.MsgspecError as error:
-            raise NotAMessage(error) from None
-
-    def _head(self, body: bytearray) -> MessageHead | None:
-        try:
-            head: MessageHead = self._decode_head(body)
-            return head
-        except msgspec.MsgspecError:
-            return None

@@ -1,5 +1,5 @@
-"""The engine process: `python -m bankfull.serve.engine.worker FD [FILE]`. FD is its end of a private socket pair, FILE
-where it writes its progress.
+"""The engine process: `python -m bankfull.serve.engine.worker FD [FILE [SECRETS]]`. FD is its end of a private socket
+pair, FILE where it writes its progress, SECRETS a file for `handshake.inherited`.
 
 The main thread runs the engine's loop and reads the API's messages between steps, so that no other thread has to be
 woken before an idle engine starts. Requests that take long to prepare (grammars, long prompts, tables of many stop
@@ -23,6 +23,8 @@ from bankfull.collector import garbage_collector_off
 from bankfull.errors import BankfullError, RequestError
 from bankfull.fleet.page_tables import page_tables_of
 from bankfull.fleet.prefix_report import PrefixReporter
+from bankfull.handshake.inherited import inherit, inherited
+from bankfull.handshake.proof import Seal
 from bankfull.outputs import Delta
 from bankfull.parallel.lost import RankLost
 from bankfull.progress import PROGRESS
@@ -30,12 +32,12 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.engine.begin_report import BeginReporter
-from bankfull.serve.engine.exchange_end import ExchangeEnd, told_facts
+from bankfull.serve.engine.engine_end import ApiGone, Inbox, MessageHead, NotAMessage, Outbox
+from bankfull.serve.engine.exchange_end import ExchangeEnd, own_host, told_facts
 from bankfull.serve.engine.gauge import Gauge
 from bankfull.serve.engine.loaded_weights import LoadedWeights
 from bankfull.serve.engine.wire import (
     Abort,
-    ApiGone,
     Arrived,
     Configure,
     Expect,
@@ -43,12 +45,8 @@ from bankfull.serve.engine.wire import (
     Failed,
     Forgotten,
     FromEngine,
-    Inbox,
     Later,
     LoadingPhase,
-    MessageHead,
-    NotAMessage,
-    Outbox,
     PagesShown,
     Ready,
     Refused,
@@ -83,8 +81,9 @@ WARM_PROMPT, WARM_TOKENS = 64, 4
 class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._inbox = Inbox(connection, self._take)
-        self._outbox = Outbox(connection, _give_up)
+        keys = inherited().link
+        self._inbox = Inbox(connection, self._take, None if keys is None else Seal(keys.of_caller))
+        self._outbox = Outbox(connection, _give_up, None if keys is None else Seal(keys.of_listener))
         self._configured: Configure | None = None
         self._desk = Desk(
             "bankfull-prepare",
@@ -161,8 +160,7 @@ class Worker:
         self._say(LoadingPhase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
         known = known_ceilings(llm)
-        self._accounts = Explainer(llm)
-        engine, loaded = self._front.engine, llm.loaded
+        self._accounts, engine, loaded = Explainer(llm), self._front.engine, llm.loaded
         self._gauge = Gauge(engine, known[0] if known is not None else None, paced=wanted.tells_prefixes)
         scheduler, state = engine.scheduler, engine.scheduler.state
         if wanted.tells_prefixes:
@@ -182,8 +180,10 @@ class Worker:
             groups=[(group.page_tokens, group.extent or 0) for group in loaded.layout.paged],
             snapshots=state.snapshots.block if state.snapshots is not None else 0,
             weights=files.fingerprint(),
-            state={} if self._exchange is None else told_facts(state.facts, loaded.layout),
+            static_batch=scheduler.config.batch_size if scheduler.config.batching == "static" else 0,
+            state={} if self._exchange is None else told_facts(state.facts.all(), loaded.layout),
             exchange_at=None if self._exchange is None else self._exchange.address,
+            optional=self._gauge.load().optional,
         )
 
     def _say(self, message: FromEngine) -> None:
@@ -197,8 +197,7 @@ class Worker:
     def _take(self, message: ToEngine | MessageHead) -> None:
         match message:
             case Submit():
-                size = preparation(message)
-                if size:
+                if size := preparation(message):
                     batch = message.priority >= BATCH_PRIORITY
                     work = DeskJob(message.tenant, size, batch, lambda: self._prepared(message), _untold)
                     self._prepare(message.id, work)
@@ -384,7 +383,7 @@ class Worker:
         pending: Pending = self._front.pending[request]
         pool = self._pools.get(request)
         embedding = None
-        if pool is not None and pending.pooled:
+        if pool is not None and pending.pooled and pending.samples[0].output.error is None:
             from bankfull.llm import embedding_of
 
             embedding = embedding_of(pending, pool, normalize=True)
@@ -427,12 +426,6 @@ def warm_up(llm: LLM) -> None:
     engine = llm.loaded.frontend.engine
     engine.scheduler.state.forget()
     engine.totals = Totals()
-
-
-def own_host(connection: socket.socket) -> str:
-    """The address at which the API has reached this process; other engines reach it there, too."""
-    local = connection.family not in (socket.AF_INET, socket.AF_INET6)
-    return "127.0.0.1" if local else str(connection.getsockname()[0])
 
 
 def give_way() -> None:
@@ -487,6 +480,8 @@ def main() -> None:
     try:
         if len(sys.argv) > 2:
             PROGRESS.share(int(sys.argv[2]))
+        if len(sys.argv) > 3:
+            inherit(int(sys.argv[3]))
         Worker(socket.socket(fileno=int(sys.argv[1]))).run()
     except RankLost as error:  # no fault of this process: the API starts another one
         print(f"bankfull: the engine stops: {error}", file=sys.stderr)

@@ -123,9 +123,11 @@ def is_wildcard(host: str) -> bool:
         return host == ""
 
 
-def caller_named(access: AccessPolicy, key: str) -> Caller:
-    """The caller that uses the key with this name; "" if no key is required."""
-    return Caller(key or None, "" if access.share_prefixes else key)
+def caller_named(access: AccessPolicy, name: str, key: Key | None = None) -> Caller:
+    """The caller that uses the key with this name now; "" if no key is required. `key`: the one that was presented."""
+    key = key or (access.keyring.named(name) if name else None)
+    salt = name if key is None else key.salt  # no key has a name as its salt
+    return Caller(name or None, "" if access.share_prefixes else salt)
 
 
 class Guard:
@@ -242,7 +244,7 @@ class Guard:
         trace = current_trace()
         if trace is not None:
             trace.key = key
-        scope[CALLER] = caller_named(self._access, key.name)
+        scope[CALLER] = caller_named(self._access, key.name, key)
         _check_reserve(scope, admin=key.admin)
         if path in ADMIN_PATHS and not key.admin:
             raise Rejected(403, f"The key {key.name} may not do this: its line in the key file has no `admin`.")

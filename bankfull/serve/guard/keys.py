@@ -28,6 +28,7 @@ ENVIRONMENT = "BANKFULL_API_KEY"
 ENVIRONMENT_PREFIX = "environment-"
 DIGEST_DIGITS = 16
 """Hexadecimal digits of the hash in the name of a key; enough to make collisions impossible in practice."""
+SALT_DIGITS = 32
 KEY_PREFIX = "bf-"
 SHORTEST_KEY = 16
 LONGEST_KEY = 512
@@ -88,6 +89,12 @@ class Key:
     """Tokens that the key may have pinned in the prefix cache; None sets no limit of its own."""
     admin: bool = False
     """Whether the key may change what all keys share, such as the prefix cache."""
+
+    @property
+    def salt(self) -> str:
+        """Separates what is cached for this key from that of all others, also from that of a later key with this name.
+        Neither the key nor its hash follows from it."""
+        return hashlib.sha256(f"prefixes of the key {self.digest}".encode()).hexdigest()[:SALT_DIGITS]
 
     @property
     def line(self) -> str:

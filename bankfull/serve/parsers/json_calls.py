@@ -16,9 +16,9 @@ import msgspec
 from bankfull.serve.parsers.reader import Sink, Steps, TextReader
 from bankfull.serve.parsers.session import ReadCalls, Session
 
-_ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _SILENT_KEYS = frozenset({"id", "type"})
-_HEADER_KEYS = _ARGUMENT_KEYS | _SILENT_KEYS | {"name"}
+HEADER_KEYS = ARGUMENT_KEYS | _SILENT_KEYS | {"name"}
 _BETWEEN = re.compile(r"[\w\s+\-.,:]*+")
 _SCALAR = re.compile(r"[\w+\-.]*+")
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -72,24 +72,24 @@ def call_object(session: Session, closings: tuple[str, ...]) -> Steps[bool]:
         yield from reader.spaces()
         if (yield from reader.literal("}")):
             break
-        key = yield from _decoded_string(reader)
-        if key not in _HEADER_KEYS or not (yield from _colon(reader)):
+        key = yield from decoded_string(reader)
+        if key not in HEADER_KEYS or not (yield from read_colon(reader)):
             return False
         first = yield from reader.peek()
         if key == "name":
-            name = yield from _decoded_string(reader)
+            name = yield from decoded_string(reader)
             if name is None or not session.may_start(name):
                 return False
-        elif key in _ARGUMENT_KEYS and first == "{" and name is not None:
+        elif key in ARGUMENT_KEYS and first == "{" and name is not None:
             session.start(name)
             if (yield from stream_object(session, closings)):
                 yield from _rest_of_object(session)
             return True
-        elif key in _ARGUMENT_KEYS:
+        elif key in ARGUMENT_KEYS:
             arguments = yield from _deferred_arguments(reader, first)
             if arguments is None:
                 return False
-        elif (yield from _raw_value(reader, first)) is None:
+        elif (yield from raw_value(reader, first)) is None:
             return False
         yield from reader.spaces()
         if (yield from reader.peek()) not in (",", "}"):
@@ -155,24 +155,24 @@ def _rest_of_object(session: Session) -> Steps[None]:
             if not (yield from reader.literal(",")):
                 return False
             yield from reader.spaces()
-            key = yield from _decoded_string(reader)
-            if key not in _SILENT_KEYS or not (yield from _colon(reader)):
+            key = yield from decoded_string(reader)
+            if key not in _SILENT_KEYS or not (yield from read_colon(reader)):
                 return False
             first = yield from reader.peek()
-            if (yield from _raw_value(reader, first)) is None:
+            if (yield from raw_value(reader, first)) is None:
                 return False
 
     yield from session.attempt(read)
 
 
-def _colon(reader: TextReader) -> Steps[bool]:
+def read_colon(reader: TextReader) -> Steps[bool]:
     yield from reader.spaces()
     found = yield from reader.literal(":")
     yield from reader.spaces()
     return found
 
 
-def _decoded_string(reader: TextReader) -> Steps[str | None]:
+def decoded_string(reader: TextReader) -> Steps[str | None]:
     pieces: list[str] = []
     if not (yield from reader.json_string(pieces.append)):
         return None
@@ -182,7 +182,7 @@ def _decoded_string(reader: TextReader) -> Steps[str | None]:
 
 def _deferred_arguments(reader: TextReader, first: str) -> Steps[str | None]:
     """Arguments that cannot be streamed: their name comes later, or they are JSON inside a string."""
-    raw = yield from _raw_value(reader, first)
+    raw = yield from raw_value(reader, first)
     if raw is None or first == "{":
         return raw
     value = decoded(raw)
@@ -191,7 +191,7 @@ def _deferred_arguments(reader: TextReader, first: str) -> Steps[str | None]:
     return value if isinstance(value, str) and isinstance(decoded(value), dict) else None
 
 
-def _raw_value(reader: TextReader, first: str) -> Steps[str | None]:
+def raw_value(reader: TextReader, first: str) -> Steps[str | None]:
     """The next value as it was written, or None if it is invalid."""
     pieces: list[str] = []
     if first == '"':

@@ -84,6 +84,12 @@ class TextReader:
         self._mark = None
         self._kept = []
 
+    @property
+    def taken(self) -> str:
+        """The text read since the mark."""
+        assert self._mark is not None
+        return "".join(self._kept) + self.text[self._mark : self.at]
+
     def rewind(self) -> None:
         assert self._mark is not None
         kept = "".join(self._kept)

@@ -10,6 +10,7 @@ from typing import Any
 from bankfull.sample.params import StructuredOutput
 from bankfull.serve.api.events import Event, OutputParser, Text
 from bankfull.serve.parsers.deepseek import CALLS_BEGIN, DEEPSEEK_BLOCKS
+from bankfull.serve.parsers.fenced import FENCED, bare_calls
 from bankfull.serve.parsers.forced import LIST, OBJECTS, TAGGED, ForcedForm, forcing_grammar
 from bankfull.serve.parsers.gemma import FUNCTION_GEMMA_BLOCKS, GEMMA4_BLOCKS, GEMMA_BARE, GEMMA_BLOCKS
 from bankfull.serve.parsers.harmony import read_harmony
@@ -51,16 +52,16 @@ FORMATS = (
     ToolFormat("phi", ("<|tool|>",), PHI_BLOCKS),
     ToolFormat("qwen-coder", ("<function=",), QWEN_CODER_BLOCKS),
     ToolFormat("smollm3", ("<tool_call>", "<code>"), SMOLLM3_BLOCKS, forced=TAGGED),
-    ToolFormat("hermes", ("<tool_call>",), HERMES_BLOCKS, forced=TAGGED),
+    ToolFormat("hermes", ("<tool_call>",), (*HERMES_BLOCKS, FENCED), (bare_calls,), forced=TAGGED),
     ToolFormat("llama", ("<|start_header_id|>",), LLAMA_BLOCKS, LLAMA_BARE, forced=OBJECTS),
     ToolFormat("gemma", ("<start_of_turn>",), GEMMA_BLOCKS, GEMMA_BARE),
     # SmolLM2 and many fine-tuned models know the tags although their template does not show them.
-    ToolFormat("chatml", ("<|im_start|>",), HERMES_BLOCKS, forced=TAGGED),
+    ToolFormat("chatml", ("<|im_start|>",), (*HERMES_BLOCKS, FENCED), (bare_calls,), forced=TAGGED),
 )
 
 
 # The format of unknown templates, which `text.generic_tools` asks the model for.
-GENERIC = ToolFormat("json", (), HERMES_BLOCKS, (json_calls(),), forced=TAGGED, single_call=True)
+GENERIC = ToolFormat("json", (), (*HERMES_BLOCKS, FENCED), (json_calls(),), forced=TAGGED, single_call=True)
 
 
 @lru_cache(maxsize=16)
@@ -109,7 +110,7 @@ def parser_for(
     if not callable_tools:
         format = ToolFormat("text", ())
     bare = format.bare
-    if callable_tools and is_forced(tool_choice) and not bare:
+    if callable_tools and is_forced(tool_choice) and bare in ((), (bare_calls,)):
         bare = (json_calls(),)
     if not (format.blocks or bare or tags):
         return PlainParser()

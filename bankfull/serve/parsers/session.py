@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bankfull.serve.api.events import Event
-from bankfull.serve.parsers.reader import Markers, Steps, TextReader
+from bankfull.serve.parsers.reader import Markers, Sink, Steps, TextReader
 from bankfull.serve.parsers.tools import MakeId, ToolSpec
 from bankfull.serve.parsers.writer import EventWriter
 
@@ -33,11 +33,11 @@ class Session:
         self.reader = TextReader()
         self.writer = EventWriter()
         self.tools = tools
-        self._parallel = parallel
+        self.parallel = parallel
         self._make_id = make_id
 
     def may_start(self, name: str) -> bool:
-        return name in self.tools and (self._parallel or self.writer.calls == 0)
+        return name in self.tools and (self.parallel or self.writer.calls == 0)
 
     def start(self, name: str) -> None:
         """Start a call; the text read so far cannot be rewound any more."""
@@ -91,9 +91,10 @@ def read_answer(session: Session, blocks: tuple[CallBlock, ...], bare: tuple[Rea
     """Read text with blocks of tool calls. `bare` parsers read calls without a marker at the beginning of the text.
 
     One closing marker is dropped per block, even after text that does not belong there; any other closing marker is
-    text.
+    text. A code fence that is text ends with a mark that opens no other one.
     """
-    reader, writer = session.reader, session.writer
+    reader, lines = session.reader, LineStarts(session.writer.text)
+    fence_open = False
     yield from session.attempt_one_of(bare)
     openings = {block.opening: block for block in blocks}
     words = [word for block in blocks for word in (block.opening, *block.closings)]
@@ -102,15 +103,33 @@ def read_answer(session: Session, blocks: tuple[CallBlock, ...], bare: tuple[Rea
         return
     markers = Markers(words)
     expected: set[str] = set()
-    while marker := (yield from reader.until(markers, writer.text)):
+    while marker := (yield from reader.until(markers, lines.text)):
         if marker in expected:
             expected.discard(marker)
             continue
         block = openings.get(marker)
-        if block is not None and (yield from session.attempt_one_of(block.reads)):
+        if marker == FENCE and fence_open:
+            fence_open = not lines.at_start
+        elif block is not None and (yield from session.attempt_one_of(block.reads)):
             expected = set(block.closings)
-        else:
-            writer.text(marker)
+            lines.at_start = True
+            continue
+        elif marker == FENCE:
+            fence_open = lines.at_start
+        lines.text(marker)
+
+
+class LineStarts:
+    """Passes text on, and knows whether it ends where a line begins."""
+
+    def __init__(self, write: Sink) -> None:
+        self.at_start = True
+        self._write = write
+
+    def text(self, piece: str) -> None:
+        _, ended, last = piece.rpartition("\n")
+        self.at_start = (bool(ended) or self.at_start) and not last.strip()
+        self._write(piece)
 
 
 def fence_end(session: Session) -> Steps[bool]:

@@ -45,20 +45,6 @@ SetFactory = Callable[[MakeLink], ReplicaSet]
 """Makes the replicas of a server; called once, before its event loop runs."""
 
 
-def local_replicas(count: int, routing: str = DEFAULT_POLICY) -> SetFactory:
-    """`count` engine processes on this machine. They share its cores evenly, unless the option `threads` is set; each
-    has its own KV cache, so the option `memory` must fit `count` times."""
-    if not 1 <= count <= MOST_LOCAL:
-        raise ConfigError(f"{count} replicas cannot run on this machine: give 1 to {MOST_LOCAL}.")
-    policy = routing_policy(routing)
-
-    def make(make_link: MakeLink) -> ReplicaSet:
-        threads = threads_of(count)
-        return ReplicaSet({f"local-{i}": make_link(threads=threads) for i in range(count)}, policy)
-
-    return make
-
-
 def threads_of(count: int) -> int:
     """Threads of each of `count` engines that share this machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -111,9 +97,10 @@ class Separation:
         return int(value)
 
 
-def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY) -> SetFactory:
+def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY, tls: str = "") -> SetFactory:
     """Engine processes on this machine, which share its cores evenly. Each has its own KV cache, and each decoding one
-    an exchange, which all that compute prompts inherit, or fill over sockets."""
+    an exchange, which all that compute prompts inherit, or fill over sockets. `tls`: for these
+    (`handshake.link_tls`)."""
     policy = routing_policy(routing)
 
     def make(make_link: MakeLink) -> ReplicaSet:
@@ -122,7 +109,7 @@ def local_separate(wanted: Separation, routing: str = DEFAULT_POLICY) -> SetFact
         threads = threads_of(wanted.prefill + wanted.decode)
 
         def link(own: int | None) -> Link:
-            ends = ExchangeEnds(files, wanted.exchange, own, wanted.decode, secret)
+            ends = ExchangeEnds(files, wanted.exchange, own, wanted.decode, secret, tls)
             inherited = files if own is None else files[own : own + 1]
             return make_link(open_engine=partial(EngineProcess, files=inherited), threads=threads, exchange=ends)
 

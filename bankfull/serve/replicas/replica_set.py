@@ -16,6 +16,7 @@ import msgspec
 from bankfull.errors import ConfigError, ModelError
 from bankfull.fleet.failures import PATIENCE
 from bankfull.fleet.prefixes import CachedTokens, PrefixIndex, PromptKeys
+from bankfull.fleet.reports import joined_optional
 from bankfull.fleet.routing import RoutingPolicy
 from bankfull.fleet.table import ReplicaTable
 from bankfull.outputs import Delta
@@ -126,6 +127,10 @@ class ReplicaSet:
             added_up([self._past_drafts[name], *(getattr(load, name) for load in loads)]) for name in DRAFTS
         )
         return Load(**sums, drafted=drafted, accepted=accepted)
+
+    @property
+    def optional(self) -> Mapping[str, str]:
+        return joined_optional(replica.link.optional for replica in self._replicas.values())
 
     @property
     def says(self) -> str:

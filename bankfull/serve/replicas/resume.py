@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,6 +59,8 @@ class EngineStream(Protocol):
 
     worked_on: bool
     """Whether the engine has reported that it works on the request."""
+    on_run: Callable[[], None] | None
+    """Called when the engine begins to compute the prompt, or to compute it again."""
 
     def __aiter__(self) -> AsyncIterator[list[Delta | RequestDone]]: ...
 

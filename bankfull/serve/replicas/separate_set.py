@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from bankfull.errors import ModelError
 from bankfull.fleet.failures import PATIENCE
 from bankfull.fleet.prefixes import CachedTokens, PromptKeys
+from bankfull.fleet.reports import joined_optional
 from bankfull.fleet.routing import RoutingPolicy
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Busy, Continuation, Unavailable
@@ -113,11 +114,10 @@ class SeparateSet(ReplicaSet):
             leg = self.prefill.dispatch(replace(parts, hands_over=True), deadline, begun, suspect=suspect)
         except Unavailable:
             return None
-        transit = None
-        with suppress(Unavailable):  # the target's engine has just ended: another one will compute the prompt again
-            links = self._links[leg.replica], self._links[target.name]
-            at = None if (own := target.link.facts) is None else own.exchange_at
-            transit = Transit(*links, self._numbers_of[target.name], parts, self.counts, at)
+        links = self._links[leg.replica], self._links[target.name]
+        at = None if (own := target.link.facts) is None else own.exchange_at
+        transit = Transit(*links, self._numbers_of[target.name], parts, self.counts, at)
+        leg.steps.on_run = transit.begin
         return PromptLeg(self, leg, parts, target, transit)
 
     def _target(self, parts: SentParts, cached: CachedTokens, admitted: bool) -> RoutedReplica | None:
@@ -172,6 +172,10 @@ class SeparateSet(ReplicaSet):
         sums = {name: sum(getattr(load, name) for load in loads) for name in (*GAUGES, *COUNTERS)}
         drafted, accepted = (added_up([getattr(load, name) for load in loads]) for name in DRAFTS)
         return Load(**sums, drafted=drafted, accepted=accepted)
+
+    @property
+    def optional(self) -> Mapping[str, str]:
+        return joined_optional([super().optional, self.prefill.optional])
 
     @property
     def restarts(self) -> int:

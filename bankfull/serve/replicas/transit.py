@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from bankfull.serve.engine.backend import Unavailable
 from bankfull.serve.engine.link import OnRoom, OnShipped
 from bankfull.serve.engine.wire import RoomGranted, Shipped
 from bankfull.serve.replicas.resume import SentParts
@@ -27,7 +28,7 @@ LONGEST_SECONDS = 10.0
 class StateLink(Protocol):
     """The part of `Link` that moves state between engines."""
 
-    def expect_state(self, prompt: list[int], salt: str, on_room: OnRoom) -> int: ...
+    def expect_state(self, prompt: list[int], salt: str, tenant: str, on_room: OnRoom) -> int: ...
 
     def state_arrived(self, number: int, names: list[bytes]) -> None: ...
 
@@ -73,26 +74,39 @@ class Transit:
         counts: TransitCounts,
         at: tuple[str, int] | None = None,
     ) -> None:
-        """Raises Unavailable if the target has no engine right now."""
         self._source, self._target, self._exchange, self._counts = source, target, exchange, counts
-        self._at = at
-        self._coming: set[bytes] = set()
+        self._parts, self._at = parts, at
+        self._coming: dict[bytes, int] = {}
         """Names that have a place, and have not arrived."""
         self._waiting = 0
         self._answered = False
         self._pages = self._bytes = self._late = self._news = 0
         self._waited = 0.0
         self._changed = asyncio.Event()
-        self._open = self._ships = True
+        self._open, self._ships = True, False
         self.lost = False
         """Whether the target's engine has ended: nothing that has arrived is of use."""
-        self.expected = target.expect_state(parts.prompt, parts.salt, self._on_room)
-        self._order = source.ship_state(self._on_shipped)
-        counts.transits += 1
+        self.expected = self._order = 0
+
+    def begin(self) -> None:
+        """The source computes the prompt from now on: ask the target for places. A prompt that waits needs none, and
+        would keep others from theirs."""
+        if self.expected or not self._open:
+            return
+        try:
+            self.expected = self._target.expect_state(
+                self._parts.prompt, self._parts.salt, self._parts.tenant, self._on_room
+            )
+        except Unavailable:  # it has just ended
+            self.lost = True
+            return self.close()
+        self._ships = True
+        self._order = self._source.ship_state(self._on_shipped)
+        self._counts.transits += 1
 
     @property
     def complete(self) -> bool:
-        return not self._open or (self._answered and not self._waiting and not self._coming)
+        return not self._open or not self.expected or (self._answered and not self._waiting and not self._coming)
 
     async def wait(self, most: float = LONGEST_SECONDS) -> None:
         """Wait until all has arrived, or nothing more is to be expected within the bounds."""
@@ -123,7 +137,8 @@ class Transit:
         if self._open:
             self._open = False
             self._stop_shipping()
-            self._target.forget_state(self.expected)
+            if self.expected:
+                self._target.forget_state(self.expected)
             self._tell()
 
     def taken(self) -> None:
@@ -138,8 +153,10 @@ class Transit:
             self.close()
             return
         self._answered, self._waiting = True, room.waiting
+        if room.withdrawn:
+            self._call_back(room.withdrawn)
         if room.places and self._ships:
-            self._coming.update(name for name, _ in room.places)
+            self._coming.update(room.places)
             self._source.ship_more(self._order, self._exchange, room.places, self._at)
         self._tell()
 
@@ -150,13 +167,23 @@ class Transit:
             self._answered, self._waiting = True, 0
         else:
             self._target.state_arrived(self.expected, shipped.names)
-            self._coming.difference_update(shipped.names, shipped.failed)
+            for name in (*shipped.names, *shipped.failed):
+                self._coming.pop(name, None)
             self._pages += len(shipped.names)
             self._bytes += shipped.nbytes
             self._counts.pages += len(shipped.names)
             self._counts.nbytes += shipped.nbytes
             self._miss(len(shipped.failed))
         self._tell()
+
+    def _call_back(self, names: list[bytes]) -> None:
+        """The target has given these places to others: begin the order anew without them."""
+        left = [name for name in names if self._coming.pop(name, None) is not None]
+        if left and self._ships:
+            self._source.forget_state(self._order)
+            self._order = self._source.ship_state(self._on_shipped)
+            if self._coming:
+                self._source.ship_more(self._order, self._exchange, list(self._coming.items()), self._at)
 
     def _stop_shipping(self, told: bool = True) -> None:
         """What gets a place from now on is not copied any more."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from bankfull.errors import BankfullError
@@ -108,6 +108,10 @@ class WatchedBackend:
     @property
     def load(self) -> Load | None:
         return self._inner.load
+
+    @property
+    def optional(self) -> Mapping[str, str]:
+        return self._inner.optional
 
     @property
     def says(self) -> str:

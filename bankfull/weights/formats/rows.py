@@ -1,7 +1,9 @@
-"""8-bit codes with one float32 scale per row: the result of `--quantize int8` and `fp8` on a GPU.
+"""Codes with one float32 scale per row: the result of `--quantize int8` and `fp8` on a GPU.
 
 Two parts: "codes" (out, in), int8 or float8_e4m3fn, and "scales" (out, 1). Any row length is allowed. fp8 has one scale
 per tensor; it is stored per row, so that rows can be selected and stacked without dequantizing.
+
+`bf16_row` is in no file: processors without kernels for fp8 multiply its codes as bfloat16, which holds them exactly.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from bankfull.weights.scheme import Part, Scheme
 
-INT8_ROW, FP8 = "int8_row", "fp8"
+INT8_ROW, FP8, BF16_ROW = "int8_row", "fp8", "bf16_row"
 
 
 def _decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -25,3 +27,4 @@ def _scheme(name: str, codes: torch.dtype) -> Scheme:
 
 
 SCHEMES = (_scheme(INT8_ROW, torch.int8), _scheme(FP8, torch.float8_e4m3fn))
+WIDE = _scheme(BF16_ROW, torch.bfloat16)

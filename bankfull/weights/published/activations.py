@@ -21,6 +21,11 @@ def rounds_per_token(config: Mapping[str, Any]) -> bool:
     )
 
 
+def is_published(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was quantized before it was published."""
+    return isinstance(config.get("quantization_config"), Mapping)
+
+
 def _by_row(group: Mapping[str, Any]) -> bool:
     """Whether its weights may have 8 bits and one scale per row."""
     weights = group.get("weights")

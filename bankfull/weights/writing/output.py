@@ -3,7 +3,8 @@ continues where it stopped.
 
 The files are made beside the target, in `.NAME.partial`, which is renamed when all tensors are there. A journal in it
 lists the tensors whose bytes are on the disk. Its first line identifies what is written: the layout, the source and the
-recipe. A folder with another first line is discarded.
+recipe; and the build that writes it. A folder with another recipe is discarded, one of another build is refused: what
+two builds have computed does not go into one model, and only the user may throw away hours of work.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,11 +23,14 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from bankfull.build_digest import build_digest
+from bankfull.durable import fsync_all, fsync_folder
 from bankfull.errors import ConfigError
 
 JOURNAL = "journal"
 SYNC_BYTES = 256 << 20
 """Bytes after which the journal is written: what an interruption may cost."""
+_FIRST_LINE = re.compile(r"[0-9a-f]{64}( \S+)?")
 SPARE_BYTES = 32 << 20
 """Room for the tokenizer and the configuration."""
 
@@ -156,10 +161,14 @@ def output_folder(target: Path, files: Sequence[PlannedFile], identity: str) -> 
                 folder.whole()
             finally:
                 folder.close()
+        # Nobody may find the folder under its name before all of it is on the disk, also after a power cut.
+        fsync_all(partial)
         (partial / JOURNAL).unlink()
+        fsync_folder(partial)
         if target.exists():
             target.rmdir()
         os.replace(partial, target)
+        fsync_folder(target.parent)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}; choose another directory.") from None
 
@@ -178,7 +187,7 @@ def _digest(files: Sequence[PlannedFile], identity: str) -> str:
     digest = hashlib.sha256(identity.encode())
     for file in files:
         digest.update(repr((file.name, len(file.head), file.places)).encode() + file.head)
-    return digest.hexdigest()
+    return f"{digest.hexdigest()} {build_digest()}"
 
 
 def _resumable(partial: Path, files: Sequence[PlannedFile], first: str) -> set[str]:
@@ -186,6 +195,10 @@ def _resumable(partial: Path, files: Sequence[PlannedFile], first: str) -> set[s
     lines: list[str] = []
     with suppress(OSError, UnicodeDecodeError):
         lines = (partial / JOURNAL).read_text().splitlines()
+    if lines[:1] and first not in lines[:1] and not _same_build(lines[0], first):
+        raise ConfigError(
+            f"{partial} was begun by another build of bankfull: finish it there, or delete it to begin anew."
+        )
     sizes_fit = all((partial / file.name).is_file() for file in files) and all(
         (partial / file.name).stat().st_size == file.nbytes for file in files
     )
@@ -196,6 +209,11 @@ def _resumable(partial: Path, files: Sequence[PlannedFile], first: str) -> set[s
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return set()
+
+
+def _same_build(found: str, first: str) -> bool:
+    """Builds up to November 2026 wrote the recipe alone."""
+    return _FIRST_LINE.fullmatch(found) is None or found.partition(" ")[2] == first.partition(" ")[2]
 
 
 def _refuse_running(partial: Path) -> None:

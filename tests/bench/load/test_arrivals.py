@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 
 import pytest
-from scipy import stats
+import scipy
 
 from bankfull.bench.load.arrivals import Arrivals
 from bankfull.errors import ConfigError
@@ -19,7 +19,7 @@ def gaps(arrivals: Arrivals, seed: int = 0) -> list[float]:
 
 
 def test_poisson_gaps_are_exponential() -> None:
-    assert stats.kstest(gaps(Arrivals(25.0)), "expon", args=(0, 1 / 25)).pvalue > 0.01
+    assert scipy.stats.kstest(gaps(Arrivals(25.0)), "expon", args=(0, 1 / 25)).pvalue > 0.01
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

@@ -21,6 +21,7 @@ from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
 from bankfull.plan.policies.simulator import JobRun, SimulatedEngine, saturation
 from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
 from bankfull.plan.simulate import RequestTimes
+from bankfull.sched.policies.mlfq import SkipJoinMlfq
 from bankfull.types import StepPlan
 from tests.tiny import speaking_folder
 
@@ -69,6 +70,26 @@ def test_skip_join_mlfq_is_far_ahead_of_fcfs_and_near_the_oracle() -> None:
     assert mean["skip-join-mlfq"] <= 1.5 * mean["srpt"]
 
 
+MIXED = {
+    "short and long prompts": (JobTraffic(jobs=150, prompts=(48, 2000)), 8, 0.9),
+    "a lower load in bursts": (JobTraffic(jobs=150, prompts=(48, 2000), burstiness=0.3), 8, 0.7),
+    "answers of nearly equal lengths": (JobTraffic(jobs=150, prompts=(48, 2000), shortest=64, longest=128), 8, 0.9),
+    "rows for all": (JobTraffic(jobs=150, prompts=(48, 4000)), 32, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_skip_join_mlfq_is_no_worse_than_fcfs_on_mixed_prompts(name: str) -> None:
+    traffic, rows, load = MIXED[name]
+    base, mean = replace(BASE, rows=rows), dict.fromkeys(("fcfs", "skip-join-mlfq"), 0.0)
+    for seed in range(3):
+        drawn = replace(traffic, seed=seed)
+        rate = load * saturation(base, MODEL, drawn)
+        for policy in mean:
+            mean[policy] += figures(policy, simulated(policy, drawn, rate, base), MODEL, 3.0).jct_mean
+    assert mean["skip-join-mlfq"] <= mean["fcfs"]
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["mlfq", "skip-join-mlfq"]), st.integers(0, 10_000), st.sampled_from([1, 4]))
 def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: int) -> None:
@@ -78,7 +99,8 @@ def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: i
     engine = SimulatedEngine(contenders(base, [name])[name], MODEL, traffic, stepped=True)
     scheduler, clock = engine.scheduler, engine.clock
     since: dict[Any, float] = {}
-    longest, most_jobs, longest_step, before = 0.0, 0, 0.0, 0.0
+    longest, most_jobs, longest_step, before, policy = 0.0, 0, 0.0, 0.0, scheduler.policy
+    quantum = base.quantum_ms / 1e3
     engine._run.times = [RequestTimes(job.time, job.prompt, job.output) for job in traffic.draw(60.0)]
     engine._coming.extend(traffic.draw(60.0))
     while engine.proceed():
@@ -92,7 +114,9 @@ def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: i
         if running:
             longest_step = max(longest_step, clock.now - before)
         before = clock.now
-    turn = base.quantum_ms / 1e3 + 2 * longest_step
+        if isinstance(policy, SkipJoinMlfq):
+            quantum = max(quantum, policy.turn)
+    turn = quantum + 2 * longest_step
     assert longest <= base.starvation + (most_jobs / rows + 2) * turn + longest_step
 
 

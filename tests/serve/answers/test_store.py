@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sqlite3
 import stat
@@ -156,16 +157,60 @@ def test_damage_while_the_server_runs_is_a_miss(tmp_path: Path) -> None:
         ("0", "is not a size"),
         ("1GiB:", "no path behind the colon"),
         ("1GiB:{tmp}", "is a directory"),
-        ("1GiB:{tmp}/no/such.db", "No such file"),
         ("1GiB:{tmp}/text", "another file"),
         ("1GiB:{tmp}/other.db", "database of something else"),
+        ("1GiB:{tmp}/damaged.db", "damaged database of something else"),
     ],
 )
 def test_bad_options_end_with_one_sentence(given: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("Not a database, and long enough to be taken for one. " * 100)
     with sqlite3.connect(tmp_path / "other.db") as other:
         other.execute("CREATE TABLE things (name TEXT)")
+    damaged = bytearray((tmp_path / "other.db").read_bytes())
+    damaged[100:4096] = os.urandom(3996)
+    (tmp_path / "damaged.db").write_bytes(damaged)
     with pytest.raises(ConfigError, match=reason) as told:
         open_store(given.format(tmp=tmp_path))
     assert str(told.value).endswith(".") and "\n" not in str(told.value)
     assert (tmp_path / "text").read_text().startswith("Not a database")
+    assert (tmp_path / "damaged.db").read_bytes() == damaged
+
+
+@pytest.mark.parametrize("call", ["open", "connect"])
+def test_a_file_that_cannot_be_opened_costs_the_cache_and_nothing_else(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*how: object, **more: object) -> object:
+        if call == "open":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os if call == "open" else sqlite3, call, failing)
+        store = open_store(f"1GiB:{tmp_path}/answers.db")
+    put(store, b"a")
+    assert get(store, b"a") is None
+    assert store.problem == ("Read-only file system" if call == "open" else "database or disk is full")
+    assert f"{store.problem}. Until the next start there is no response cache" in caplog.text
+    store.close()
+
+
+def test_a_folder_that_is_not_there_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
+    store = open_store(f"1GiB:{tmp_path}/no/such.db")
+    assert get(store, b"a") is None and store.problem == "No such file or directory"
+    store.close()
+
+
+def test_a_full_disk_while_the_server_runs_shows_until_it_is_over(tmp_path: Path) -> None:
+    store = SqliteAnswers(1 << 20, tmp_path / "answers.db")
+    database = store._database
+    assert database is not None
+    database.execute("PRAGMA max_page_count = 1")
+    put(store, b"a", 100_000)
+    assert get(store, b"b") is None and not store.problem, "it can be read"
+    put(store, b"a", 100_000)
+    assert store.problem == "database or disk is full"
+    database.execute("PRAGMA max_page_count = 100000")
+    put(store, b"a", 100_000)
+    assert not store.problem and get(store, b"a") is not None
+    store.close()

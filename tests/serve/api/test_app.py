@@ -11,14 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
+from bankfull.fleet.reports import joined_optional
 from bankfull.serve.api.calls import CALLER, Caller
 from bankfull.serve.app import call_api, create_app
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.guard.checks import Guard, GuardLimits, access_policy
 from bankfull.serve.guard.keys import Keyring
+from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.optional_parts import OptionalParts
 from tests.serve.scripted import Scripted, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served
 
@@ -54,6 +58,31 @@ def test_errors_have_openais_shape_on_every_path() -> None:
         for body in (b"", b"{", b"[1]", b"\xff", b'{"prompt": NaN}', b"[" * 900, b'{"prompt": "\\ud800"}'):
             error = refused(client.post("/v1/completions", content=body), 400)
             assert error["code"] in ("invalid_json", "invalid_value")
+
+
+def test_an_optional_part_that_cannot_be_used_is_told_and_decides_nothing() -> None:
+    backend = Scripted(optional={"kv_disk": "No space left on device"})
+    parts = OptionalParts([lambda: backend.optional, lambda: {"response_cache": ""}])
+    app = create_app(backend, scripted_texts(), settings(), unused_parts=parts.unused)
+    metrics = ServiceMetrics("tiny")
+    metrics.more.append(parts.families)
+    with served(app) as url, httpx.Client(base_url=url) as client:
+        assert client.get("/ready").json() == {"status": "ready"}
+        health = client.get("/health")
+        assert health.status_code == 200
+        assert health.json() == {"status": "ready", "without": {"kv_disk": "No space left on device"}}
+        backend.optional = {"kv_disk": ""}
+        assert client.get("/health").json()["without"] == {}
+        backend.ready = False
+        assert client.get("/health").status_code == client.get("/ready").status_code == 503
+    backend.optional = {"kv_disk": "No space left on device"}
+    text = metrics.write(backend)
+    assert 'optional_part_up{model_name="tiny",part="kv_disk"} 0' in text
+    assert 'optional_part_up{model_name="tiny",part="response_cache"} 1' in text
+    assert joined_optional([{"kv_disk": ""}, {"kv_disk": "full"}, {"kv_disk": "", "kv_host": ""}]) == {
+        "kv_disk": "full",
+        "kv_host": "",
+    }
 
 
 def test_an_unexpected_exception_tells_an_id_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,7 +124,10 @@ def test_probes_and_descriptions() -> None:
         assert client.get("/version").json()["version"]
         models = client.get("/v1/models").json()
         assert [model["id"] for model in models["data"]] == ["tiny", "alias"] and models["object"] == "list"
-        assert models["data"][0]["max_model_len"] == 512
+        assert models["data"][0]["max_model_len"] == 512 and models["data"][0]["static_batch"] is None
+        assert backend.facts is not None
+        backend.facts = msgspec.structs.replace(backend.facts, static_batch=8)
+        assert client.get("/v1/models").json()["data"][0]["static_batch"] == 8
         backend.ready = False
         assert refused(client.get("/ready"), 503)["code"] == "engine_unavailable"
         assert client.get("/live").status_code == 200

@@ -217,6 +217,19 @@ def test_one_call_only_where_calls_are_not_parallel() -> None:
     both = '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
     found = merged(events_of(make_parser("mistral", parallel=False), [both]))
     assert found == [call("{}", "now"), text(', {"name": "now", "arguments": {}}]')]
+    fenced = both.replace("[TOOL_CALLS]", "```json\n") + "\n```"
+    for pieces in ([fenced], fenced):
+        found = merged(events_of(make_parser("hermes", parallel=False), pieces))
+        assert found == [call("{}", "now"), text(', {"name": "now", "arguments": {}}]\n```')]
+
+
+def test_json_in_a_fence_waits_only_until_it_is_no_call() -> None:
+    parser = make_parser("hermes")
+    parser.push('```json\n{"name": "Ada"')
+    assert parser.push(', "age": 36}') == [Text(', "age": 36}')]
+    waiting = make_parser("hermes")
+    assert waiting.push('```json\n{"name": "now", "arguments": {"a": 1}}') == []
+    assert merged(waiting.push("\n```")) == [call('{"a": 1}', "now")]
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def first_delta(read: list[Begun | StepMessage], request: int) -> int:
 def test_a_request_is_reported_before_its_first_token(worker: Process) -> None:
     worker.send(Submit(1, PROMPT, GREEDY))
     read = until_done(worker, {1})
-    assert [one for one in read if isinstance(one, Begun)] == [Begun([1])]
-    assert read.index(Begun([1])) < first_delta(read, 1)
+    assert [one for one in read if isinstance(one, Begun)] == [Begun([1], runs=True)]
+    assert read.index(Begun([1], runs=True)) < first_delta(read, 1)
 
 
 def test_a_request_in_the_queue_is_not_reported(worker: Process) -> None:
@@ -73,7 +73,8 @@ def test_a_request_in_the_queue_is_not_reported(worker: Process) -> None:
 def test_the_preparation_of_a_grammar_is_reported(worker: Process) -> None:
     worker.send(Submit(21, PROMPT, GRAMMAR))
     read = until_done(worker, {21})
-    assert [one for one in read if isinstance(one, Begun)] == [Begun([21]), Begun([21], waits=True), Begun([21])]
+    begun = [Begun([21]), Begun([21], waits=True), Begun([21], runs=True)]
+    assert [one for one in read if isinstance(one, Begun)] == begun
 
 
 def test_an_engine_without_other_replicas_reports_nothing() -> None:

@@ -14,9 +14,29 @@ import pytest
 import uvloop
 
 import bankfull
-from bankfull import SamplingParams, handshake
+from bankfull import SamplingParams
 from bankfull.errors import ModelError
-from bankfull.handshake import CONTROL, ENGINE, MOST_UNKNOWN, HandshakeRefused, call
+from bankfull.handshake import listener as listener_module
+from bankfull.handshake import proof as proof_module
+from bankfull.handshake.calling import call, exactly
+from bankfull.handshake.listener import reply
+from bankfull.handshake.proof import (
+    ACCEPTED,
+    CONTROL,
+    ENGINE,
+    GREETING,
+    HELLO,
+    MAC,
+    MAGIC,
+    NONCE,
+    PROTOCOL,
+    REPLY,
+    WRONG_VERSION,
+    CallerSide,
+    HandshakeRefused,
+    ListenerSide,
+    Wanted,
+)
 from bankfull.serve.engine import gateway as gateway_module
 from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine import remote as remote_module
@@ -29,7 +49,7 @@ from tests.tiny import speaking_folder
 
 TOKEN = b"t" * 32
 FEW = SamplingParams(temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
-SESSION = b"s" * 16
+SESSION = b"s" * 32
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -278,14 +298,14 @@ def test_a_stopped_gateway_lives_as_long_as_its_kernel_acknowledges(
 def test_another_token_ends_the_link_with_one_sentence() -> None:
     async def refused() -> None:
         async with gateway() as (made, address), linked(lambda: address, token=b"x" * 32) as link:
-            with pytest.raises(ModelError, match="belongs to another cluster"):
+            with pytest.raises(ModelError, match="belongs to another server or cluster"):
                 await link.wait_ready()
             assert made.sessions == 0 and link.failed_loads == 1, "another attempt would fail, too"
 
     run(refused())
 
 
-VERSIONS = [(77, bankfull.__version__), (handshake.PROTOCOL, "99.9")]
+VERSIONS = [(77, bankfull.__version__), (PROTOCOL, "99.9")]
 
 
 @pytest.mark.parametrize(("protocol", "version"), VERSIONS)
@@ -294,7 +314,7 @@ def test_a_gateway_of_another_version_is_named(protocol: int, version: str) -> N
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
-            theirs.sendall(handshake._GREETING.pack(handshake.MAGIC, protocol, version.encode(), bytes(32)))
+            theirs.sendall(GREETING.pack(MAGIC, protocol, version.encode(), bytes(NONCE)))
             with pytest.raises(HandshakeRefused, match=f"{version} with protocol {protocol} there"):
                 await call(ours, TOKEN, CONTROL, SESSION)
 
@@ -302,27 +322,26 @@ def test_a_gateway_of_another_version_is_named(protocol: int, version: str) -> N
 
 
 @pytest.mark.parametrize(("protocol", "version"), VERSIONS)
-def test_a_server_of_another_version_is_refused(protocol: int, version: str) -> None:
+def test_a_server_of_another_version_is_refused(protocol: int, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         async with gateway() as (made, address):
-            with await connect(address) as connection:
-                _, _, _, nonce = handshake._GREETING.unpack(
-                    await handshake._exactly(connection, handshake._GREETING.size)
-                )
-                named = version.encode().ljust(handshake.VERSION_BYTES, b"\0")
-                said = nonce + bytes(32) + protocol.to_bytes(2, "little") + named + CONTROL + SESSION
-                proof = handshake._mac(TOKEN, b"api", said)
-                sent = handshake._ANSWER.pack(CONTROL, SESSION, protocol, named, bytes(32), proof)
+            with await connect(address) as connection, monkeypatch.context() as other:
+                greeting = await exactly(connection, GREETING.size)
+                other.setattr(proof_module, "PROTOCOL", protocol)
+                other.setattr(proof_module, "own_version", version.encode)
+                other.setattr(proof_module, "check_versions", lambda *theirs: None)  # it asks all the same
+                caller = CallerSide(TOKEN, CONTROL, SESSION)
+                sent = caller.hello + caller.proof(greeting)
+                other.undo()
                 await asyncio.get_running_loop().sock_sendall(connection, sent)
-                reply = await handshake._exactly(connection, handshake.REPLY.size)
-                assert reply == handshake.REPLY.pack(handshake.WRONG_VERSION, bytes(32))
+                assert await exactly(connection, REPLY.size) == REPLY.pack(WRONG_VERSION, bytes(MAC))
             assert made.sessions == 0
 
     run(ask())
 
 
 def test_garbage_and_half_handshakes_reach_nothing_and_block_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(listener_module, "HANDSHAKE_SECONDS", 0.5)
 
     async def knock() -> None:
         async with gateway() as (made, address):
@@ -341,23 +360,6 @@ def test_garbage_and_half_handshakes_reach_nothing_and_block_nothing(monkeypatch
     run(knock())
 
 
-def test_unknown_connections_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def knock() -> None:
-        async with gateway() as (made, address):
-            held = [await connect(address) for _ in range(MOST_UNKNOWN)]
-            await until(lambda: made._unknown == len(held))
-            with await connect(address) as one_more:
-                assert await closed(one_more)
-            held.pop().close()
-            await until(lambda: made._unknown == len(held))
-            with await connect(address) as connection:
-                await call(connection, TOKEN, CONTROL, SESSION)
-            for connection in held:
-                connection.close()
-
-    run(knock())
-
-
 def test_a_gateway_serves_one_server_and_one_engine_per_session() -> None:
     async def share() -> None:
         async with gateway() as (made, address):
@@ -366,9 +368,9 @@ def test_a_gateway_serves_one_server_and_one_engine_per_session() -> None:
             with await connect(address) as first:
                 await call(first, TOKEN, CONTROL, SESSION)
                 with await connect(address) as second, pytest.raises(ConnectionError, match="in use"):
-                    await call(second, TOKEN, CONTROL, b"o" * 16)
+                    await call(second, TOKEN, CONTROL, b"o" * 32)
                 with await connect(address) as other, pytest.raises(ConnectionError, match="ended the session"):
-                    await call(other, TOKEN, ENGINE, b"o" * 16)
+                    await call(other, TOKEN, ENGINE, b"o" * 32)
                 with await connect(address) as engine:
                     await call(engine, TOKEN, ENGINE, SESSION)
                     with await connect(address) as again, pytest.raises(ConnectionError, match="ended the session"):
@@ -382,9 +384,11 @@ def test_a_process_that_took_the_port_gets_no_prompt() -> None:
     """It forwards the handshake's bytes well, but cannot prove that it knows the token."""
 
     async def impostor(connection: socket.socket) -> None:
-        monkey = await handshake.answer(connection, TOKEN)  # as if the true token were not needed to read it
-        assert monkey is not None
-        await handshake.reply(connection, handshake.ACCEPTED, bytes(handshake.MAC))
+        answerer = ListenerSide(TOKEN)  # as if the true token were not needed to read it
+        await asyncio.get_running_loop().sock_sendall(connection, answerer.greeting)
+        assert answerer.take_hello(await exactly(connection, HELLO.size))
+        assert isinstance(answerer.take_proof(await exactly(connection, MAC)), Wanted)
+        await reply(connection, ACCEPTED, bytes(MAC))
 
     async def ask() -> None:
         ours, theirs = socket.socketpair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -11,23 +12,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from bankfull.handshake.proof import TAG, Seal, SessionKeys
 from bankfull.sample.params import SamplingParams, StructuredOutput
-from bankfull.serve.engine import wire
+from bankfull.serve.engine import engine_end
+from bankfull.serve.engine.engine_end import ApiGone, Inbox, NotAMessage, Outbox
+from bankfull.serve.engine.process import EngineConnection
 from bankfull.serve.engine.wire import (
     HEADER,
     MAX_MESSAGE,
     Abort,
-    ApiGone,
     Configure,
     FromEngine,
-    Inbox,
-    Outbox,
+    LoadingPhase,
     Ready,
     Refused,
     RequestDone,
@@ -248,8 +251,8 @@ def test_a_slow_reader_neither_stops_the_writer_nor_loses_a_byte() -> None:
 
 
 def test_a_reader_that_never_reads_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_WAITING", 1 << 20)
-    monkeypatch.setattr(wire, "PATIENCE", 0.2)
+    monkeypatch.setattr(engine_end, "MOST_WAITING", 1 << 20)
+    monkeypatch.setattr(engine_end, "PATIENCE", 0.2)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         box = Outbox(theirs, failing)
@@ -281,8 +284,8 @@ def test_messages_are_put_together_from_whatever_comes(cuts: list[int]) -> None:
 
 
 def test_a_flood_of_messages_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "READING_SECONDS", 0.0)
-    monkeypatch.setattr(wire, "MOST_READING_SECONDS", 0.0)
+    monkeypatch.setattr(engine_end, "READING_SECONDS", 0.0)
+    monkeypatch.setattr(engine_end, "MOST_READING_SECONDS", 0.0)
     ours, theirs = socket.socketpair()
     taken: list[Any] = []
     inbox = Inbox(theirs, taken.append)
@@ -295,9 +298,9 @@ def test_a_flood_of_messages_leaves_time_for_steps(monkeypatch: pytest.MonkeyPat
 
 def test_one_turn_reads_more_than_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a client that sends and leaves many requests during a long step delays those of others for many steps."""
-    monkeypatch.setattr(wire, "READ_BYTES", 64)
-    monkeypatch.setattr(wire, "READING_SECONDS", 60.0)
-    monkeypatch.setattr(wire, "MOST_READING_SECONDS", 60.0)
+    monkeypatch.setattr(engine_end, "READ_BYTES", 64)
+    monkeypatch.setattr(engine_end, "READING_SECONDS", 60.0)
+    monkeypatch.setattr(engine_end, "MOST_READING_SECONDS", 60.0)
     ours, theirs = socket.socketpair()
     taken: list[Any] = []
     inbox = Inbox(theirs, taken.append)
@@ -305,3 +308,102 @@ def test_one_turn_reads_more_than_one_buffer(monkeypatch: pytest.MonkeyPatch) ->
         ours.sendall(b"".join(pack(Abort([number])) for number in range(100)))
         inbox.wait(None)
         assert [message.ids for message in taken] == [[number] for number in range(100)]
+
+
+# -- between machines
+
+
+KEYS = SessionKeys(b"c" * 32, b"l" * 32)
+
+
+@contextmanager
+def sealed_inbox() -> Iterator[tuple[socket.socket, Inbox, list[Any], Seal]]:
+    ours, theirs = socket.socketpair()
+    taken: list[Any] = []
+    with ours, theirs:
+        yield ours, Inbox(theirs, taken.append, Seal(KEYS.of_caller)), taken, Seal(KEYS.of_caller)
+
+
+def tagged(seal: Seal, *messages: ToEngine) -> list[bytes]:
+    return [frame + seal.tag(frame) for frame in map(pack, messages)]
+
+
+@pytest.mark.parametrize("cuts", [[1], [HEADER, 20], [30], []])
+def test_messages_with_tags_are_put_together_from_whatever_comes(cuts: list[int]) -> None:
+    with sealed_inbox() as (ours, inbox, taken, seal):
+        data = b"".join(tagged(seal, Abort([1]), Abort([2]), Abort([3])))
+        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            ours.sendall(data[start:end])
+            inbox.wait(0.0)
+        assert [message.ids for message in taken] == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("attack", ["changed", "repeated", "left out", "swapped", "added", "without a tag"])
+def test_an_engine_between_machines_takes_only_what_its_server_has_sent(attack: str) -> None:
+    with sealed_inbox() as (ours, inbox, taken, seal):
+        first, second, third = tagged(seal, Abort([1]), Abort([2]), Abort([3]))
+        added = tagged(Seal(b"x" * 32), Abort([4]))
+        frames = {
+            "changed": [first, second[:-TAG].replace(b"\x02", b"\x05") + second[-TAG:]],
+            "repeated": [first, first],
+            "left out": [first, third],
+            "swapped": [first, third, second],
+            "added": [first, *added],
+            "without a tag": [first, pack(Abort([2])), pack(Abort([3])), pack(Abort([4]))],
+        }[attack]
+        ours.sendall(b"".join(frames))
+        with pytest.raises(NotAMessage):
+            for _ in range(len(frames)):
+                inbox.wait(0.0)
+        assert [message.ids for message in taken] == [[1]]
+
+
+def test_what_an_engine_says_has_tags_in_the_order_of_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    messages = [pack(Abort([number] * 5000)) for number in range(64)]  # more than the socket takes at once
+    with ours, theirs:
+        box, seal = Outbox(theirs, failing, Seal(KEYS.of_listener)), Seal(KEYS.of_listener)
+        for message in messages:
+            box.send(message)
+        for message in messages:
+            got = exactly(ours, len(message) + TAG)
+            assert got[:-TAG] == message and seal.opens(got[-TAG:], got[:-TAG])
+
+
+@pytest.mark.parametrize("attack", ["", "changed", "repeated"])
+def test_a_server_takes_only_what_its_engine_between_machines_has_said(attack: str) -> None:
+    async def receive() -> None:
+        told: list[Any] = []
+        engine = Remote(told.append)
+        engine.sealed(KEYS)
+        seal = Seal(KEYS.of_listener)
+        first, second = (frame + seal.tag(frame) for frame in (pack(LoadingPhase("a")), pack(LoadingPhase("b"))))
+        engine.data_received(first[:7])
+        engine.data_received(first[7:])
+        engine.data_received({"": second, "changed": second.replace(b"b", b"c"), "repeated": first}[attack])
+        assert [message.text for message in told] == (["a"] if attack else ["a", "b"])
+        assert engine.killed == bool(attack)
+
+    asyncio.run(receive())
+
+
+class Remote(EngineConnection):
+    """Without an engine."""
+
+    progress = pid = 0
+    killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+    async def start(self) -> None: ...
+
+    async def finish(self, patience: float) -> str:
+        return ""
+
+
+def exactly(connection: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size:
+        got += connection.recv(size - len(got))
+    return got

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import ssl
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from bankfull.errors import ConfigError
 from bankfull.serve.api.errors import Refusal, openai_error, problem_of
 from bankfull.serve.console.pages import PAGES
-from bankfull.serve.guard.checks import AccessPolicy, Guard, GuardLimits, access_policy
+from bankfull.serve.guard.checks import AccessPolicy, Guard, GuardLimits, access_policy, caller_named
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.tls import Tls, certificates_of
 from bankfull.serve.telemetry.metrics import ServiceMetrics
@@ -146,6 +147,29 @@ def test_a_key_above_its_rate_limit_gets_429(locked_server: Listening) -> None:
     assert 1 <= int(codes[-1].headers["retry-after"]) <= 60
     assert error_of(codes[-1])["type"] == "rate_limit_error"
     assert web.get(locked_server.url + "/x", headers={"x-api-key": SECRET}).status_code == 200
+
+
+def test_a_new_key_under_an_old_name_has_another_salt_and_reveals_nothing(tmp_path: Path) -> None:
+    file, now = tmp_path / "keys", [0.0]
+    secrets, keys = zip(*(new_key("alice") for _ in range(2)), strict=True)
+    file.write_text(keys[0].line)
+    access = access_policy(Keyring(file=file, clock=lambda: now[0]), host="127.0.0.1")
+    old = caller_named(access, "alice")
+    file.write_text(keys[1].line)
+    os.utime(file, ns=(1, 1))
+    now[0] += 60
+    new = caller_named(access, "alice")
+    assert old.key == new.key == "alice" and old.salt and new.salt and old.salt != new.salt
+    assert new == caller_named(access, "alice", keys[1])
+    for caller, secret, key in zip((old, new), secrets, keys, strict=True):
+        told = {secret[i : i + 8] for i in range(len(secret) - 7)} | {key.digest[i : i + 8] for i in range(57)}
+        assert not any(part in caller.salt for part in told)
+    shared = access_policy(access.keyring, host="127.0.0.1", share_prefixes=True)
+    assert caller_named(shared, "alice").salt == "" == caller_named(access, "").salt
+    file.write_text("")
+    os.utime(file, ns=(2, 2))
+    now[0] += 60
+    assert caller_named(access, "alice").salt not in ("", old.salt, new.salt), "what still runs shares nothing"
 
 
 def test_only_an_admin_key_may_reset_the_prefix_cache(locked_server: Listening) -> None:

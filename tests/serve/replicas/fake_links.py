@@ -48,6 +48,7 @@ class FakeStream:
     over: bool = False
     left: bool = False
     worked_on: bool = True
+    on_run: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         generated = self.begun.generated if self.begun is not None else []
@@ -113,6 +114,7 @@ class FakeLink:
     failure: str | None = None
     restarts: int = 0
     failed_loads: int = 0
+    optional: dict[str, str] = field(default_factory=dict)
     on_change: Callable[[], None] | None = None
     on_prefixes: Callable[[PrefixChanges], None] | None = None
     streams: list[FakeStream] = field(default_factory=list)

@@ -165,7 +165,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("samples", "grammar") else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
 def test_a_killed_engine_costs_a_stream_no_token(replicas: Replicas, case: str) -> None:
     params = CASES[case]
 

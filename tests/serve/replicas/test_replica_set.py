@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from bankfull import SamplingParams
+from bankfull.cluster.local_replicas import local_replicas
 from bankfull.errors import ConfigError, ModelError
+from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import Candidate
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.console.state import ConsoleState
 from bankfull.serve.console.timelines import TimeLines
 from bankfull.serve.engine.backend import Busy, Unavailable
 from bankfull.serve.engine.wire import Facts, Load
-from bankfull.serve.replicas.local import local_replicas
 from bankfull.serve.replicas.replica_set import DRAFTS, ReplicaSet
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.replicas.fake_links import FACTS, FakeLink, read, replica_set
@@ -25,7 +26,7 @@ from tests.serve.scripted import settings
 
 
 def load_of(**changes: Any) -> Load:
-    numbers = [name for name in Load.__struct_fields__ if name not in (*DRAFTS, "tiers", "moves", "queues")]
+    numbers = [name for name in Load.__struct_fields__ if name not in (*DRAFTS, "tiers", "moves", "queues", "optional")]
     return Load(**{**dict.fromkeys(numbers, 0), **changes})
 
 
@@ -307,4 +308,4 @@ def test_metrics_and_console_show_each_replica() -> None:
 @pytest.mark.parametrize("count", [0, -1, 1000])
 def test_a_machine_runs_a_possible_number_of_replicas(count: int) -> None:
     with pytest.raises(ConfigError, match=f"{count} replicas"):
-        local_replicas(count)
+        local_replicas(ReplicaRange(count, count))

@@ -23,7 +23,7 @@ from bankfull.outputs import Delta
 from bankfull.sample.params import StructuredOutput
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.process import EngineFactory, EngineProcess
-from bankfull.serve.engine.wire import ExchangeEnds, RequestDone
+from bankfull.serve.engine.wire import ExchangeEnds, RequestDone, RoomGranted
 from bankfull.serve.replicas import transit
 from bankfull.serve.replicas.local import Separation, local_separate
 from bankfull.serve.replicas.separate_set import SeparateSet
@@ -31,7 +31,7 @@ from bankfull.state.exchange import open_exchange
 from tests.serve.engine_kit import idle, until
 from tests.tiny import speaking_folder
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4, "rows": 4}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4, "rows": 4, "step_tokens": 32}
 PAGE_BYTES = 1024
 PAGES = 48
 """Places of each exchange: more than one of the prompts below needs, fewer than two."""
@@ -337,7 +337,7 @@ def test_requests_that_find_no_room_compute_their_prompt_again(
         counts = made.set.counts
         late = counts.late
         engines = [made.link("decode-0"), made.link("decode-1")]
-        held = [engine.expect_state(prompt_of(300, 150), "", lambda room: None) for engine in engines]
+        held = [engine.expect_state(prompt_of(300, 150), "", "", lambda room: None) for engine in engines]
         prompts = [prompt_of(93 + number) for number in range(4)]
         answers = await asyncio.gather(*(made.answer(prompt) for prompt in prompts))
         assert [tokens_of(answer) for answer in answers] == [greedy(whole, prompt) for prompt in prompts]
@@ -347,6 +347,55 @@ def test_requests_that_find_no_room_compute_their_prompt_again(
         await made.assert_free(270)
 
     separated.run(ask)
+
+
+def test_long_prompts_of_one_tenant_do_not_keep_another_from_its_second_token(
+    separated: Separated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode engine grants all that a short prompt needs at once, whatever another tenant's prompts hold or will
+    need; and nothing is held for prompts that wait."""
+    modest = prompt_of(630, 62)
+    asked: list[list[int]] = []
+    answers: list[RoomGranted] = []
+    for bound in ("QUIET_SECONDS", "LONGEST_SECONDS"):  # a busy machine makes nothing late
+        monkeypatch.setattr(transit, bound, 60.0)
+
+    async def ask(made: Separated) -> None:
+        await made.all_ready()
+        for link in made.links:
+            link.admission._most_samples = link.admission._most_tokens = 1 << 20
+        decode = made.link("decode-0")
+        expect_state = decode.expect_state
+
+        def watched(prompt: list[int], *others: Any) -> int:
+            asked.append(prompt)
+            *others, on_room = others
+
+            def answered(room: RoomGranted | None) -> None:
+                if prompt == modest and room is not None:
+                    answers.append(room)
+                on_room(room)
+
+            return expect_state(prompt, *others, answered)
+
+        monkeypatch.setattr(decode, "expect_state", watched)
+        with made.only("decode-0"):
+            long = [
+                asyncio.ensure_future(made.answer(prompt_of(600 + i, 4 * (PAGES - 1) + 1), tenant="greedy"))
+                for i in range(24)
+            ]
+            await asyncio.sleep(0)
+            stream = made.set.generate(modest, GREEDY, tenant="modest", explain=True)
+            assert len(asked) < 24, "prompts that wait ask for nothing"
+            account = done_of(await collect(stream)).account
+            assert account is not None
+            handed = account["handed_over"]
+            assert (handed["pages"], handed["late_pages"]) == (15, 0), "its places were there"
+            await asyncio.gather(*long)
+        await made.assert_free(640)
+
+    separated.run(ask)
+    assert [len(room.places) for room in answers] == [15], "all its places at once"
 
 
 def test_many_requests_some_of_which_leave_get_their_own_tokens(separated: Separated, whole: LLM) -> None:

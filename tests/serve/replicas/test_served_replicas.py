@@ -24,7 +24,8 @@ import sys
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring
 from bankfull.serve.guard.layers import Protection
-from bankfull.serve.replicas.local import local_replicas
+from bankfull.cluster.local_replicas import local_replicas
+from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.serve.run import run_server
 from bankfull.serve.settings import Settings
 
@@ -33,7 +34,7 @@ run_server(
     {"dtype": "float32", "memory": "1MiB", "page_tokens": 4, "threads": 1},
     Settings(names=("tiny",), port=0),
     protection=Protection(access=access_policy(Keyring(), host="127.0.0.1")),
-    replicas=local_replicas(int(sys.argv[2]), "least-loaded"),
+    replicas=local_replicas(ReplicaRange(int(sys.argv[2]), int(sys.argv[2])), "least-loaded"),
 )
 """
 TOKENS = 150
@@ -120,5 +121,5 @@ def test_clients_do_not_notice_that_an_engine_is_killed(server: ServedReplicas) 
                 break
         else:
             pytest.fail("no stream was resumed")
-    assert 'bankfull:replica_ready{model_name="tiny",replica="local-1"} 1' in server.get("/metrics")
+    assert 'bankfull:replica_ready{model_name="tiny",replica="replica-2"} 1' in server.get("/metrics")
     assert json.loads(server.get("/console/state"))["facts"]["rows"] == 2 * server.replicas()[0]["rows"]

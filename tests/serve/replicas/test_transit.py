@@ -34,7 +34,7 @@ class FakeEnd:
     addresses: list[tuple[str, int] | None] = field(default_factory=list)
     forgotten: list[tuple[int, bool]] = field(default_factory=list)
 
-    def expect_state(self, prompt: list[int], salt: str, on_room: OnRoom) -> int:
+    def expect_state(self, prompt: list[int], salt: str, tenant: str, on_room: OnRoom) -> int:
         if not self.ready:
             raise Unavailable("It has just ended.")
         self.on_room = on_room
@@ -61,6 +61,7 @@ class Way:
     def __init__(self) -> None:
         self.source, self.target, self.counts = FakeEnd(), FakeEnd(), TransitCounts()
         self.transit = Transit(self.source, self.target, 1, PARTS, self.counts, ADDRESS)
+        self.transit.begin()
 
     def room(self, *names: bytes, waiting: int = 0) -> None:
         assert self.target.on_room is not None
@@ -205,11 +206,47 @@ def test_closing_frees_both_ends_once() -> None:
     assert way.target.forgotten == [(7, True)] and way.source.forgotten == [(3, True)]
 
 
-def test_a_target_without_an_engine_raises_and_leaves_nothing() -> None:
+def test_a_target_without_an_engine_gets_nothing() -> None:
     async def go() -> None:
         source, counts = FakeEnd(), TransitCounts()
-        with pytest.raises(Unavailable):
-            Transit(source, FakeEnd(ready=False), 0, PARTS, counts)
+        transit = Transit(source, FakeEnd(ready=False), 0, PARTS, counts)
+        transit.begin()
+        assert transit.lost and transit.complete
         assert source.on_shipped is None and not counts.transits
 
     asyncio.run(go())
+
+
+def test_places_are_asked_for_when_the_prompt_is_begun() -> None:
+    async def go() -> None:
+        source, target, counts = FakeEnd(), FakeEnd(), TransitCounts()
+        transit = Transit(source, target, 0, PARTS, counts)
+        assert target.on_room is None and transit.complete, "a prompt that waits asks for nothing"
+        transit.begin()
+        transit.begin()
+        assert target.on_room is not None and not transit.complete and counts.transits == 1
+        early = Transit(source, FakeEnd(), 0, PARTS, counts)
+        early.close()
+        early.begin()
+        assert counts.transits == 1, "its client has left"
+
+    asyncio.run(go())
+
+
+def test_places_that_were_given_to_others_are_not_filled() -> None:
+    async def go(way: Way) -> None:
+        way.room(*NAMES)
+        way.ship(NAMES[0])
+        assert way.target.on_room is not None
+        way.target.on_room(RoomGranted(7, [], 1, [NAMES[2]]))
+        assert not way.transit.complete
+        way.ship(NAMES[1])
+        way.room(NAMES[2])
+        way.ship(NAMES[2])
+        assert way.transit.complete
+        await way.transit.wait()
+
+    way = run(go)
+    assert way.source.forgotten[0] == (3, True), "the order ends, and begins anew without it"
+    assert way.source.orders[1:] == [(1, [(NAMES[1], 2)]), (1, [(NAMES[2], 1)])]
+    assert way.counts.late == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class FakeBackend:
     ready = True
     says = ""
     restarts, failed_loads = 2, 3
+    optional: Mapping[str, str] = {}
 
     def __init__(self, error: Exception | None = None) -> None:
         self.facts: Facts | None = Facts("tiny", 64, 97, 4, 10, 16, 64, "float32", "cpu", CEILINGS)

@@ -38,9 +38,9 @@ SCHEMES = {
     "awq": "q5_0",
     "w4a16": "q4_0",
     "w8a8": "q8_0",
-    "fp8": "fp8",
+    "fp8": "f32",
 }
-"""What the matrices become on a CPU with native kernels."""
+"""What the matrices become in a build for a CPU with native kernels."""
 
 
 def rounded(weight: torch.Tensor, bits: int, group: int, symmetric: bool, shuffled: bool = False) -> Coded:

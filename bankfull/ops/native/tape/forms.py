@@ -12,9 +12,7 @@ from torch import Tensor
 
 from bankfull.ops.native.activation import CODES
 from bankfull.ops.native.attention import PAGES, page_strides, storable, window_and_mask
-from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, storage_of
-from bankfull.ops.native.packed import PackedWeight
 from bankfull.ops.native.tape.instruction import Fixed, Operand
 from bankfull.ops.native.tape.record import TOKENS, Recorder
 from bankfull.ops.reference.attention import PagedMeta
@@ -26,7 +24,6 @@ from bankfull.weights.qtensor import QTensor
 Outputs = tuple[Tensor, ...]
 Form = Callable[..., bool]
 FORMS: dict[str, Form] = {}
-_native = required()
 
 
 def form(function: Form) -> Form:
@@ -129,118 +126,6 @@ def layer_norm(rec: Recorder, out: Outputs, x: Tensor, weight: Tensor, bias: Ten
         eps=eps,
     )
     return True
-
-
-@form
-def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor | None = None) -> bool:
-    if not _is_float(x) or x.dim() != 2:
-        return False
-    place = rec.view(x)
-    outputs, inner = weight.shape
-    code, block, block_bytes = FORMATS[weight.scheme.name]
-    rec.emit(
-        "linear",
-        {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)},
-        {"y": rec.view(out[0])},
-        format=code,
-        x_stride=place.stride // 4,
-        outputs=outputs,
-        inner=inner,
-        row_bytes=inner // block * block_bytes,
-    )
-    return True
-
-
-@form
-def best_output(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor | None = None) -> bool:
-    if not _is_float(x) or x.dim() != 2:
-        return False
-    place = rec.view(x)
-    outputs, inner = weight.shape
-    code, block, block_bytes = FORMATS[weight.scheme.name]
-    rec.emit(
-        "head",
-        {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)},
-        {"chosen": rec.view(out[0])},
-        label="head",
-        format=code,
-        x_stride=place.stride // 4,
-        outputs=outputs,
-        inner=inner,
-        row_bytes=inner // block * block_bytes,
-    )
-    return True
-
-
-def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
-    if not _is_float(x) or x.dim() != 2:
-        return False
-    outputs, inner = weight.shape
-    encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
-    rec.emit(
-        "packed",
-        {
-            "x": encoded,
-            "weight0": Fixed(weight.data),
-            "bias0": _floats(bias),
-            "hadamard0": None if weight.hadamard is None else Fixed(weight.hadamard),
-        },
-        {"y0": rec.view(out[0]), "encoded": None},
-        inner=inner,
-        parts=[(outputs, weight.pack)],
-        gate=-1,
-        int8=int8,
-    )
-    return True
-
-
-@form
-def linear_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed(rec, out, x, weight, bias, int8=False)
-
-
-@form
-def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed(rec, out, x, weight, bias, int8=True)
-
-
-FORMS["linear_w8a8"] = FORMS["linear_hadamard"] = linear_int8  # the weight tells how many rows are multiplied
-
-
-def _packed_best(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
-    if not _is_float(x) or x.dim() != 2:
-        return False
-    outputs, inner = weight.shape
-    encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
-    rec.emit(
-        "packed_head",
-        {
-            "x": encoded,
-            "weight": Fixed(weight.data),
-            "bias": _floats(bias),
-            "hadamard": None if weight.hadamard is None else Fixed(weight.hadamard),
-        },
-        {"chosen": rec.view(out[0])},
-        label="head",
-        inner=inner,
-        outputs=outputs,
-        pack=weight.pack,
-        int8=int8,
-    )
-    return True
-
-
-@form
-def best_output_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed_best(rec, out, x, weight, bias, int8=False)
-
-
-@form
-def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed_best(rec, out, x, weight, bias, int8=True)
-
-
-FORMS["best_output_w8a8"] = FORMS["best_output_hadamard"] = best_output_int8
 
 
 def _pointwise(

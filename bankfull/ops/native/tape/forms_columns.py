@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bankfull.ops.native.tape.forms import Outputs, _floats, _is_float, form
@@ -11,13 +12,19 @@ from bankfull.ops.native.tape.record import Recorder
 
 @form
 def scale_columns(rec: Recorder, out: Outputs, x: Tensor, factors: Tensor) -> bool:
+    """The same rows and factors share one instruction: weights with one input and the same outlier columns."""
     if not _is_float(x) or x.dim() != 2:
         return False
     place = rec.view(x)
+    key = "scale", place, factors.to(torch.float32).numpy().tobytes()
+    if (known := rec.shared.get(key)) is not None:
+        rec.is_value(out[0], known)
+        return True
+    made = rec.shared[key] = rec.view(out[0])
     rec.emit(
         "scale",
         {"x": place, "factors": _floats(factors)},
-        {"y": rec.view(out[0])},
+        {"y": made},
         columns=x.shape[1],
         x_token=place.stride // 4,
     )
@@ -30,11 +37,11 @@ def gather_columns(rec: Recorder, out: Outputs, x: Tensor, columns: Tensor) -> b
     if not _is_float(x) or x.dim() != 2:
         return False
     place = rec.view(x)
-    key = place, columns.numpy().tobytes()
-    if (known := rec.gathered.get(key)) is not None:
+    key = "gather", place, columns.numpy().tobytes()
+    if (known := rec.shared.get(key)) is not None:
         rec.is_value(out[0], known)
         return True
-    made = rec.gathered[key] = rec.view(out[0])
+    made = rec.shared[key] = rec.view(out[0])
     rec.emit(
         "gather",
         {"x": place, "columns": Fixed(columns)},

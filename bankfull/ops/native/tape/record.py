@@ -41,8 +41,8 @@ class Recorder:
         self._values: dict[int, Value] = {}
         self._inputs: dict[int, str] = {}
         self._encoded: dict[ValueColumns, ValueColumns] = {}
-        self.gathered: dict[tuple[ValueColumns, bytes], ValueColumns] = {}
-        """Rows, and the columns of them in another order -> the result."""
+        self.shared: dict[tuple[str, ValueColumns, bytes], ValueColumns] = {}
+        """What is done to the columns of some rows, the rows, and the columns or factors -> the result."""
         self._alive: list[Any] = []  # storages are identified by address: none may be freed and reused
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -118,6 +118,10 @@ class Recorder:
             known = self._encoded[x] = ValueColumns(Value(stride, torch.uint8))
             self.emit("encode", {"x": x}, {"encoded": known}, x_stride=x.stride // 4, columns=columns)
         return known
+
+    def blank(self, columns: int) -> Tensor:
+        """A result in float32 that one instruction of an operation leaves for another."""
+        return self._output(torch.empty(TOKENS, columns, device="meta"))
 
     def is_value(self, output: Tensor, known: ValueColumns) -> None:
         """The operation's result is one that is recorded already."""

@@ -23,6 +23,8 @@ class ModelCard(msgspec.Struct):
     sampling_defaults: dict[str, Any]
     tool_parser: str | None
     """The format in which calls of tools are written and read; None where the model has no chat template."""
+    static_batch: int | None = None
+    """With static batches: the number of requests that each waits for."""
     owned_by: Literal["bankfull"] = "bankfull"
     object: Literal["model"] = "model"
     parent: None = None
@@ -49,7 +51,8 @@ class Models:
         length = None if facts is None else facts.max_len
         template = self._texts.template
         parser = None if template is None else format_of(template.tool_source, template.takes_tools).name
-        return ModelCard(name, self._settings.created, self._settings.names[0], length, defaults, parser)
+        batch = None if facts is None else facts.static_batch or None
+        return ModelCard(name, self._settings.created, self._settings.names[0], length, defaults, parser, batch)
 
 
 def _json(value: msgspec.Struct) -> Response:

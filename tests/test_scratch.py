@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bankfull.serve.scratch import ScratchFolder, remove_abandoned
+from bankfull.scratch import ScratchFolder, remove_abandoned
 
 HOLD = """
 import sys
 from pathlib import Path
-from bankfull.serve.scratch import ScratchFolder
+from bankfull.scratch import ScratchFolder
 folder = ScratchFolder("test", Path(sys.argv[1]))
 (folder.path / "file").write_text("text")
 print(folder.path, flush=True)

@@ -1,0 +1,100 @@
+"""From a model's files to its layers: dtypes and providers are chosen, weights are read, and what is slow is told."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from bankfull.config import RunConfig
+from bankfull.errors import ConfigError
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import build_model
+from bankfull.ops import kit_for, native
+from bankfull.ops.activations import TOKEN
+from bankfull.ops.registry import Kit
+from bankfull.precision import as_read, choose_precision, is_rounded_to_fp8
+from bankfull.runtime.device import Device
+from bankfull.runtime.memory import shown
+from bankfull.state.mask import Mask
+from bankfull.weights.source import ModelFiles
+from bankfull.weights.widened_source import WidenedSource
+
+log = logging.getLogger("bankfull")
+
+PRODUCTS = ("linear", "expert_mlp")
+"""First words of the operations that multiply by weights, apart from those that only find the highest output."""
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
+    """The dtypes and providers of a model's build; options that are `auto` are decided here."""
+    files = as_read(files, run, device.kind)
+    chosen, kit = choose_precision(files, run, device.kind), kit_for(device.kind, run.providers)
+    kept = run.evicts()
+    evict = None if kept is None else Mask(kept[1], global_tokens=kept[0])
+    made = Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
+    if isinstance(files.source, WidenedSource):
+        log.warning(files.source.notice())
+    if device.kind != "cpu" and run.activations == "auto" and is_rounded_to_fp8(files):
+        log.warning(fp8_notice(chosen.activations.by_row is TOKEN))
+    return made if evict is None else replace(made, kv_evict=evict)
+
+
+def fp8_notice(rounds: bool) -> str:
+    """What `quantize="fp8"` means on this GPU."""
+    if rounds:
+        return (
+            "quantize='fp8' is lossy in two ways: weights are rounded to fp8, and activations per token, as in other "
+            "engines; activations='float' rounds weights only."
+        )
+    return "quantize='fp8' rounds weights only (lossy): this GPU has no matrix units for fp8 activations."
+
+
+def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:
+    free = device.free_memory()
+    try:
+        model = build_model(files.config, build)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the "
+            "model, or use a smaller one."
+        ) from error
+    if build.activations.rounds:
+        files.source.release()  # the weights are repacked
+    if (notice := slow_layers(build.kit, build.dtype)) is not None:
+        log.warning(notice)
+    return model
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. torch has no type of its own for that on a CPU, and every kind of failure is a
+    RuntimeError there."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    said = str(error).lower()
+    return type(error) is RuntimeError and ("allocate memory" in said or "out of memory" in said)
+
+
+def slow_layers(kit: Kit, dtype: torch.dtype) -> str | None:
+    """Which layers run without a native kernel although there are some, and what to do: one sentence. None: none do."""
+    if kit.device != "cpu" or native.status() is not None:
+        return None
+    found: Counter[str] = Counter()
+    for (operation, scheme), count in kit.bodies.items():
+        if operation.startswith(PRODUCTS):
+            found[scheme] += count
+    if not found:
+        return None
+    schemes = ", ".join(f"{count} of {scheme}" for scheme, count in sorted(found.items()))
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in KERNEL_DTYPES:
+        way = f"no kernel computes in {name}: use dtype='float32' or leave dtype out"
+    elif dtype is torch.bfloat16:
+        way = "use activations='bf16', whose kernels multiply bfloat16, or dtype='float32'"
+    else:
+        way = "no kernel fits their shape; expand=True dequantizes them once, for more memory, if they are quantized"
+    return f"{found.total()} layers run without a native kernel ({schemes}), and may be many times slower: {way}."

@@ -1,0 +1,164 @@
+"""What a case is made of. Each dimension is declared once: its name, its values and their weights, and what it sets.
+A new feature is a line here (and a line of `plain.py` where it changes the tokens); drawing, replaying, shrinking,
+counting and the table of combinations follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bankfull.sched.policies import POLICIES
+from tests.trial.setup import Setup
+from tests.trial.strategies import FOR_TINY, STRATEGIES
+
+Value = Any
+
+
+def _everywhere(model: str, value: Value) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Option:
+    """A dimension of the engine. The first value is what a case without it means."""
+
+    name: str
+    values: Mapping[Value, float]
+    """With their weights. Values that start processes or threads, or cost seconds, are rare."""
+    use: Callable[[Setup, Value], None]
+    where: Callable[[str, Value], bool] = _everywhere
+    """Whether a model and a value can be drawn together, where the trial itself has no such pair."""
+
+    @property
+    def usual(self) -> Value:
+        return next(iter(self.values))
+
+
+OPTIONS: dict[str, Option] = {}
+RECURRENT = (
+    "mamba",
+    "jamba",
+    "granitemoehybrid",
+    "falcon",
+    "hybrid",
+    "lightning",
+    "minimax",
+    "delta",
+    "next",
+    "s4",
+    "based",
+    "experts-of-mamba",
+    "parallel",
+)
+TREES = ("tree", "lookahead", "medusa", "eagle-tree", "streaming", "tree-streaming")
+
+
+def refused_for_certain(model: str, name: str, value: Value) -> bool:
+    """Pairs of which one is enough now and then: the table of combinations has them."""
+    kind, _, case = model.partition(":")
+    if kind == "diffusion":
+        return name in ("strategy", "prefill_rows", "prefill_tokens") and value != OPTIONS[name].usual
+    if name == "strategy" and value == "mtp":
+        return model != "tiny:latent"
+    return name == "strategy" and value in TREES and any(part in case for part in RECURRENT)
+
+
+def _declare(
+    name: str,
+    values: Mapping[Value, float],
+    use: Callable[[Setup, Value], None],
+    where: Callable[[str, Value], bool] = _everywhere,
+) -> None:
+    OPTIONS[name] = Option(name, values, use, where)
+
+
+def sets(part: str, name: str) -> Callable[[Setup, Value], None]:
+    """The option of that name in `RunConfig`, `SchedConfig` or `StateConfig`."""
+    return lambda setup, value: getattr(setup, part).__setitem__(name, value)
+
+
+def rounds(name: str, **more: Value) -> Callable[[Setup, Value], None]:
+    """A lossy option of `RunConfig`: the plain loop rounds alike."""
+
+    def use(setup: Setup, value: Value) -> None:
+        setup.run |= {name: value, **more}
+        setup.rounds = True
+
+    return use
+
+
+def marks(name: str) -> Callable[[Setup, Value], None]:
+    return lambda setup, value: setattr(setup, name, value)
+
+
+def _evenly(*values: Value, first: float = 1.0) -> dict[Value, float]:
+    return {value: first if i == 0 else 1.0 for i, value in enumerate(values)}
+
+
+def _batching(setup: Setup, value: str) -> None:
+    setup.sched |= {"batching": value, "batch_size": 2} | ({"batch_timeout": 0.002} if value == "dynamic" else {})
+
+
+def _tiers(setup: Setup, value: str) -> None:
+    if value == "disk":
+        setup.state["kv_disk"] = "256KiB"
+    else:
+        setup.tiers = value
+    setup.tight = setup.tight or bool(value)
+
+
+def _layout(setup: Setup, value: str) -> None:
+    setup.run["parallel"], setup.driver = value, "ranks"
+
+
+WITH_LAYOUT = {
+    "strategy": ("off", "lookup", "jacobi", "lookahead"),
+    **dict.fromkeys(("page", "chunk", "rows", "policy", "batching", "prefill_tokens", "prefill_rows", "decode_rows")),
+    **dict.fromkeys(("prefix_cache", "snapshot_every", "preempt", "layout")),
+}
+"""Options, and their values if not all, that the ranks of the trial have: threads with a pool of a fixed size."""
+
+_declare("driver", {"engine": 12.0, "http": 1.5}, marks("driver"))
+_declare(
+    "strategy",
+    _evenly(*STRATEGIES, first=4.0) | {"guess": 6.0, "lookup": 4.0, "tree": 3.0},
+    lambda setup, value: STRATEGIES[value](setup),
+    lambda model, value: value not in FOR_TINY or model.startswith("tiny:"),
+)
+_declare(
+    "diffusion",
+    {"": 1.0, "threshold=0.4": 1.0, "threshold=1,tokens=3": 1.0, "threshold=0.5,tokens=2": 1.0},
+    sets("run", "diffusion"),
+    lambda model, value: not value or model.startswith("diffusion:"),
+)
+_declare(
+    "layout",
+    {"": 60.0} | dict.fromkeys(("tp=2", "pp=2", "cp=2", "tp=2,pp=2", "tp=2,sp=on", "ffn=1", "cp=2,ep=2"), 0.3),
+    _layout,
+    lambda model, value: not value or not model.startswith("diffusion:"),  # its ranks decode, and denoise nothing
+)
+_declare("page", {4: 3.0, 1: 1.0, 16: 2.0}, sets("state", "page_tokens"))
+_declare("chunk", {16: 3.0, 1: 0.5, 7: 2.0, 64: 2.0}, sets("sched", "step_tokens"))
+_declare("rows", {4: 3.0, 1: 1.0, 2: 1.0}, sets("sched", "rows"))
+_declare("policy", _evenly(*sorted(POLICIES, key=lambda name: name != "fcfs"), first=8.0), sets("sched", "policy"))
+_declare("batching", {"continuous": 12.0, "static": 1.0, "dynamic": 1.0}, _batching)
+_declare("prefill_tokens", {0: 8.0, 3: 1.0}, sets("sched", "prefill_tokens"))
+_declare("prefill_rows", {0: 8.0, 1: 1.0}, sets("sched", "prefill_rows"))
+_declare("decode_rows", {0: 8.0, 1: 1.0}, sets("sched", "decode_rows"))
+_declare("step_ms", {0.0: 6.0, 0.25: 1.0}, sets("sched", "step_ms"))
+_declare("prefix_cache", {True: 5.0, False: 1.0}, sets("state", "prefix_cache"))
+_declare("snapshot_every", {2: 2.0, 1: 1.0, 16: 1.0}, sets("state", "snapshot_every"))
+_declare("pool", {"roomy": 2.0, "tight": 1.0}, lambda setup, value: setattr(setup, "tight", value == "tight"))
+_declare("preempt", {False: 3.0, True: 1.0}, marks("preempts"))
+_declare("tiers", {"": 6.0, "host": 1.0, "disk": 1.0, "both": 1.0}, _tiers)
+_declare("kv_dtype", {"auto": 12.0, "bfloat16": 1.0, "int8": 1.0, "fp8": 1.0, "int4": 1.0}, rounds("kv_dtype"))
+_declare("kv_evict", {"": 20.0, "sinks:2,window:9": 1.0}, rounds("kv_evict"))
+_declare(
+    "quantize",
+    {"": 16.0, "int8": 1.0, "int4:32": 1.0, "fp8": 0.1, "q8_0": 0.5, "q4_k,keep": 0.2},
+    rounds("quantize", activations="float"),
+)
+_declare("providers", {"auto": 4.0, "torch": 1.0}, sets("run", "providers"))
+_declare("depth", {0: 2.0, 1: 1.0}, lambda setup, value: setattr(setup, "late", bool(value)))
+_declare("captured", {True: 5.0, False: 1.0}, marks("captured"))

@@ -1,0 +1,68 @@
+"""What a case's options come to: the configurations of an engine, and what stands around it. Each dimension writes its
+part (`dimensions.py`); the drivers read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.decode.strategy import Strategy
+from tests.kit import GuessLookup
+from tests.tiny import DEVICE
+from tests.trial.case import Case
+from tests.trial.models import LONGEST, TrialModel, model_of
+
+Truths = Sequence[Sequence[int]]
+EXACT, ROUNDED = 2e-3, 0.05
+"""How far logits may be off, where the plain loop computes exactly, and where both round."""
+
+
+@dataclass
+class Setup:
+    case: Case
+    model: TrialModel
+    run: dict[str, Any] = field(default_factory=dict)
+    sched: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    driver: str = "engine"
+    late: bool = False
+    captured: bool = True
+    tight: bool = False
+    """The pool of pages is hardly larger than the longest sequence."""
+    preempts: bool = False
+    tiers: str = ""
+    """Below the device, by hand: host, both. A CPU's loader refuses host memory, which a GPU's takes."""
+    rounds: bool = False
+    """The plain loop runs the engine's own model, because it has to round as the engine does."""
+    strategy: Callable[[Truths], Strategy] | None = None
+    """Makes the strategy, from the sequences that the plain loop gives."""
+    lookup: Callable[[Truths], GuessLookup] | None = None
+
+    @property
+    def tolerance(self) -> float:
+        return ROUNDED if self.rounds else EXACT
+
+    @property
+    def needs_truths(self) -> bool:
+        return self.strategy is not None or self.lookup is not None
+
+    def configs(self) -> tuple[RunConfig, SchedConfig, StateConfig]:
+        run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, "speculative": "off", **self.run}
+        sched = {"rows": 4, "step_tokens": 16, "quantum_ms": 0.01, "starvation": 0.01, **self.sched}
+        state = {"page_tokens": 4, "snapshot_every": 2, **self.state}
+        return RunConfig(**run), SchedConfig(**sched), StateConfig(**state)
+
+    @property
+    def longest(self) -> int:
+        return LONGEST
+
+
+def setup_of(case: Case) -> Setup:
+    from tests.trial.dimensions import OPTIONS
+
+    made = Setup(case, model_of(case.model))
+    for name, value in case.options.items():
+        OPTIONS[name].use(made, value)
+    return made

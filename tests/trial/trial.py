@@ -1,0 +1,90 @@
+"""One case from its text to a verdict."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.loading import load
+from bankfull.runtime import naive
+from tests.tiny import DEVICE
+from tests.trial import run_engine, run_ranks, run_server
+from tests.trial.case import Ask, Case
+from tests.trial.compare import Verdict, compare
+from tests.trial.denoise import Way
+from tests.trial.plain import Expected, Memory, answer, denoised_answer
+from tests.trial.run_engine import Refused
+from tests.trial.setup import Setup, setup_of
+
+DRIVERS = {"engine": run_engine.run, "http": run_server.run, "ranks": run_ranks.run}
+
+
+@dataclass
+class Report:
+    case: Case
+    problems: list[str] = field(default_factory=list)
+    refused: str = ""
+    """The sentence with which the whole case was refused."""
+    verdict: Verdict = field(default_factory=Verdict)
+
+
+def run_case(case: Case) -> Report:
+    report = Report(case)
+    try:
+        setup = setup_of(case)
+        report.verdict = _verdict(setup)
+        report.problems = report.verdict.problems
+    except Refused as refused:
+        report.refused = str(refused)
+        if "\n" in report.refused:
+            report.problems = [f"the refusal is not one sentence: {report.refused!r}"]
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        report.problems = [
+            f"{type(error).__name__}: {error} ({place.filename.rpartition('bankfull/')[2]}:{place.lineno})"
+        ]
+    return report
+
+
+def _verdict(setup: Setup) -> Verdict:
+    memory = Memory(_rounding(setup) if setup.rounds else setup.model.logits, setup.model.denoising is None)
+    asks = setup.case.asks
+    ahead = setup.needs_truths or any("cuts" in ask.settings for ask in asks)
+    expected = (
+        [_answers(setup, memory, ask, beyond=setup.needs_truths) for ask in asks] if ahead else [[] for _ in asks]
+    )
+    outcomes = DRIVERS[setup.driver](setup, expected)
+    if not ahead:
+        expected = []
+        for ask, outcome in zip(asks, outcomes, strict=True):
+            for sample in outcome.samples:  # its tokens as a hint: one pass for all positions
+                if sample.tokens and setup.model.denoising is None:
+                    memory.prefetch([*ask.prompt, *sample.tokens][: setup.longest])
+            expected.append(_answers(setup, memory, ask) if not outcome.refused else [])
+    return compare(setup.case, outcomes, expected, memory, setup.tolerance)
+
+
+def _answers(setup: Setup, memory: Memory, ask: Ask, *, beyond: bool = False) -> list[Expected]:
+    how = (setup.model.vocab, setup.tolerance, setup.longest)
+    if (shape := setup.model.denoising) is not None:
+        way = Way.parse(setup.run.get("diffusion", ""))
+        return [denoised_answer(memory, shape, way, ask, child, *how) for child in range(ask.get("n", 1))]
+    return [answer(memory, ask, child, *how, beyond=beyond) for child in range(ask.get("n", 1))]
+
+
+def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
+    """Logits of the engine's own model in one pass over a whole sequence: it rounds as the engine does."""
+    model = _rounding_model(str(setup.model.folder), json.dumps(setup.run, sort_keys=True))
+    return lambda tokens: naive.logits(model, list(tokens), DEVICE).double().cpu().numpy()
+
+
+@lru_cache(maxsize=64)
+def _rounding_model(folder: str, options: str):  # type: ignore[no-untyped-def]
+    run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, **json.loads(options), "speculative": "off"}
+    try:
+        return load(folder, RunConfig(**run), SchedConfig(rows=1, step_tokens=16), StateConfig(), 64).model
+    except ValueError as error:
+        raise Refused(str(error)) from error
