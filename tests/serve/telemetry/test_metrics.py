@@ -25,6 +25,7 @@ from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.replicas.transit import TransitCounts
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.optional_parts import OptionalParts
 from bankfull.serve.telemetry.pin_metrics import pin_families
 from bankfull.serve.telemetry.replica_metrics import replica_families
 from bankfull.serve.telemetry.separation_metrics import separation_families
@@ -307,7 +308,8 @@ def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = set(re.findall(r"`([^`]+)`", "".join(rows)))
     cache = ResponseCache(MemoryAnswers(1), lambda: None, {})
-    always = [*ServiceMetrics().families, *pin_families(FakeBackend().load)]
+    optional = OptionalParts([lambda: {"kv_disk": ""}]).families()
+    always = [*ServiceMetrics().families, *pin_families(FakeBackend().load), *optional]
     assert named == {
         family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "")
         for family in [*always, *cache.families(), *replica_families([]), *separation_families(TransitCounts())]
