@@ -39,52 +39,50 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# Each step prints one line. Its output goes to a log in $(STAMPS), which is printed if the step fails:
-# step LOG WHAT COMMAND...; begin starts a step in the background, and finish LOG PROCESS waits for it.
+# Each step prints one line. Its output goes to a log in $(STAMPS), which is printed if the step fails: step LOG WHAT COMMAND...
+# Steps follow one another: pip reads the metadata of all installed packages when it starts, so it fails if another pip
+# replaces one of them at that moment.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALL_PACKAGE := env PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-compile --no-deps --no-build-isolation --editable . \
 	--config-settings=cmake.define.BANKFULL_SETS
 define STEPS
-set -e; export PIP_ROOT_USER_ACTION=ignore; started=; \
-trap '[ -z "$$started" ] || kill $$started 2> /dev/null || true' EXIT; trap 'exit 130' INT TERM; \
-failed() { cat "$(STAMPS)/$$1.log" >&2; echo "$@: this step failed; its whole output is above." >&2; exit 1; }; \
-step() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 || failed "$$log"; }; \
-begin() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 & started="$$started $$!"; }; \
-finish() { wait "$$2" || failed "$$1"; }; \
+set -e; export PIP_ROOT_USER_ACTION=ignore; \
+step() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 || { \
+	cat "$(STAMPS)/$$log.log" >&2; echo "$@: this step failed; its whole output is above." >&2; exit 1; }; }; \
 extras() { $(BIN)/python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	print(*sum((project['optional-dependencies'][name] for name in sys.argv[1:]), project['dependencies']), sep='\n')" \
 	"$$@"; }
 endef
 
-# Installs run-time dependencies only, without byte-code compilation. The kernels are compiled while packages are fetched;
-# no two concurrent steps install the same package.
+# Installs run-time dependencies only, without byte-code compilation.
+KERNELS := host
 install: ## Create .venv with the package (editable) and its kernels, ready to run; quick when nothing changed
 	@mkdir -p $(STAMPS)
 	@key=$$(echo "$(PYTHON) $(TORCH) $(filter-out %__pycache__/,$(PACKAGES))" | cat - $(BUILD_INPUTS) | cksum); \
 	if [ -x $(BIN)/bankfull ] && [ "$$key" = "$$(cat $(STAMPS)/install 2>/dev/null)" ]; then exit 0; fi; \
 	$(STEPS); \
 	[ -x $(BIN)/python ] || step venv "creating $(VENV) with $(PYTHON)" $(PYTHON) -m venv $(VENV); \
-	begin torch "installing $(TORCH), the largest download" $(PIP) install --no-compile "$(TORCH)"; torch=$$!; \
-	step build "installing what builds the kernels" \
-		$(PIP) install --no-compile "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja; \
-	begin kernels "compiling the kernels for this processor" $(INSTALL_PACKAGE)=host; kernels=$$!; \
-	finish torch $$torch; \
+	step torch "installing $(TORCH), the largest download" $(PIP) install --no-compile "$(TORCH)"; \
 	extras charts energy hub serve > $(STAMPS)/running.txt; \
-	step running "installing the other packages" $(PIP) install --no-compile --requirement $(STAMPS)/running.txt; \
-	finish kernels $$kernels; started=; \
+	step running "installing the other packages" $(PIP) install --no-compile \
+		"scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja --requirement $(STAMPS)/running.txt; \
+	step kernels "compiling the kernels (instruction sets: $(KERNELS))" $(INSTALL_PACKAGE)=$(KERNELS); \
 	$(BIN)/python -c "from bankfull.ops import native; why = native.status(); \
 		print('$@: ' + (why + ' (see $(STAMPS)/kernels.log)' if why else 'ready; kernels: ' + native.select_isa()))"; \
+	echo "$(KERNELS)" > $(STAMPS)/sets; \
 	echo "$$key" > $(STAMPS)/install
 
-# Adds the packages for tests and checks, and the kernels of every instruction set.
+# Adds the packages for tests and checks, and the kernels of every instruction set, which a first installation compiles at
+# once.
+tools: KERNELS := all
 tools: install
 	@key=$$(cat pyproject.toml $(STAMPS)/install | cksum); \
 	if [ -x $(BIN)/ruff ] && [ "$$key" = "$$(cat $(STAMPS)/tools 2>/dev/null)" ]; then exit 0; fi; \
 	$(STEPS); \
 	extras test lint > $(STAMPS)/tools.txt; \
-	begin kernels "compiling the kernels of every instruction set" $(INSTALL_PACKAGE)=all; kernels=$$!; \
 	step tools "installing what tests and checks need" $(PIP) install --no-compile --requirement $(STAMPS)/tools.txt; \
-	finish kernels $$kernels; started=; \
+	[ "$$(cat $(STAMPS)/sets)" = all ] || step kernels "compiling the kernels (instruction sets: all)" $(INSTALL_PACKAGE)=all; \
+	echo all > $(STAMPS)/sets; \
 	echo "$$key" > $(STAMPS)/tools
 
 demo: install ## Fetch the default model and generate two sentences
