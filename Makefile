@@ -39,51 +39,57 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# Each step prints one line. Its output goes to a log in $(STAMPS), which is printed if the step fails: step LOG WHAT COMMAND...
-# Steps follow one another: pip reads the metadata of all installed packages when it starts, so it fails if another pip
-# replaces one of them at that moment.
+# Each step prints one line. Its output goes to a log in $(STAMPS), which is printed if the step fails:
+# step LOG WHAT COMMAND...; begin starts a step in the background, and finish LOG PROCESS waits for it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-INSTALL_PACKAGE := env PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-compile --no-deps --no-build-isolation --editable . \
-	--config-settings=cmake.define.BANKFULL_SETS
+BUILDER := $(STAMPS)/builder
+BUILD := from scikit_build_core import build; import sys; \
+	build.build_editable(sys.argv[1], {"cmake.define.BANKFULL_SETS": sys.argv[2]})
 define STEPS
-set -e; export PIP_ROOT_USER_ACTION=ignore; \
-step() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 || { \
-	cat "$(STAMPS)/$$log.log" >&2; echo "$@: this step failed; its whole output is above." >&2; exit 1; }; }; \
+set -e; export PIP_ROOT_USER_ACTION=ignore; started=; \
+trap '[ -z "$$started" ] || kill $$started 2> /dev/null || true' EXIT; trap 'exit 130' INT TERM; \
+failed() { cat "$(STAMPS)/$$1.log" >&2; echo "$@: this step failed; its whole output is above." >&2; exit 1; }; \
+step() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 || failed "$$log"; }; \
+begin() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 & started="$$started $$!"; }; \
+finish() { wait "$$2" || failed "$$1"; }; \
 extras() { $(BIN)/python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	print(*sum((project['optional-dependencies'][name] for name in sys.argv[1:]), project['dependencies']), sep='\n')" \
 	"$$@"; }
 endef
 
-# Installs run-time dependencies only, without byte-code compilation.
-KERNELS := host
+# Installs run-time dependencies only, without byte-code compilation; `tools` adds what tests and checks need, and the
+# kernels of every instruction set. Packages are fetched while the kernels are compiled. The compilation sees its own few
+# packages and not the environment (-S), which changes under it: pip, too, fails if what it reads is replaced meanwhile.
+LEVEL := install
+SETS := host
+EXTRAS := charts energy hub serve
+tools: LEVEL := tools
+tools: SETS := all
+tools: EXTRAS := charts energy hub serve test lint
+tools: install
+
 install: ## Create .venv with the package (editable) and its kernels, ready to run; quick when nothing changed
 	@mkdir -p $(STAMPS)
 	@key=$$(echo "$(PYTHON) $(TORCH) $(filter-out %__pycache__/,$(PACKAGES))" | cat - $(BUILD_INPUTS) | cksum); \
-	if [ -x $(BIN)/bankfull ] && [ "$$key" = "$$(cat $(STAMPS)/install 2>/dev/null)" ]; then exit 0; fi; \
+	if [ -x $(BIN)/bankfull ] && [ "$$key" = "$$(cat $(STAMPS)/$(LEVEL) 2>/dev/null)" ]; then exit 0; fi; \
 	$(STEPS); \
 	[ -x $(BIN)/python ] || step venv "creating $(VENV) with $(PYTHON)" $(PYTHON) -m venv $(VENV); \
+	rm -rf $(BUILDER) $(STAMPS)/wheel; \
+	step build "installing what builds the kernels" \
+		$(PIP) install --no-compile --target $(BUILDER) "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja; \
+	begin kernels "compiling the kernels (instruction sets: $(SETS))" \
+		env PYTHONPATH="$(CURDIR)/$(BUILDER)" PATH="$(CURDIR)/$(BUILDER)/bin:$$PATH" \
+		$(BIN)/python -S -c '$(BUILD)' $(STAMPS)/wheel $(SETS); kernels=$$!; \
 	step torch "installing $(TORCH), the largest download" $(PIP) install --no-compile "$(TORCH)"; \
-	extras charts energy hub serve > $(STAMPS)/running.txt; \
-	step running "installing the other packages" $(PIP) install --no-compile \
-		"scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja --requirement $(STAMPS)/running.txt; \
-	step kernels "compiling the kernels (instruction sets: $(KERNELS))" $(INSTALL_PACKAGE)=$(KERNELS); \
+	extras $(EXTRAS) > $(STAMPS)/$(LEVEL).txt; \
+	step packages "installing the other packages" \
+		$(PIP) install --no-compile "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja --requirement $(STAMPS)/$(LEVEL).txt; \
+	finish kernels $$kernels; started=; \
+	step wheel "installing bankfull" $(PIP) install --no-compile --no-deps --force-reinstall $(STAMPS)/wheel/*.whl; \
 	$(BIN)/python -c "from bankfull.ops import native; why = native.status(); \
 		print('$@: ' + (why + ' (see $(STAMPS)/kernels.log)' if why else 'ready; kernels: ' + native.select_isa()))"; \
-	echo "$(KERNELS)" > $(STAMPS)/sets; \
-	echo "$$key" > $(STAMPS)/install
-
-# Adds the packages for tests and checks, and the kernels of every instruction set, which a first installation compiles at
-# once.
-tools: KERNELS := all
-tools: install
-	@key=$$(cat pyproject.toml $(STAMPS)/install | cksum); \
-	if [ -x $(BIN)/ruff ] && [ "$$key" = "$$(cat $(STAMPS)/tools 2>/dev/null)" ]; then exit 0; fi; \
-	$(STEPS); \
-	extras test lint > $(STAMPS)/tools.txt; \
-	step tools "installing what tests and checks need" $(PIP) install --no-compile --requirement $(STAMPS)/tools.txt; \
-	[ "$$(cat $(STAMPS)/sets)" = all ] || step kernels "compiling the kernels (instruction sets: all)" $(INSTALL_PACKAGE)=all; \
-	echo all > $(STAMPS)/sets; \
-	echo "$$key" > $(STAMPS)/tools
+	rm -rf $(BUILDER) $(STAMPS)/wheel; \
+	echo "$$key" | tee $(STAMPS)/install > $(STAMPS)/$(LEVEL)
 
 demo: install ## Fetch the default model and generate two sentences
 	$(BIN)/bankfull pull
@@ -111,7 +117,7 @@ lint: tools ## Style, formatting, types and import rules
 	$(BIN)/lint-imports
 
 test: tools lint ## Lint, then the quick tests
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -rs -m "not full"
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -rs -m "not full" --durations 25
 
 test-full: tools lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -rs

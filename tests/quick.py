@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 FULL_EXAMPLES = 100
-QUICK_EXAMPLES, FEWEST_EXAMPLES = 30, 20
+QUICK_EXAMPLES, FEWEST_EXAMPLES = 15, 8
 """Of each hundred, and at the least."""
 
 
@@ -37,19 +37,40 @@ def covering(rows: Sequence[Sequence[Any]], strength: int) -> set[int]:
     return chosen
 
 
+def spread(length: int, count: int) -> set[int]:
+    """That many places, evenly spaced from the first on."""
+    return {at * length // count for at in range(count)} if count < length else set(range(length))
+
+
+STRENGTH = 1
+"""Of tests without a `covering` mark: each value of each parameter once. What meets is the trial's matter, which draws
+other combinations for every commit."""
+
+
 def leave_to_full_runs(items: Iterable[pytest.Item]) -> None:
-    """Marks as `full` what a test's `covering` mark does not choose from its parameters."""
+    """Marks as `full` what a quick run does not choose from a test's parameters."""
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("full"):
+        if (hasattr(item, "callspec") or item.get_closest_marker("few")) and not item.get_closest_marker("full"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
-        mark = family[0].get_closest_marker("covering")
-        assert mark is not None
-        chosen = covering([values_of(item) for item in family], *mark.args)
+        chosen = _chosen(family)
         for at, item in enumerate(family):
             if at not in chosen:
                 item.add_marker("full")
+
+
+INTERPRETED, INTERPRETED_CASES = "test_triton_", 2
+"""Modules of Triton kernels, which are slow where Python interprets them; `make test-gpu` has every case."""
+
+
+def _chosen(family: Sequence[pytest.Item]) -> set[int]:
+    if few := family[0].get_closest_marker("few"):
+        return spread(len(family), *few.args)
+    if family[0].path.name.startswith(INTERPRETED):
+        return spread(len(family), INTERPRETED_CASES)
+    mark = family[0].get_closest_marker("covering")
+    return covering([values_of(item) for item in family], *(mark.args if mark else (STRENGTH,)))
 
 
 def values_of(item: pytest.Item) -> list[tuple[int, ...]]:

@@ -35,9 +35,10 @@ from tests.decode.test_medusa import random_heads
 from tests.decode.test_mtp import prediction
 from tests.decode.test_streaming import random_streams
 from tests.kit import Bench, Guess, GuessLookup, GuessTree, device_of
+from tests.quick import covering
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
-NEW = 20
+NEW = 12
 RECURRENT = ("mamba", "mamba2", "s4", "hybrid", "lightning", "based", "delta")
 """Shapes with recurrent state."""
 FEWEST_GUESSES = 10
@@ -331,37 +332,23 @@ def test_greedy_tokens_equal_the_naive_loop(
     check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, tiers, policy)
 
 
-def check_kernels(shape: str, depth: int, strategies: Sequence[str]) -> None:
+PAIRS = [
+    (shape, strategy)
+    for shape, strategy in itertools.product(map(str, SETTINGS["shape"]), STRATEGIES)
+    if strategy != "plain" and refusal(shape, strategy) is None
+]
+IN_CI = covering(PAIRS, 1)
+"""Each shape and each strategy once: all drafts are verified alike, however they are made."""
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [pytest.param(*pair, marks=() if at in IN_CI else pytest.mark.full) for at, pair in enumerate(PAIRS)],
+)
+def test_kernels_in_float32_equal_the_naive_loop(shape: str, strategy: str, depth: int) -> None:
     for resumed, tiers in ((False, ""), (True, "both")):
-        hits = [
-            check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, tiers, "fcfs", torch.float32, "auto")
-            for strategy in strategies
-        ]
-        assert max(hits) > 0, "the prefix cache was never hit"
-
-
-EVERY_STRATEGY = ("llama", "gemma", "mamba", "latent")
-"""Shapes whose kernels meet every strategy in CI. The others meet those of `FEW_STRATEGIES`, because all drafts are
-verified alike, however they are made. `make test-full` runs all."""
-FEW_STRATEGIES = ("plain", "drafts", "lookup", "trees")
-
-
-def in_ci(shape: str, strategy: str) -> bool:
-    return refusal(shape, strategy) is None and (shape in EVERY_STRATEGY or strategy in FEW_STRATEGIES)
-
-
-@pytest.mark.parametrize("shape", SETTINGS["shape"])
-@pytest.mark.parametrize("depth", (0, 1))
-def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
-    check_kernels(shape, depth, [name for name in STRATEGIES if name != "plain" and in_ci(shape, name)])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", [shape for shape in SETTINGS["shape"] if shape not in EVERY_STRATEGY])
-@pytest.mark.parametrize("depth", (0, 1))
-def test_kernels_in_float32_equal_the_naive_loop_with_other_strategies(shape: str, depth: int) -> None:
-    others = [name for name in STRATEGIES if not in_ci(shape, name) and refusal(shape, name) is None]
-    check_kernels(shape, depth, others)
+        check(shape, "warm", 16, depth, True, 4, 3, 4, strategy, resumed, tiers, "fcfs", torch.float32, "auto")
 
 
 class Moody(Pace):

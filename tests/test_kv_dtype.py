@@ -26,6 +26,7 @@ HOW = {
 }
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(",".join(HOW), pairwise(HOW, seed=1))
 def test_lossy_pages_lose_the_same_with_every_feature(
     shape: str,

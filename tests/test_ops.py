@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,7 @@ def takes_every_scheme(operation: Operation) -> bool:
 
 def seeds_for(operation: Operation, provider: Provider) -> Iterator[Any]:
     """Interpreted kernels are slow, and others are recompiled for most shapes: they get every dtype, and every scheme
-    if
-    there is one, but fewer shapes."""
+    if there is one, but fewer shapes."""
     name = f"{operation.name}-{provider.name}"
     if provider.on != "cuda":
         yield pytest.param(operation, provider, SEEDS, id=name)
@@ -63,6 +62,12 @@ def seeds_for(operation: Operation, provider: Provider) -> Iterator[Any]:
         rest = sorted(set(every) - set(first))
         yield pytest.param(operation, provider, first, id=name)
         yield pytest.param(operation, provider, rest, id=f"{name}-rest", marks=INTERPRETED_IN_FULL)
+
+
+def host_seeds(name: str) -> Iterator[Any]:
+    """Bodies and formulas: a quick run takes every scheme once, the full one every dtype with every scheme."""
+    yield pytest.param(name, EACH_SCHEME, id=name)
+    yield pytest.param(name, sorted(set(SEEDS) - set(EACH_SCHEME)), id=f"{name}-rest", marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +100,9 @@ def test_a_provider_computes_what_the_body_means(
     assert accepted, f"{provider.name} accepts none of the generated inputs of {operation.name}"
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_a_body_means_what_its_oracle_says(name: str) -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize(("name", "seeds"), [each for name in sorted(OPERATIONS) for each in host_seeds(name)])
+def test_a_body_means_what_its_oracle_says(name: str, seeds: Sequence[int]) -> None:
+    for seed in seeds:
         made, untouched = cases.case(name, seed), cases.case(name, seed)
         expected = oracles.ORACLES[name](*untouched.args)
         got = OPERATIONS[name].body(*made.args)
@@ -117,9 +122,9 @@ def test_values_may_have_another_size_than_keys() -> None:
         assert_close(OPERATIONS["paged_attention"].body(*made.args), expected, made.dtype)
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_the_meter_returns_the_shapes_and_dtypes_of_the_body(name: str) -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize(("name", "seeds"), [each for name in sorted(OPERATIONS) for each in host_seeds(name)])
+def test_the_meter_returns_the_shapes_and_dtypes_of_the_body(name: str, seeds: Sequence[int]) -> None:
+    for seed in seeds:
         made = cases.case(name, seed)
         on_meta = tensors(OPERATIONS[name].on_meta(*made.to("meta").args))
         real = tensors(OPERATIONS[name].body(*made.args))

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.quick import examples
 
 _native = pytest.importorskip("bankfull._native", reason="the native extension was not built")
 
@@ -60,7 +62,7 @@ def assert_near(got: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 40), st.integers(1, 5), st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_unpacked_weights_are_the_reference_bit_for_bit(name: str, outputs: int, blocks: int, seed: int) -> None:
     weight = weight_of(name, outputs, max(32, SCHEMES.get(name, mxfp4.SCHEME).block) * blocks, seed)
     assert torch.equal(pack(weight).dequantize(), weight.dequantize())

@@ -6,7 +6,7 @@ import re
 
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.bench.frontier.measure import WayFigures
@@ -16,6 +16,7 @@ from bankfull.limits.quality.evaluate import Quality, evaluate, evaluate_kept, k
 from bankfull.limits.quality.recall import MOST_PAIRS, PROMPTS, recall, recall_prompts
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.train.lm.vocabulary import byte_tokenizer, word_tokenizer
+from tests.quick import examples
 from tests.tiny import VOCAB, model_of
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def figures(name: str, size: int, loss: float, speed: float | None) -> WayFigure
     return WayFigures(RunWay(name), 4.0, size, quality, None, speed, speed, "float32", "float32", "float")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12))
 def test_a_way_is_on_the_frontier_exactly_if_no_other_beats_it(pairs: list[tuple[int, int]]) -> None:
     ways = [figures(str(number), size, float(loss), None) for number, (size, loss) in enumerate(pairs)]

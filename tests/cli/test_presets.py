@@ -65,6 +65,7 @@ def test_a_wrong_claim_gets_one_sentence(cli: Cli, tmp_path: Path) -> None:
     assert "kv_bytes_factor" in cli("info", tmp_path).sentence
 
 
+@pytest.mark.full
 def test_the_study_writes_a_table_and_a_chart_and_continues(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "study"
     given = ("train", "recall-study", "-o", out, "--only", "window,based", "--length", 16, "--pairs", 2, "--steps", 2)

@@ -18,6 +18,7 @@ TOKENS = 200
 ATTEMPTS = 20
 
 
+@pytest.mark.full
 def test_a_stream_survives_its_replica_and_everything_ends(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--replicas", "2", "--replica-cpus", "0.5") as server:
         until(lambda: server.states() == {"replica-1": "ready", "replica-2": "ready"})

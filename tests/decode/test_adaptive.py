@@ -38,6 +38,7 @@ class AnyWidth(AdaptiveWidth):
         return DraftChoice(width, frozenset(row for row in able if self._random.random() < 0.8))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize("branching", (CHAIN, TREE), ids=("chain", "tree"))
 @pytest.mark.parametrize("lookup", (False, True), ids=("alone", "after lookup"))

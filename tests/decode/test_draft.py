@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.config import SchedConfig, StateConfig
@@ -22,6 +22,7 @@ from bankfull.sample.logits import SamplingTable, sample, sample_several
 from bankfull.sample.params import SamplingParams
 from bankfull.types import Enter
 from tests.kit import GREEDY, Bench, device_of
+from tests.quick import examples
 from tests.test_drafts import GRAMMAR, PARAMS, Ladder
 from tests.tiny import VOCAB, kit_of, model_of
 
@@ -103,7 +104,7 @@ def test_a_drafter_equal_to_the_target_is_always_right(
     assert strategy.accepted == strategy.depth > NEW
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.sampled_from(("llama", "gemma")),
     st.lists(st.integers(1, 3), min_size=1, max_size=5),
@@ -143,6 +144,7 @@ def test_whatever_memory_allows_an_equal_drafter_is_right_where_it_drafts(
     assert strategy.accepted == strategy.depth
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize(
     ("shape", "drafts", "branching"),

@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.decode.gain import LIFETIME, StepCosts, best_widths
+from tests.quick import examples
 
 
 def costs_of(seconds: list[float]) -> StepCosts:
@@ -25,7 +26,7 @@ def costs_of(seconds: list[float]) -> StepCosts:
     st.lists(st.floats(0.5, 2.0), min_size=13, max_size=13),
     st.integers(0, 9),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_no_other_widths_give_more_tokens_per_second(
     accepted: list[list[float]], growth: list[float], spare: int
 ) -> None:

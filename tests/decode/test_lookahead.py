@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull import LLM
@@ -19,6 +19,7 @@ from bankfull.decode.strategy import Draft, Strategy, Verdict, View
 from bankfull.errors import ConfigError
 from bankfull.sample.params import SamplingParams
 from tests.kit import GREEDY, Bench, device_of
+from tests.quick import examples
 from tests.test_drafts import GRAMMAR, PARAMS, Ladder
 from tests.tiny import VOCAB, kit_of, model_of, speaking_folder
 from tests.train.looping import looping_folder
@@ -167,7 +168,7 @@ def test_window_and_pool_are_those_of_the_plain_algorithm(size: tuple[int, int, 
     assert strategy.compared > 100 and strategy.advanced > 50
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(SIZES, st.sampled_from(("llama", "gemma")), st.integers(1, 300), st.integers(0, 1))
 def test_every_window_gives_the_tokens_of_plain_decoding(
     size: tuple[int, int, int], shape: str, chunk: int, depth: int
@@ -241,7 +242,7 @@ def test_jacobi_accepts_tokens_that_do_not_depend_on_the_newest_ones() -> None:
     assert totals.steps - before <= 3 + 70 / 5
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 9), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_the_pool_is_bounded_and_keeps_the_newest_ngrams(
     ways: int, length: int, sets: int, steps: int, rng: random.Random

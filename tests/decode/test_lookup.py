@@ -6,10 +6,11 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.ops import native
+from tests.quick import examples
 
 pytestmark = pytest.mark.skipif(native.status() is not None, reason="the native kernels are missing")
 
@@ -43,7 +44,7 @@ def continuations(text: list[int], size: int, count: int) -> list[list[int]]:
 
 
 @given(TEXTS, st.integers(1, 4), st.sampled_from((0, 3, 5)), st.integers(0, 120))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_longest_repeated_suffix_predicts_what_followed_it(
     text: list[int], least: int, most: int, cut: int
 ) -> None:
@@ -63,7 +64,7 @@ def test_the_longest_repeated_suffix_predicts_what_followed_it(
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=5), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_sequences_do_not_see_each_other(texts: list[list[int]], rng: random.Random) -> None:
     together, apart = lookup(1), [lookup(1) for _ in texts]
     gone = together.open([1, 2, 3])

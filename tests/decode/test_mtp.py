@@ -100,6 +100,7 @@ def test_the_forward_pass_is_that_of_the_checkpoint(chunk: int) -> None:
     torch.testing.assert_close(strategy._logits(got), linear(got, rows))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth", (0, 1))
 def test_the_module_changes_neither_tokens_nor_logprobs(depth: int) -> None:
     """With penalties, biases, truncation, `n`, chunks, preemption, and few pages."""

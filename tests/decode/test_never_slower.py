@@ -230,6 +230,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("make", "script", "together"), CASES)
 def test_adversarial_drafts_are_never_slower(make: Callable[[Script], Strategy], script: str, together: bool) -> None:
     without, tokens = plain(together)
@@ -248,7 +249,7 @@ OWN: dict[str, Callable[[], Strategy]] = {
     "streaming": lambda: Streaming(random_streams(1), nodes=8),
     "lookahead": lambda: Lookahead(4, 3, 4),
 }
-FULL = ("eagle-tree", "lookahead")
+FULL = ("eagle", "eagle-tree", "streaming", "lookahead")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in OWN])
@@ -262,6 +263,7 @@ def test_untrained_drafters_are_never_slower(name: str) -> None:
 DRAFTERS = pytest.mark.parametrize("make", (WrongDraft, WrongGuess), ids=("draft", "heads"))
 
 
+@pytest.mark.few(1)
 @DRAFTERS
 def test_drafts_that_are_right_are_used(make: Callable[[Script], Strategy]) -> None:
     without, tokens = plain()
@@ -270,6 +272,7 @@ def test_drafts_that_are_right_are_used(make: Callable[[Script], Strategy]) -> N
     assert spent[-1] < 0.75 * without[-1]
 
 
+@pytest.mark.few(1)
 @DRAFTERS
 def test_a_drafter_that_has_failed_is_found_when_it_becomes_right(make: Callable[[Script], Strategy]) -> None:
     """Trials are paid from a small share of all time, so this may take as long as a width waits for its next trial."""

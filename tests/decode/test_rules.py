@@ -110,6 +110,7 @@ def fit(bench: Bench) -> float:
     return float(scipy.stats.chisquare(counts, expected).pvalue)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("branching", "depth"), ((CHAIN, 0), (TREE, 1)), ids=("chain", "tree"))
 def test_rejection_has_the_distribution_of_plain_decoding(branching: Sequence[int], depth: int) -> None:
     bench = sampled(branching, "rejection", depth)
@@ -118,6 +119,7 @@ def test_rejection_has_the_distribution_of_plain_decoding(branching: Sequence[in
     assert fit(bench) > 1e-3
 
 
+@pytest.mark.full
 def test_the_fit_notices_a_lossy_rule() -> None:
     assert fit(sampled(CHAIN, "typical")) < 1e-9
     assert fit(sampled(CHAIN, "same")) > 1e-3

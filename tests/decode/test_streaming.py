@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,6 +27,7 @@ from bankfull.loading import load
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.streams import Map, StreamWeights
 from tests.kit import GREEDY, Bench, device_of
+from tests.quick import examples
 from tests.test_drafts import GRAMMAR, PARAMS, Ladder
 from tests.tiny import VOCAB, config_of, folder_of, kit_of, model_of, speaking_folder
 
@@ -114,6 +115,7 @@ def strategies_of(kind: str) -> list[StreamDrafter]:
 # -- tokens
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize("shape", ("llama", "gemma"))
 @pytest.mark.parametrize("kind", ("sparse", "chain", "grown"))
@@ -302,6 +304,7 @@ class Compared(Streaming):
                 torch.testing.assert_close(found.following[row, j - 1, p].double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layers", (1, 2))
 def test_streams_are_those_of_a_plain_reference(layers: int) -> None:
     """In chunks, batches and pages, after accepted and rejected drafts."""
@@ -359,7 +362,7 @@ def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 1 << 20), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
 def test_grown_trees_have_the_most_likely_paths(
     seed: int, rows: int, depth: int, most: int, certain: bool, data: st.DataObject
@@ -375,7 +378,7 @@ def test_grown_trees_have_the_most_likely_paths(
             assert own == pytest.approx(sorted(chances.values(), reverse=True)[:nodes], abs=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(0, 1 << 20), st.integers(1, 4), st.integers(1, 4), st.integers(1, 30))
 def test_fixed_trees_rank_candidates_by_what_follows_their_parent(seed: int, depth: int, most: int, nodes: int) -> None:
     rng = random.Random(seed)
@@ -408,7 +411,8 @@ class Roomy(TreeStreaming):
         return super().propose(view)
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.full
+@examples(15)
 @given(st.integers(7, 30), st.sampled_from((1, 3)), st.integers(1, 40), st.integers(0, 1 << 20))
 def test_fewer_kv_slots_give_fewer_streams_and_the_same_tokens(frames: int, page: int, chunk: int, seed: int) -> None:
     """Rows with little memory run fewer streams; sequences are never preempted for streams."""

@@ -19,6 +19,7 @@ def runs(traffic: str) -> dict[str, Outcome]:
     return compare(TRAFFIC[traffic](SESSIONS if traffic != "hot-prefix" else 200), POLICIES)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_every_request_is_answered_in_full(traffic: str) -> None:
     sessions = TRAFFIC[traffic](SESSIONS if traffic != "hot-prefix" else 200)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.fleet.meter import ReplicaMeter
@@ -16,6 +16,7 @@ from bankfull.fleet.reports import Facts, Load, PrefixChanges
 from bankfull.fleet.routing import FEW, NAMES, POLICIES, Candidate, routing_policy
 from bankfull.fleet.table import ReplicaTable
 from tests.fleet.test_routing import CANDIDATES
+from tests.quick import examples
 
 PAGE = 4
 FACTS = Facts("", 1 << 20, 99, 4, 100, PAGE, 256, "", "")
@@ -62,7 +63,7 @@ def cached_by(slots: list[int], candidates: list[Candidate]) -> CachedTokens:
     return CachedTokens([(c.cached_tokens, 1 << slot) for slot, c in zip(slots, candidates, strict=True)])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.lists(CANDIDATES, min_size=1, max_size=12),
@@ -105,7 +106,7 @@ def keys_of(names: list[int]) -> bytes:
     return array("Q", names).tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 2**32), st.sampled_from([FACTS, WINDOWED]))
 def test_one_lookup_finds_what_each_replica_holds(seed: int, facts: Facts) -> None:
     random = Random(seed)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
@@ -17,6 +17,7 @@ from bankfull.layers.delta import DeltaMixer, DeltaShape
 from bankfull.layers.lightning import LightningMixer, LightningShape, lightning_slopes
 from tests.layers.sequences import drawn, run
 from tests.models.weights import build_of
+from tests.quick import examples
 
 HIDDEN = 12
 BASED = BasedShape(HIDDEN, heads=3, size=5, features=4)
@@ -123,7 +124,7 @@ def test_the_gated_convolution_sees_three_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(cuts=st.lists(st.integers(1, 22), unique=True, max_size=6).map(sorted))
 def test_pieces_of_any_length_give_the_whole(kind: str, cuts: list[int]) -> None:
     mixer, x = made(kind), inputs()

@@ -84,6 +84,7 @@ def told() -> dict[str, str]:
     return {name: value.split()[0].replace(",", "") for name, _, value in columns}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", told())
 def test_the_worked_example_is_what_the_meter_says(name: str) -> None:
     value = told()[name]

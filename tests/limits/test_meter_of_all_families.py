@@ -90,6 +90,7 @@ def test_no_configuration_is_left_over() -> None:
     assert set(CONFIGS) <= set(FAMILIES)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_decoding_multiplies_as_often_as_torch_counts(name: str, tmp_path: Path) -> None:
     files = open_model(save_directory(tmp_path / name, config_of(name)))

@@ -18,6 +18,7 @@ from tests.train.test_lm_mixers import save, shaken
 NEW = 12
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", LAYERS)
 def test_the_engine_generates_the_tokens_of_a_plain_loop(case: str, tmp_path: Path) -> None:
     model = shaken(case)

@@ -373,6 +373,7 @@ def converted(name: str, path: Path, **how: Any) -> ModelFiles:
     )
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name", FILES)
 def test_logits_equal_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     model = build(converted(name, tmp_path))

@@ -79,6 +79,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 SEQUENCES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=3)
 
 
+@pytest.mark.few(2)
 @given(
     SEQUENCES, st.sampled_from([1, 2, 3, 4, 7, 16, 32, 33, 130, WHOLE]), st.sampled_from([1, 4, 16]), st.integers(0, 99)
 )

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.ops import OPERATIONS, RecurrentMeta, native
+from tests.quick import examples
 
 STATES = {
     "causal_conv_silu": (12, 3),
@@ -56,7 +57,7 @@ def ran(run: Any, name: str, args: list[Any], chunks: list[int], dtype: torch.dt
 
 
 @pytest.mark.parametrize("name", sorted(STATES))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(chunks=st.lists(st.integers(1, 23), min_size=2, max_size=6), seed=st.integers(0, 2**32))
 def test_chunks_change_nothing(name: str, chunks: list[int], seed: int) -> None:
     total = sum(chunks)

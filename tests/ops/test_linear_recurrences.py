@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.ops import RecurrentMeta, delta_rule, linear_attention, native, taylor_features
+from tests.quick import examples
 
 pytestmark = pytest.mark.skipif(native.status() is not None, reason="the extension was not built")
 TOKENS = 23
@@ -68,7 +69,7 @@ def kernels(name: str, key: int, value: int) -> tuple[Run, list[Tensor], list[tu
 
 
 @pytest.mark.parametrize("name", ["decay", "normalized", "delta"])
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     sizes=st.tuples(st.sampled_from((1, 5, 16, 40)), st.sampled_from((1, 16, 17, 40, 64))),
     cuts=st.lists(st.integers(1, TOKENS - 1), unique=True, max_size=8).map(sorted),

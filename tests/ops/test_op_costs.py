@@ -209,6 +209,7 @@ SPREAD = {
 """Operands or keys are on other ranks, which have no gradient here: see test_rank_costs.py."""
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "name", sorted(set(OPERATIONS) - NO_SLOPE - OUTLIERS - EXPERTS - COMPOSED - INTEGERS - RANKS - SPREAD)
 )

@@ -114,6 +114,7 @@ def attended(
     return run(torch.cat(list(q)), k_pages, v_pages, meta, SIZE**-0.5, window, cap, *k_scales, *v_scales)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 20.0), (5, None), (140, None)])
 def test_a_tree_equals_plain_decoding_along_each_path(

@@ -72,6 +72,7 @@ QUANTIZED = [*CODES, *(name for name in LAYOUTS if name not in CODES)]
 VARIED = ("bf16", "int8_g32", "fp8_g128", "int4_g32", "uint3_g32", "int2_g64", "mxfp4")
 
 
+@pytest.mark.few(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tokens", COUNTS)
 @pytest.mark.parametrize("scheme", VARIED)
@@ -80,6 +81,7 @@ def test_every_number_of_tokens_reads_every_kind_of_format(scheme: str, tokens: 
     check(tokens, scheme, torch.bfloat16, kind="clamped_swiglu", sizes=(2 * block, 3 * block), biased=True)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_every_format_is_read(scheme: str) -> None:
     block = max(32, cases.WEIGHTS[scheme].block)
@@ -94,30 +96,33 @@ def test_float32_is_exact_up_to_its_roundings(scheme: str, tokens: int) -> None:
     check(tokens, scheme, torch.float32, sizes=(block, 2 * block if block < 256 else block), experts=3)
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", *(pytest.param(name, marks=FULL) for name in ("int3_g32", "q8_0"))])
+@pytest.mark.parametrize("scheme", [pytest.param(name, marks=FULL) for name in ("mxfp4", "int3_g32", "q8_0")])
 def test_rows_of_several_chunks_the_last_one_not_full(scheme: str) -> None:
     check(2, scheme, torch.float16, sizes=(2880, 32), experts=3)
     check(1, scheme, torch.bfloat16, sizes=(32, 2880), experts=3, biased=True)
 
 
-@pytest.mark.parametrize("columns", [4096, pytest.param(7168, marks=FULL)])
+@pytest.mark.parametrize("columns", [pytest.param(columns, marks=FULL) for columns in (4096, 7168)])
 def test_several_warps_share_a_long_row(columns: int) -> None:
     check(1, "int4_g128", torch.bfloat16, sizes=(columns, 128), experts=2)
     check(1, "mxfp4", torch.bfloat16, sizes=(32, columns), experts=2, per_token=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("per_token", [1, 3, 8, 9])
 def test_any_number_of_experts_per_token(per_token: int) -> None:
     """More than eight are added by a kernel of their own."""
     check(3, "mxfp4", torch.bfloat16, sizes=(32, 64), experts=9, per_token=per_token, biased=True)
 
 
+@pytest.mark.few(0)
 def test_gate_and_down_may_have_different_formats() -> None:
     for tokens in COUNTS:
         check(tokens, "int4_g32", torch.bfloat16, down="int8_row")
         check(tokens, "bf16", torch.bfloat16, down="mxfp4")
 
 
+@pytest.mark.few(0)
 def test_programs_take_several_tiles_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_words, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(experts_words, "AT_ONCE", 8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,7 @@ from bankfull.ops.triton import outliers, w8a8
 from bankfull.ops.triton.quantized_layout import repack
 from bankfull.weights.qtensor import QTensor
 from tests.ops.test_triton_w8a8 import DEVICE, assert_close, normal, unnormed, weight_of
+from tests.quick import examples
 
 CLOSE = 0.01
 """Share of the largest result: a kernel may move a code by one."""
@@ -85,7 +86,7 @@ def test_norm_and_gate_are_fused(rows: int, offset: float) -> None:
     assert_close(found, product(before(), weight, None, "silu"), 3 * CLOSE)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.sets(st.integers(0, 127), min_size=1, max_size=40),
     st.sampled_from([2, 17, 65]),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.ops.triton.rounded_columns import MOST_COLUMNS, rounded_columns
 from bankfull.quantize import gptq
+from tests.quick import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Without a GPU, kernels are interpreted on the host."""
@@ -29,7 +30,7 @@ def whole(columns: int, rows: int, low: int, high: int, numbers: torch.Generator
 
 
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(RANGES), st.integers(0, 99))
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_codes_and_errors_are_those_of_the_loop_bit_by_bit(
     columns: int, rows: int, bounds: tuple[int, int], seed: int
 ) -> None:

@@ -116,6 +116,7 @@ def plain(shape: str) -> dict[Any, list[int]]:
     return answered(shape, "tp=1", Plain)[0]
 
 
+@pytest.mark.few(4)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [*MESHES, *APART])
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,6 +129,7 @@ def test_a_prediction_module_has_its_experts_on_the_ranks_of_the_others(mesh: st
     exactly("mtp", mesh)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", some(["tp=2", "tp=2,sp=on"], "tp=2"))
 @pytest.mark.parametrize("kind", some(KINDS, "eagle-tree", "medusa"))
 def test_drafters_run_behind_the_host_on_devices_that_are_late(kind: str, mesh: str) -> None:
@@ -147,6 +149,7 @@ def exactly(kind: str, mesh: str, device: Callable[[], Device] = Cpu) -> None:
 WITH_OWN = KINDS | {"medusa-own-heads": ("llama", lambda: Medusa(random_heads(3, heads=3, own=True), nodes=9))}
 
 
+@pytest.mark.few(4)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [*MESHES, *APART])
 @pytest.mark.parametrize("kind", WITH_OWN)

@@ -97,6 +97,7 @@ def answers(shape: str, mesh: str, cached: bool, **more: Any) -> int:
         return sum(bench.engine.totals.accepted)
 
 
+@pytest.mark.few(7)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("mesh", [*MESHES, *SCATTERED])

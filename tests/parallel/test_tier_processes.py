@@ -43,6 +43,7 @@ def expected() -> list[int]:
     return answer(LLM(str(speaking_folder()), dtype="float32", memory="8MiB", page_tokens=4))[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
 def test_a_prefix_survives_a_restart_of_all_ranks(mesh: str, tmp_path: Path, expected: list[int]) -> None:
     first = split(tmp_path, mesh)

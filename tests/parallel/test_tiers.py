@@ -99,6 +99,7 @@ def folder_of_rank(root: Path, rank: int) -> StoredTier:
 # -- what comes back
 
 
+@pytest.mark.few(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("host", "disk"), [(True, False), (False, True), (True, True)], ids=["host", "disk", "both"])
 @pytest.mark.parametrize("mesh", [*MESHES, "tp=2,pp=2", "pp=2,ffn=1", "cp=2,sp=ulysses"])

@@ -40,6 +40,7 @@ def tokens(parallel: str) -> tuple[list[int], str | None]:
     return list(llm.generate(["The river runs"], GREEDY)[0].outputs[0].token_ids), llm.loaded.uncaptured
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("parallel", "everywhere"), [("tp=2", True), ("pp=2", True), ("pp=2", False)])
 def test_ranks_of_different_speed_start_and_give_the_tokens_of_one_process(
     parallel: str, everywhere: bool, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.bench.load.arrivals import Arrivals
@@ -33,6 +33,7 @@ from bankfull.sched.policies import POLICIES as SCHEDULING
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.types import Work
+from tests.quick import examples
 
 LAYOUT = layout_of([(Paged((TensorSpec("k", (1, 4), "float32"),)),)], 4)
 CONTEXT = 400
@@ -89,7 +90,7 @@ KINDS = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(EVENTS, KINDS, st.integers(0, 1000), st.sampled_from([2.0, 8.0]))
 def test_strides_equal_single_steps(options: FleetOptions, kind: ReplicaSpec, seed: int, rate: float) -> None:
     """Identical times, tokens and counters, to the last bit."""
@@ -106,7 +107,7 @@ def test_strides_equal_single_steps(options: FleetOptions, kind: ReplicaSpec, se
     )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(EVENTS, KINDS, st.integers(0, 1000), st.sampled_from([2.0, 8.0]))
 def test_every_request_ends_once_and_nothing_is_lost(
     options: FleetOptions, kind: ReplicaSpec, seed: int, rate: float

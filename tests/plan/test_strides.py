@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.bench.load.arrivals import Arrivals
@@ -23,6 +23,7 @@ from bankfull.runtime.memory import Sizes
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.weights.source import open_model
 from tests.plan.machines import MACHINE
+from tests.quick import examples
 from tests.tiny import VOCAB, folder_of
 
 LAYOUT = layout_of([(Paged((TensorSpec("k", (1, 4), "float32"),)),)], 4)
@@ -65,7 +66,7 @@ def same(one: Run, other: Run) -> None:
     replicas=st.integers(1, 3),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_stride_has_the_result_of_its_steps(
     rows: int, frames: int, depth: int, policy: str, load: float, output: int, replicas: int, seed: int
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError, ModelError
@@ -21,6 +21,7 @@ from bankfull.weights.quantize import quantize
 from bankfull.weights.requantized import KEEP, Requantized, bits_per_weight
 from bankfull.weights.source import open_model
 from tests.quantize.trained import sequences, trained_folder
+from tests.quick import examples
 
 TYPES = st.builds(
     PricedType, st.just("t"), st.integers(1, 50), st.floats(0, 5, allow_subnormal=False).map(lambda x: round(x, 4))
@@ -28,7 +29,7 @@ TYPES = st.builds(
 UNITS = st.lists(st.lists(TYPES, min_size=1, max_size=4), min_size=1, max_size=5)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(UNITS, st.floats(0, 1))
 def test_the_choice_is_that_of_trying_everything(units: list[list[PricedType]], share: float) -> None:
     low, high = (sum(pick(one.nbytes for one in types) for types in units) for pick in (min, max))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from bankfull.weights.writing.compressed_tensors import CompressedTensors
 from bankfull.weights.writing.target import TargetTensor
 from tests.quantize.models import random_folder, recipe_of
 from tests.quantize.trained import CPU, sequences, trained_folder
+from tests.quick import examples
 
 
 def data_of(seed: int, out: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ def data_of(seed: int, out: int, columns: int) -> tuple[Tensor, Tensor]:
     return torch.randn(out, columns, generator=chance), x.T @ x * (2 / len(x))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.integers(0, 99), st.sampled_from([8, 48, 132, 160]), st.sampled_from(["50%", "30%", "2:4", "1:4"]))
 def test_patterns_are_exact_and_sparse_gpt_loses_least(seed: int, columns: int, text: str) -> None:
     pattern = parse_pattern(text)

@@ -122,6 +122,7 @@ def answers(strategy: Strategy, device: LaunchedOneByOne) -> dict[Any, list[int]
     return bench.tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "fused"), [(Fewer, True), (EchoTree, False)])
 def test_captured_verification_changes_no_token(
     strategy: Callable[[], Strategy], fused: bool, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def test_frequencies_of_tokens_follow_the_distribution(params: SamplingParams, s
     assert scipy.stats.chisquare(counts[alive], probs[alive] / probs[alive].sum() * DRAWS).pvalue > 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif("native" not in CHOOSERS, reason="the kernels are not built")
 @pytest.mark.parametrize("vocab", (1, 2, 17, 300, 50_000))
 def test_the_kernel_chooses_the_tokens_that_tensors_choose(vocab: int) -> None:

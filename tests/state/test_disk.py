@@ -14,13 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError
 from bankfull.state.disk import DamagedPlace, DiskStore, PlaceFile, identity_of
 from bankfull.state.disk_files import ABOUT
 from bankfull.state.disk_folders import make_room, remove, stored
+from tests.quick import examples
 
 IDENTITY = identity_of({"model": "one"})
 PLACES, BYTES = {"pages": 8, "slots": 2}, {"pages": 64, "slots": 24}
@@ -153,7 +154,7 @@ def test_content_that_is_too_old_is_not_offered(tmp_path: Path) -> None:
     store.close()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_a_damaged_index_offers_only_what_can_be_read_back(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError
@@ -15,6 +15,7 @@ from bankfull.ops.reference.sight import held_tokens, live_pages, live_tokens, s
 from bankfull.state.mask import Mask, kept_pages
 from bankfull.state.policy import policy_of
 from bankfull.state.spec import Paged, TensorSpec, layout_of
+from tests.quick import examples
 
 LENGTH = 60
 
@@ -48,7 +49,7 @@ def dense(mask: Mask, length: int = LENGTH) -> np.ndarray:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(masks(), st.integers(0, LENGTH - 1), st.integers(1, LENGTH), st.sampled_from((1, 3, 4, 16)))
 def test_counts_pages_and_lifetimes_follow_from_the_dense_mask(mask: Mask, past: int, count: int, page: int) -> None:
     wanted = dense(mask)
@@ -66,7 +67,7 @@ def test_counts_pages_and_lifetimes_follow_from_the_dense_mask(mask: Mask, past:
     assert live_pages(mask, past, length, page).tolist() == np.flatnonzero(padded.reshape(-1, page).any(1)).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(masks(), st.integers(0, 40), st.sampled_from((1, 3, 4, 16)))
 def test_a_page_is_live_as_long_as_a_later_token_sees_one_of_its_tokens(mask: Mask, position: int, page: int) -> None:
     """Later tokens up to a length at which every pattern has come round."""
@@ -83,7 +84,7 @@ def test_a_page_is_live_as_long_as_a_later_token_sees_one_of_its_tokens(mask: Ma
     assert held_tokens(40, mask) == whole[39:, :40].any(0).sum()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(masks(), st.sets(st.integers(0, 14)), st.integers(0, 60), st.sampled_from((1, 3, 4)))
 def test_a_prefix_is_reusable_if_every_page_that_can_still_be_seen_is_cached(
     mask: Mask, hits: set[int], length: int, page: int
@@ -98,7 +99,7 @@ def test_a_prefix_is_reusable_if_every_page_that_can_still_be_seen_is_cached(
     assert found == max(border for border in range(0, length + 1, page) if complete(border))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(masks(), st.integers(1, 50), st.integers(1, 20), st.sampled_from((1, 4, 16)), st.booleans())
 def test_attention_sees_what_the_dense_mask_leaves_and_reads_no_other_page(
     mask: Mask, length: int, count: int, page: int, sinks: bool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError
@@ -16,9 +16,10 @@ from bankfull.train.lm.tasks import HELD_OUT, IGNORED, CopyTask, RecallTask, Tex
 from bankfull.train.lm.vocabulary import byte_tokenizer, encoded_text, word_tokenizer
 from bankfull.weights.drafter_files import read_tensors
 from tests.models.composed import SIZES
+from tests.quick import examples
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(13, 40), st.integers(0, 1 << 41))
 def test_every_query_asks_for_the_value_of_its_pair(pairs: int, more: int, vocab: int, number: int) -> None:
     task = RecallTask(vocab, 4 * pairs + more, pairs, seed=3)

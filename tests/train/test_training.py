@@ -154,6 +154,7 @@ sys.exit(run_command(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_files(tmp_path: Path) -> None:
     """kill -9 at two places, in a process of its own."""
 

@@ -45,6 +45,7 @@ def test_one_replica_equals_an_engine_without_a_router() -> None:
     assert [one.last for one in routed.times] == pytest.approx([one.last for one in alone.times])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["skip-join-mlfq", "fcfs"])
 def test_sixteen_replicas_end_every_job_and_completion_is_no_worse_than_chance(policy: str) -> None:
     sched, traffic = SchedConfig(rows=4, step_tokens=512, policy=policy), JobTraffic(jobs=800, longest=500)

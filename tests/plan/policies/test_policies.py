@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.config import SchedConfig
@@ -23,6 +23,7 @@ from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
 from bankfull.plan.simulate import RequestTimes
 from bankfull.sched.policies.mlfq import SkipJoinMlfq
 from bankfull.types import StepPlan
+from tests.quick import examples
 from tests.tiny import speaking_folder
 
 BASE = SchedConfig(rows=8, step_tokens=512)
@@ -34,7 +35,7 @@ def simulated(name: str, traffic: JobTraffic, rate: float, base: SchedConfig = B
     return SimulatedEngine(contenders(base, [name])[name], MODEL, traffic, **options).run(traffic.draw(rate))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.sampled_from(CONTENDERS),
     st.integers(0, 10_000),
@@ -90,7 +91,7 @@ def test_skip_join_mlfq_is_no_worse_than_fcfs_on_mixed_prompts(name: str) -> Non
     assert mean["skip-join-mlfq"] <= mean["fcfs"]
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.sampled_from(["mlfq", "skip-join-mlfq"]), st.integers(0, 10_000), st.sampled_from([1, 4]))
 def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: int) -> None:
     """The bound of docs/scheduling.md, on every wait of every job, under overload."""

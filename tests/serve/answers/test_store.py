@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError
 from bankfull.serve.answers.cache import open_store
 from bankfull.serve.answers.store import OVERHEAD, AnswerStore, MemoryAnswers, SqliteAnswers, StoredAnswer
+from tests.quick import examples
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -63,7 +64,7 @@ def test_an_answer_larger_than_the_store_is_left_out(store: AnswerStore) -> None
     assert get(store, b"a") is not None and get(store, b"b") is None
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 1500)), max_size=30))
 def test_both_stores_keep_the_same_answers(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[bool, int, int]]

@@ -354,6 +354,7 @@ def check_proportion(read: Callable[[int], object], size: int, name: str) -> Non
     assert whole < 2.5 * half + 1000, (name, half, whole)
 
 
+@pytest.mark.few(8)
 @each_template
 def test_hostile_text_costs_work_in_proportion(template: str) -> None:
     check_hostile(template, 20_000, ("",))
@@ -366,6 +367,7 @@ def test_a_megabyte_of_hostile_text_costs_work_in_proportion(template: str) -> N
     check_hostile(template, 1_000_000, ("", '<tool_call>{"name": "now", "arguments": {"', "<think>"))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_hostile_text_by_characters_costs_work_in_proportion(name: str) -> None:
     unit = HOSTILE[name]

@@ -303,6 +303,7 @@ def _kills_when_begun(made: Replicas, name: str, prompt: list[int]) -> None:
     link.generate, link._receive = watched, received  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.full
 def test_only_the_request_that_kills_its_engines_is_given_up() -> None:
     killer = list(range(200, 230))
     params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
@@ -358,6 +359,7 @@ async def kills(made: Replicas, random: Random, pause: float) -> AsyncIterator[l
             await task
 
 
+@pytest.mark.full
 def test_a_storm_of_kills_loses_and_doubles_nothing(replicas: Replicas) -> None:
     random = Random(11)
     requests = [
