@@ -33,7 +33,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard cs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench figures lint test test-full test-gpu test-multi-gpu bench-gpu test-clients test-cluster test-console test-docs test-llamacpp test-real soak \
+.PHONY: help install demo serve bench figures lint test test-full before-release test-gpu test-multi-gpu bench-gpu test-clients test-cluster test-console test-docs test-llamacpp test-real soak \
 	trial trial-gpu test-kernels test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
@@ -121,6 +121,9 @@ test: tools lint ## Lint, then the quick tests
 
 test-full: tools lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -rs
+
+before-release: test-full test-cluster test-docs test-clients test-llamacpp test-real test-sanitize soak ## Every suite that needs no GPU: hours; make test-gpu and make trial-gpu have the others
+	$(MAKE) trial CASES=10000
 
 # Each of these tests starts its own Ray, so they run one after another.
 test-cluster: tools ## Replicas on several Ray nodes: joining, node failures, version skew; make test has a short one

@@ -60,7 +60,7 @@ def leave_to_full_runs(items: Iterable[pytest.Item]) -> None:
                 item.add_marker("full")
 
 
-INTERPRETED, INTERPRETED_CASES = "test_triton_", 2
+INTERPRETED, INTERPRETED_CASES = "test_triton_", 1
 """Modules of Triton kernels, which are slow where Python interprets them; `make test-gpu` has every case."""
 
 

@@ -198,6 +198,7 @@ TAPED = [(family, arithmetic) for family in CONFIGS for arithmetic in ARITHMETIC
 TAPED += [("latent", arithmetic) for arithmetic in ARITHMETIC if "pages" not in arithmetic]
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("family", "arithmetic"), TAPED)
 def test_captured_and_uncaptured_steps_give_the_same_bits(family: str, arithmetic: str) -> None:
     model, kit = built(family, arithmetic)

@@ -20,6 +20,7 @@ for command, options in COMMANDS.items():
         ELSEWHERE.setdefault(option, []).append(command)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

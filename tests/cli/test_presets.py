@@ -79,6 +79,7 @@ def test_the_study_writes_a_table_and_a_chart_and_continues(cli: Cli, tmp_path: 
     assert "no kind 'rnn'" in cli("train", "recall-study", "-o", out, "--only", "rnn").sentence
 
 
+@pytest.mark.full
 def test_a_published_shape_is_described_by_its_name(cli: Cli) -> None:
     assert 30.5e9 < cli("info", "qwen3-30b-a3b", "--json").json["parameters"] < 30.6e9
     found = cli("roofline", "deepseek-v2-lite", "--device", "h200", "--context", 4096, "--json").json

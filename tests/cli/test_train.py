@@ -63,6 +63,7 @@ def test_a_draft_model_is_trained_and_reported(cli: Cli, tmp_path: Path) -> None
     assert "--width 100 is not a multiple of 64; give 128" in cli(*asked, "--width", 100).sentence
 
 
+@pytest.mark.full
 def test_streams_are_trained_and_draft(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "streams"
     short = ("--count", 10, "--answer-tokens", 16, "--vocabulary", 64, "--streams", 2, "--layers", 1, "--rank", 8)
@@ -99,6 +100,7 @@ def test_an_eagle_head_is_trained_and_drafts(cli: Cli, tmp_path: Path) -> None:
     assert "tree must be dynamic or chain" in wrong.sentence
 
 
+@pytest.mark.full
 def test_a_slice_that_ends_early_says_how_to_go_on(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     first = ("train", "medusa", looping_folder(), "-o", out, *SHORT, "--steps", 100_000)

@@ -33,6 +33,7 @@ def test_a_model_is_trained_and_runs(cli: Cli, config: Path, tmp_path: Path) -> 
     assert cli("quality", out, "--text", config, "--device", "cpu").code == 0
 
 
+@pytest.mark.full
 def test_text_is_bytes_without_a_tokenizer(cli: Cli, config: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("the river runs at full capacity. " * 20)
     out = tmp_path / "out"

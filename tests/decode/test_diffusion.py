@@ -111,6 +111,7 @@ ONE = "threshold=1"
 WAYS = [ONE, "threshold=0.3", "threshold=1,tokens=3", "threshold=0.5,tokens=2"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize(
     ("kind", "more"), [("llada", "block=6,length=12"), ("dream", "block=5,length=10"), ("sdar", "")]

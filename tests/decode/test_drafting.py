@@ -28,6 +28,7 @@ def tiny(speculative: str, **options: Any) -> LLM:
     return LLM(str(speaking_folder()), device="cpu", dtype="float32", speculative=speculative, **options)
 
 
+@pytest.mark.few(2)
 @needs_kernels
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize("speculative", ("ngram,adaptive=false", "suffix,adaptive=false,least=1", "suffix", "auto"))

@@ -228,6 +228,7 @@ def ask(bench: Bench, params: dict[str, SamplingParams], n: int = 1) -> None:
         bench.add(name, prompt, NEW, n=n, params=each, seed=rng.randrange(1 << 40))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize("fused", (False, True))

@@ -157,6 +157,7 @@ def ask(bench: Bench, params: dict[str, SamplingParams], n: int = 1, new: int = 
         bench.add(name, prompt, new, n=n, params=each, seed=rng.randrange(1 << 40), **more)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize("size", ((4, 3, 4), (1, 2, 1), (2, 5, 2), (7, 2, 3), (12, 4, 9)))
 def test_window_and_pool_are_those_of_the_plain_algorithm(size: tuple[int, int, int], depth: int) -> None:
@@ -183,6 +184,7 @@ def test_every_window_gives_the_tokens_of_plain_decoding(
     assert benches[0].tokens == benches[1].tokens
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize(
     ("shape", "make"),

@@ -276,6 +276,7 @@ def generated(strategy: Strategy, shape: str, depth: int) -> Bench:
     return bench
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize(
     ("shape", "tree", "own"),

@@ -230,7 +230,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("make", "script", "together"), CASES)
 def test_adversarial_drafts_are_never_slower(make: Callable[[Script], Strategy], script: str, together: bool) -> None:
     without, tokens = plain(together)

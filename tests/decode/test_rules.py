@@ -125,6 +125,7 @@ def test_the_fit_notices_a_lossy_rule() -> None:
     assert fit(sampled(CHAIN, "same")) > 1e-3
 
 
+@pytest.mark.full
 def test_rejection_accepts_more_sampled_drafts_than_the_race() -> None:
     shares = {}
     for rule in RULES:

@@ -115,7 +115,7 @@ def strategies_of(kind: str) -> list[StreamDrafter]:
 # -- tokens
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth", (0, 1))
 @pytest.mark.parametrize("shape", ("llama", "gemma"))
 @pytest.mark.parametrize("kind", ("sparse", "chain", "grown"))

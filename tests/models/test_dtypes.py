@@ -13,7 +13,7 @@ from tests.models.cases import CASES
 from tests.models.oracle import PASSES, TOLERANCE, error, logits, ours, reference_logits, saved
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_is_as_close_to_float32_as_the_reference_is(name: str) -> None:
     model = saved(name)
@@ -29,7 +29,7 @@ def typical_error(found: Tensor, want: Tensor) -> float:
     return float((found - want).square().mean(1).sqrt().median())
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", CASES)
 def test_float64_agrees_with_float32_and_keeps_its_state_in_float64(name: str) -> None:
     model = ours(name, dtype=torch.float64)
@@ -39,7 +39,7 @@ def test_float64_agrees_with_float32_and_keeps_its_state_in_float64(name: str) -
             assert {tensor.dtype for tensor in state.tensors} == {"float64"}
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", CASES)
 def test_the_fastest_operations_of_this_machine_compute_the_same(name: str) -> None:
     model = ours(name, providers="auto")

@@ -110,6 +110,7 @@ def test_a_family_whose_split_nobody_has_said_runs_in_stages_and_refuses_tensor_
     refuse_layout(RunConfig(parallel="pp=2"), StateConfig(), config)
 
 
+@pytest.mark.few(36)
 @pytest.mark.parametrize(("name", "change", "message"), UNSUPPORTED, ids=[f"{n}-{m[:30]}" for n, _, m in UNSUPPORTED])
 def test_an_unsupported_value_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
@@ -184,6 +185,7 @@ SWITCHED_OFF = {
 }
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_field_that_could_change_the_computation_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(dict[str, Any]):
@@ -256,6 +258,7 @@ def test_a_tensor_too_many_is_an_error_that_names_it(name: str, edited: Any) -> 
         build(edited(name, add))
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_tensor_is_needed_in_its_own_shape(name: str, edited: Any) -> None:
     tensors = load_file(saved(name).path / "model.safetensors")

@@ -125,6 +125,7 @@ def test_visible_pairs_are_those_of_a_dense_mask(new: int, past: int, block: int
     assert end_of_sight(np.arange(past, length), length, block).tolist() == mask.sum(1).tolist()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("block", [4, 20, WHOLE])
 def test_the_gpu_kernels_see_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and many new tokens, with a past and without, over pages and over the step's own rows."""

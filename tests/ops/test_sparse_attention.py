@@ -202,6 +202,7 @@ def native_attention(request: pytest.FixtureRequest):
     native.set_isa(before)
 
 
+@pytest.mark.few(2)
 def test_cpu_kernels_see_what_the_mask_leaves_also_in_trees_and_rounded_pages(native_attention) -> None:
     for number, mask in enumerate(MASKS):
         page, groups = (1, 3, 16)[number % 3], 1 + number % 3

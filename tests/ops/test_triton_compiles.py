@@ -14,28 +14,24 @@ FULL = pytest.mark.full
 LONG = pytest.mark.timeout(1800)
 
 
+@FULL
 @pytest.mark.parametrize(
     "group",
     [
         "start",
-        *(
-            pytest.param(name, marks=FULL)
-            for name in (
-                "quantized",
-                "heads",
-                "quantized-experts",
-                "two-of-four",
-                "experts",
-                "quantized-experts-more",
-                "recurrent",
-                "drafts",
-                "quantized-more",
-                "outliers",
-                "heads-more",
-                "rounded-pages",
-                "partial-pages",
-            )
-        ),
+        "quantized",
+        "heads",
+        "quantized-experts",
+        "two-of-four",
+        "experts",
+        "quantized-experts-more",
+        "recurrent",
+        "drafts",
+        "quantized-more",
+        "outliers",
+        "heads-more",
+        "rounded-pages",
+        "partial-pages",
     ],
 )
 def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(group: str) -> None:

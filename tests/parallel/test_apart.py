@@ -62,6 +62,7 @@ def worst(name: str, mesh: MeshSpec, providers: str = "torch") -> float:
     return max(float((one - expected).abs().max()) for one in found[: mesh.tp] if one is not None)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in APART])
 def test_one_rank_runs_mixers_and_one_feeds_in_every_family(name: str) -> None:
     assert worst(name, MeshSpec(ffn=1)) < TOLERANCE

@@ -116,7 +116,7 @@ def plain(shape: str) -> dict[Any, list[int]]:
     return answered(shape, "tp=1", Plain)[0]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [*MESHES, *APART])
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,7 +149,7 @@ def exactly(kind: str, mesh: str, device: Callable[[], Device] = Cpu) -> None:
 WITH_OWN = KINDS | {"medusa-own-heads": ("llama", lambda: Medusa(random_heads(3, heads=3, own=True), nodes=9))}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [*MESHES, *APART])
 @pytest.mark.parametrize("kind", WITH_OWN)
@@ -240,11 +240,16 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "mesh"),
     [
         ("eagle", "tp=2"),
-        ("mtp", "tp=2"),
-        ("chain:medusa", "tp=2"),
         *(
             pytest.param(*one, marks=pytest.mark.full)
-            for one in (("medusa", "tp=2"), ("mtp", "tp=2,ep=2,sp=on"), ("eagle", "tp=2,ffn=1"), ("eagle", "tp=2,cp=2"))
+            for one in (
+                ("mtp", "tp=2"),
+                ("chain:medusa", "tp=2"),
+                ("medusa", "tp=2"),
+                ("mtp", "tp=2,ep=2,sp=on"),
+                ("eagle", "tp=2,ffn=1"),
+                ("eagle", "tp=2,cp=2"),
+            )
         ),
     ],
 )

@@ -116,6 +116,7 @@ def test_feed_forward_ranks_give_the_tokens_of_a_plain_loop(shape: str, mesh: st
     answers(shape, mesh, cached)
 
 
+@pytest.mark.few(4)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("mesh", CONTEXTS)

@@ -73,6 +73,7 @@ def run(name: str, stages: int) -> list[Any]:
     return on_ranks(stages, work)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SHARED])
 def test_two_stages_compute_the_logits_of_the_reference(name: str) -> None:
     sent, logits = run(name, 2)

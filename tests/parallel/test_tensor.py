@@ -31,6 +31,7 @@ def logits_of_rank(rank: ThreadRank, name: str, cut: str) -> Tensor:
     return naive.logits(build_model(files.config, build), TOKENS, CPU, PASSES[cut])
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in APART])
 def test_two_ranks_compute_the_logits_of_the_reference(name: str) -> None:
     expected = even_model(name)[1]

@@ -139,6 +139,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_wrong(tmp_path: Pa
     end(again)
 
 
+@pytest.mark.full
 def test_a_tier_that_ranks_cannot_make_is_left_out(tmp_path: Path, expected: list[int]) -> None:
     llm = split(tmp_path, "tp=2", kv_disk="1MiB:/proc/nothing")
     assert answer(llm)[0] == expected

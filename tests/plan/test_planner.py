@@ -71,6 +71,7 @@ def test_a_model_that_does_not_fit_is_left_out_with_the_reason() -> None:
     assert any("Nothing fits" in line for line in sentences(found))
 
 
+@pytest.mark.full
 def test_more_traffic_needs_more_replicas() -> None:
     few, many = (plan(CARD, traffic=f"rate={rate}/s, in=60, out=20", goal="cost", lossless=True) for rate in (5, 2500))
     assert few.recommended is not None and many.recommended is not None
@@ -79,6 +80,7 @@ def test_more_traffic_needs_more_replicas() -> None:
     assert f"--replicas {many.recommended.configuration.replicas} " in command
 
 
+@pytest.mark.full
 def test_the_highest_rate_is_one_at_which_the_recommendation_still_keeps_the_objectives() -> None:
     found = plan(CPU, traffic="rate=20/s, in=60, out=20", lossless=True)
     assert found.highest_rate is not None and found.highest_rate >= 20
@@ -121,6 +123,7 @@ def test_without_objectives_what_a_token_takes_decides_and_latencies_are_told() 
     assert str(found.request.objectives) == "no bound on latency"
 
 
+@pytest.mark.full
 def test_without_objectives_a_traffic_that_is_too_much_still_gets_a_recommendation() -> None:
     found = plan(CPU, traffic="rate=9000/s, in=60, out=20", slo=Slo(), goal="efficiency")
     best = found.recommended

@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", ["llama", "gemma", "mamba"])
 @pytest.mark.parametrize("case", CASES)

@@ -50,6 +50,7 @@ def mean_wait(run: Run) -> float:
     return sum(served.ttft - 1.0 for served in run.finished) / len(run.finished)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_one_row_and_steps_of_one_length_wait_as_in_m_d_1(load: float) -> None:
     waits = [mean_wait(simulate(spec(queue=10**6), poisson(load, 4000, seed=seed))) for seed in range(3)]

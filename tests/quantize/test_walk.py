@@ -50,6 +50,7 @@ def test_layers_alone_make_the_hidden_states_of_the_whole_model(shape: str) -> N
             torch.testing.assert_close(model.normed(hidden), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_matrix_has_inputs_of_its_width(shape: str) -> None:
     model = LayeredModel(files_of(shape), 64)
@@ -68,6 +69,7 @@ def test_every_matrix_has_inputs_of_its_width(shape: str) -> None:
             advance(model, streams, number, {})
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gptq_stores_every_matrix_whose_columns_are_whole_groups(shape: str) -> None:
     files = files_of(shape)
@@ -79,6 +81,7 @@ def test_gptq_stores_every_matrix_whose_columns_are_whole_groups(shape: str) -> 
         assert tensor.scheme.name == ("int4_g32" if fits else files.source.scheme(name).name), name
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_that_are_kept_between_passes_change_no_bit(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files, made, reused = files_of(shape), [], []

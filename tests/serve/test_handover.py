@@ -181,6 +181,7 @@ def _files(port: int) -> list[str]:
     return [file["id"] for file in json.loads(text)["data"]]
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_take_over_says_why_and_the_old_one_goes_on(tmp_path: Path) -> None:
     port = free_port()
     with servers(tmp_path) as start:

@@ -207,6 +207,7 @@ COMBINED: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COMBINED)
 def test_no_combination_holds_the_event_loop(name: str) -> None:
     expected, path, body = COMBINED[name]

@@ -229,6 +229,7 @@ def test_each_process_of_a_server_is_started_again_and_none_outlives_it(tmp_path
         until(lambda: not any(map(alive, after)))
 
 
+@pytest.mark.full
 def test_a_server_whose_model_stays_away_ends_with_the_reason_where_that_is_asked_for(tmp_path: Path) -> None:
     with served(tmp_path, "--give-up-after", "8") as server:
         [engine] = [pid for pid, module in server.children().items() if module == "bankfull.serve.engine.worker"]

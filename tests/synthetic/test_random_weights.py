@@ -90,6 +90,7 @@ def test_a_source_has_what_the_family_requests_and_nothing_else() -> None:
         source.get("nothing")
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_random_model_of_every_family_generates_tokens_that_depend_on_the_prompt(name: str) -> None:
     session = Session(Setup(f"{name}-tiny", dtype="float32", rows=4, step_tokens=64, max_len=128), "cpu")

@@ -68,6 +68,7 @@ def kinds_of(metered: MeteredModel) -> tuple[set[type], set[type]]:
     return {type(block.mixer) for block in blocks}, {type(block.feed) for block in blocks}
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_shape_has_the_size_of_its_model_and_its_tiny_one_every_kind_of_layer(name: str) -> None:
     real, small = MeteredModel(shape_config(name)), MeteredModel(shape_config(f"{name}-tiny"))

@@ -73,6 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder))
 
 
+@pytest.mark.full
 def test_a_confident_model_gives_several_tokens_per_forward_and_the_same_ones(trained: LLM) -> None:
     prompts = [[(first + step * i) % LETTERS for i in range(8)] for first in (0, 4, 9) for step in (1, 2)]
     bench = DiffusionBench(trained, prompts, 12, reps=1)

@@ -86,6 +86,7 @@ def test_the_trained_head_saves_steps_and_changes_no_token(
     assert strategy.accepted > strategy.verified, f"{strategy.accepted} drafts accepted in {strategy.verified} steps"
 
 
+@pytest.mark.full
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(
     llm: LLM, trained: tuple[Path, TrainingOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def report_of(folder: Path, config: dict[str, object], steps: int, deadline: flo
     return train_lm(config, task, word_tokenizer(task.words()), how, folder)
 
 
+@pytest.mark.full
 def test_a_continued_training_is_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**SIZES, "vocab_size": 33, "layers": "attention, mamba(4, feed=none)"}
     whole = report_of(tmp_path / "whole", config, 10)

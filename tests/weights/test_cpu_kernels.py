@@ -68,6 +68,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.few(88)
 @pytest.mark.parametrize(("scheme", "options"), [(scheme, options) for scheme in QUANTIZED for options in OPTIONS])
 def test_every_scheme_of_a_checkpoint_is_multiplied_by_kernels(
     scheme: str, options: str, caplog: pytest.LogCaptureFixture

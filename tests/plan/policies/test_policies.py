@@ -79,6 +79,7 @@ MIXED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MIXED)
 def test_skip_join_mlfq_is_no_worse_than_fcfs_on_mixed_prompts(name: str) -> None:
     traffic, rows, load = MIXED[name]

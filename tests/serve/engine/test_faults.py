@@ -206,6 +206,7 @@ async def fail_to_load(link: Link, folder: Path, attempts: int) -> Path:
     return away
 
 
+@pytest.mark.full
 def test_a_model_that_was_away_is_loaded_as_soon_as_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

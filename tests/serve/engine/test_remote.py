@@ -146,6 +146,7 @@ def test_a_killed_engine_fails_its_requests_and_is_started_again(
     assert "ended by signal 9; it is started again" in caplog.text
 
 
+@pytest.mark.full
 def test_an_engine_that_has_just_ended_is_unavailable() -> None:
     """Before the link knows it: the server's event loop raises RuntimeError for a write to a closed connection."""
 
@@ -187,6 +188,7 @@ def test_an_engine_that_hangs_is_killed_through_its_gateway(
     assert "made no progress for 2 seconds" in caplog.text
 
 
+@pytest.mark.full
 def test_closing_the_link_ends_the_engine_and_frees_the_gateway() -> None:
     async def close() -> None:
         async with gateway() as (made, address):

@@ -185,6 +185,7 @@ def test_a_killed_engine_costs_a_stream_no_token(replicas: Replicas, case: str) 
     replicas.run(check)
 
 
+@pytest.mark.full
 def test_a_request_without_a_seed_goes_on_as_it_began(replicas: Replicas) -> None:
     """The front draws its seed: the second engine must not draw another one."""
 
