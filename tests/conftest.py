@@ -20,8 +20,9 @@ if not torch.cuda.is_available():
 # those of speculative decoding ask for it.
 os.environ.setdefault("BANKFULL_SPECULATIVE", "off")
 
-# Tests run in several processes: one thread each is faster than many that compete, and results do not depend on load.
-torch.set_num_threads(1)
+THREADS = 1
+"""Tests run in several processes: one thread each is faster than many that compete, and results do not depend on load."""
+torch.set_num_threads(THREADS)
 
 try:
     from hypothesis import settings
@@ -39,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
         for name, count in (("full", FULL_EXAMPLES), ("quick", QUICK_EXAMPLES)):
             settings.register_profile(name, deadline=None, derandomize=True, max_examples=count)
         settings.load_profile("quick" if is_quick(config) else "full")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A model that was loaded has set torch to its own threads, for all tests after it: those that compute much in small
+    operations took up to twenty times as long, because each operation waits for threads that wait for a core."""
+    if torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
 
 
 def pytest_collection_finish() -> None:
