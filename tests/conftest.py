@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("BANKFULL_SPECULATIVE", "off")
 
 THREADS = 1
-"""Tests run in several processes: one thread each is faster than many that compete, and results do not depend on load."""
+"""Tests run in several processes: one thread each is faster than many, and results do not depend on load."""
 torch.set_num_threads(THREADS)
 
 try:
@@ -44,8 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """A model that was loaded has set torch to its own threads, for all tests after it: those that compute much in small
-    operations took up to twenty times as long, because each operation waits for threads that wait for a core."""
+    """A model that was loaded has set torch to its own threads, for all tests after it. Those of many small operations
+    took up to twenty times as long, because each operation waits for threads that wait for a core."""
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
 
