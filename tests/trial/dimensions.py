@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bankfull.sched.policies import POLICIES
+from tests.trial import formats
 from tests.trial.setup import Setup
 from tests.trial.strategies import FOR_TINY, STRATEGIES
 
@@ -54,9 +55,11 @@ RECURRENT = (
 TREES = ("tree", "lookahead", "medusa", "eagle-tree", "streaming", "tree-streaming")
 
 
-def refused_for_certain(model: str, name: str, value: Value) -> bool:
-    """Pairs of which one is enough now and then: the table of combinations has them."""
+def refused_for_certain(model: str, name: str, value: Value, options: Mapping[str, Value]) -> bool:
+    """Pairs of which one is enough now and then: the table of combinations has them. `options`: those drawn before."""
     kind, _, case = model.partition(":")
+    if name == "format":
+        return bool(value) and ("quantize" in options or not formats.fits(model, value))
     if kind == "diffusion":
         return name in ("strategy", "prefill_rows", "prefill_tokens") and value != OPTIONS[name].usual
     if name == "strategy" and value == "mtp":
@@ -112,6 +115,10 @@ def _layout(setup: Setup, value: str) -> None:
     setup.run["parallel"], setup.driver = value, "ranks"
 
 
+def _format(setup: Setup, value: str) -> None:
+    setup.model = formats.published(setup.case.model, value)
+
+
 WITH_LAYOUT = {
     "strategy": ("off", "lookup", "jacobi", "lookahead"),
     **dict.fromkeys(("page", "chunk", "rows", "policy", "batching", "prefill_tokens", "prefill_rows", "decode_rows")),
@@ -158,6 +165,14 @@ _declare(
     "quantize",
     {"": 16.0, "int8": 1.0, "int4:32": 1.0, "fp8": 0.1, "q8_0": 0.5, "q4_k,keep": 0.2},
     rounds("quantize", activations="float"),
+)
+_declare(
+    "format",
+    {"": 120.0}
+    | dict.fromkeys(formats.NAMES, 1.0)
+    | dict.fromkeys(formats.GGUF, 4.0)
+    | {"made awq": 0.2, "made gptq": 0.4},
+    _format,
 )
 _declare("providers", {"auto": 4.0, "torch": 1.0}, sets("run", "providers"))
 _declare("depth", {0: 2.0, 1: 1.0}, lambda setup, value: setattr(setup, "late", bool(value)))

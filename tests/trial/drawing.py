@@ -12,7 +12,7 @@ from tests.trial import models, vocabulary
 from tests.trial.case import Ask, Case
 from tests.trial.dimensions import OPTIONS, WITH_LAYOUT, Option, refused_for_certain
 
-MODELS = {"tiny": 5.0, "tf": 4.0, "composed": 1.0, "diffusion": 0.6}
+MODELS = {"tiny": 5.0, "tf": 4.0, "blocks": 0.5, "composed": 1.0, "diffusion": 0.6}
 """Weights of the kinds of models."""
 CALM = 0.5
 """Share of an option's draws that leave it as it is, beyond its weights: two or three rare values meet in a case, not
@@ -141,9 +141,9 @@ def draw(seed: int) -> Case:
     names = [name for name in models.names() if name.startswith(f"{kind}:")]
     weights = [3.0 if name in ("tiny:llama", "tiny:gemma") else 1.0 for name in names]
     model = rng.choices(names, weights)[0]
-    options = {}
+    options: dict[str, Any] = {}
     for option in OPTIONS.values():
-        value = _value(rng, option, model)
+        value = _value(rng, option, model, options)
         if value != option.usual:
             options[option.name] = value
     if "layout" in options:
@@ -169,12 +169,12 @@ def _for_clients(ask: Ask) -> Ask:
     return Ask(ask.prompt, {name: value for name, value in ask.settings.items() if name not in without})
 
 
-def _value(rng: random.Random, option: Option, model: str) -> Any:
+def _value(rng: random.Random, option: Option, model: str, options: Mapping[str, Any]) -> Any:
     if option.name != "strategy" and rng.random() < CALM:
         return option.usual
     values = [value for value in option.values if option.where(model, value)]
     if rng.random() >= CERTAIN:
-        values = [value for value in values if not refused_for_certain(model, option.name, value)]
+        values = [value for value in values if not refused_for_certain(model, option.name, value, options)]
     return rng.choices(values, [option.values[value] for value in values])[0]
 
 
