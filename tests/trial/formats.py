@@ -44,6 +44,8 @@ MADE: dict[str, dict[str, Any]] = {
 PUBLISHED = ("awq", "gptq", "gptq-3", "gptq-order", "fp8", "w8a8")
 """As AutoAWQ, AutoGPTQ and others write them: `CONFIGS` of the tests of published formats."""
 NAMES = (*GGUF, *MADE, *PUBLISHED)
+BY_ROW = ("made smoothquant", "w8a8")
+"""Formats whose matrices meet activations that are rounded per token."""
 IN_GGUF = ("tiny:llama", "blocks:llama-blocks", f"blocks:{WIDE}")
 """Models that have a GGUF architecture, and matrices whose columns 32 divides."""
 IN_GROUPS = ("gguf", "awq", "gptq")

@@ -83,7 +83,8 @@ def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
 
 @lru_cache(maxsize=64)
 def _rounding_model(folder: str, options: str):  # type: ignore[no-untyped-def]
-    run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, **json.loads(options), "speculative": "off"}
+    run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, "activations": "float"}
+    run |= {**json.loads(options), "speculative": "off"}
     try:
         return load(folder, RunConfig(**run), SchedConfig(rows=1, step_tokens=16), StateConfig(), 64).model
     except ValueError as error:
