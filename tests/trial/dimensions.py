@@ -52,7 +52,7 @@ RECURRENT = (
     "experts-of-mamba",
     "parallel",
 )
-TREES = ("tree", "lookahead", "medusa", "eagle-tree", "streaming", "tree-streaming")
+TREES = ("tree", "lookahead", "medusa", "medusa-typical", "eagle-tree", "streaming", "tree-streaming")
 
 
 def refused_for_certain(model: str, name: str, value: Value, options: Mapping[str, Value]) -> bool:

@@ -39,6 +39,8 @@ class Setup:
     strategy: Callable[[Truths], Strategy] | None = None
     """Makes the strategy, from the sequences that the plain loop gives."""
     lookup: Callable[[Truths], GuessLookup] | None = None
+    other_tokens: bool = False
+    """Sampled requests get tokens by other random numbers than the plain loop's."""
 
     @property
     def tolerance(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
@@ -15,6 +15,7 @@ from tests.trial import run_engine, run_ranks, run_server
 from tests.trial.case import Ask, Case
 from tests.trial.compare import Verdict, compare
 from tests.trial.denoise import Way
+from tests.trial.outcome import Outcome
 from tests.trial.plain import Expected, Memory, answer, denoised_answer
 from tests.trial.run_engine import Refused
 from tests.trial.setup import Setup, setup_of
@@ -64,6 +65,9 @@ def _verdict(setup: Setup) -> Verdict:
                 if sample.tokens and setup.model.denoising is None:
                     memory.prefetch([*ask.prompt, *sample.tokens][: setup.longest])
             expected.append(_answers(setup, memory, ask) if not outcome.refused else [])
+    if setup.other_tokens:
+        pairs = zip(asks, outcomes, expected, strict=True)
+        expected = [_followed(setup, memory, *pair) for pair in pairs]
     return compare(setup.case, outcomes, expected, memory, setup.tolerance)
 
 
@@ -73,6 +77,17 @@ def _answers(setup: Setup, memory: Memory, ask: Ask, *, beyond: bool = False) ->
         way = Way.parse(setup.run.get("diffusion", ""))
         return [denoised_answer(memory, shape, way, ask, child, *how) for child in range(ask.get("n", 1))]
     return [answer(memory, ask, child, *how, beyond=beyond) for child in range(ask.get("n", 1))]
+
+
+def _followed(setup: Setup, memory: Memory, ask: Ask, outcome: Outcome, own: list[Expected]) -> list[Expected]:
+    """Of sampled requests the samples that have the engine's tokens; a client does not see which tokens they are."""
+    if not ask.get("temperature") or outcome.refused or outcome.failed:
+        return own
+    how = (setup.model.vocab, setup.tolerance, setup.longest)
+    return [
+        replace(one, doubtful=0) if got.tokens is None else answer(memory, ask, child, *how, follow=got.tokens)
+        for child, (got, one) in enumerate(zip(outcome.samples, own, strict=True))
+    ]
 
 
 def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
