@@ -104,6 +104,7 @@ PARAMETERS: dict[str, Parameter] = {
     "typical_p": Parameter(0.05, lambda d: d.rng.choice((0.4, 0.9)) if d.sampled else None),
     "seed": Parameter(1.0, lambda d: d.rng.choice((0, d.rng.randrange(2**62), -5)) if d.sampled else None),
     "n": Parameter(0.2, lambda d: d.rng.choice((2, 3)) if d.sampled or d.rng.random() < 0.1 else None),
+    "best_of": Parameter(0.1, lambda d: d.settings.get("n", 1) + d.rng.choice((0, 1, 2)) if d.sampled else None),
     "repetition_penalty": Parameter(0.1, lambda d: d.rng.choice((0.8, 1.3))),
     "presence_penalty": Parameter(0.1, lambda d: d.rng.choice((-1.0, 1.5))),
     "frequency_penalty": Parameter(0.1, lambda d: d.rng.choice((-0.5, 1.0))),
@@ -152,7 +153,9 @@ def draw(seed: int) -> Case:
     if kind == "diffusion":  # another engine's blocks end elsewhere
         without = {"cuts", *(NOT_DENOISED if rng.random() > CERTAIN else ())}
         asks = [Ask(ask.prompt, {k: v for k, v in ask.settings.items() if k not in without}) for ask in asks]
-    if options.get("driver") == "http":
+    if options.get("driver") != "http":
+        asks = [ask.without("best_of") for ask in asks]
+    else:
         asks = [_for_clients(ask) for ask in asks]
         if options.get("batching") == "static":  # a server waits for a whole batch, as long as it takes
             del options["batching"]

@@ -12,6 +12,7 @@ from bankfull.loading import load
 from bankfull.runtime import naive
 from tests.tiny import DEVICE
 from tests.trial import run_engine, run_ranks, run_server
+from tests.trial.best_of import made
 from tests.trial.case import Ask, Case
 from tests.trial.compare import Verdict, compare
 from tests.trial.denoise import Way
@@ -75,19 +76,18 @@ def _answers(setup: Setup, memory: Memory, ask: Ask, *, beyond: bool = False) ->
     how = (setup.model.vocab, setup.tolerance, setup.longest)
     if (shape := setup.model.denoising) is not None:
         way = Way.parse(setup.run.get("diffusion", ""))
-        return [denoised_answer(memory, shape, way, ask, child, *how) for child in range(ask.get("n", 1))]
-    return [answer(memory, ask, child, *how, beyond=beyond) for child in range(ask.get("n", 1))]
+        return [denoised_answer(memory, shape, way, ask, child, *how) for child in range(made(ask))]
+    return [answer(memory, ask, child, *how, beyond=beyond) for child in range(made(ask))]
 
 
 def _followed(setup: Setup, memory: Memory, ask: Ask, outcome: Outcome, own: list[Expected]) -> list[Expected]:
     """Of sampled requests the samples that have the engine's tokens; a client does not see which tokens they are."""
     if not ask.get("temperature") or outcome.refused or outcome.failed:
         return own
+    if any(got.tokens is None for got in outcome.samples):
+        return [replace(one, doubtful=0) for one in own]
     how = (setup.model.vocab, setup.tolerance, setup.longest)
-    return [
-        replace(one, doubtful=0) if got.tokens is None else answer(memory, ask, child, *how, follow=got.tokens)
-        for child, (got, one) in enumerate(zip(outcome.samples, own, strict=True))
-    ]
+    return [answer(memory, ask, i, *how, follow=got.tokens or ()) for i, got in enumerate(outcome.samples)]
 
 
 def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
