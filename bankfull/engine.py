@@ -156,7 +156,8 @@ class Engine(Generic[RunnerKind]):
             while self._inflight:
                 outputs += self._settle()
             return outputs + self._give_up([plan])
-        owners = {work.row: self._owner[work.row] for work in plan.work} if self._grammars else {}
+        rows = (*(work.row for work in plan.work), *(enter.row for enter in plan.enter))
+        owners = {row: self._owner[row] for row in rows} if self._grammars else {}
         self._inflight.append((plan, step, launched, owners))
         if len(self._inflight) > max(1, self.depth):
             outputs = self._settle()

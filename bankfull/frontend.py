@@ -216,7 +216,7 @@ class Frontend:
         request, sample = pending.request, pending.samples[number]
         tokens, ended, done = request.generated[number], number in request.finished, sample.output
         finish = end_of(request, number)
-        if pending.matchers and finish is None:
+        if pending.matchers and finish is not Finish.STOP:
             matcher = pending.matchers[number]
             if (taken := matcher.accepts(tokens)) < len(tokens):
                 raise RequestError(
@@ -225,7 +225,7 @@ class Frontend:
                 )
             for token in tokens:
                 matcher.advance(token)
-            finish = Finish.STOP if matcher.finished else None
+            finish = Finish.STOP if matcher.finished else finish
         if ended and finish is None:
             finish = Finish.ABORT  # unless its text has a stop string
         done.text = self._text(sample, pending, Output(request.id, number, list(tokens), finish))

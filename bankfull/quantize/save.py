@@ -119,7 +119,8 @@ def save_quantized(
     columns = files.source.columns if isinstance(files.source, OutlierSource) else {}
     about = [recipe.about(), dict(recipe.types), weights_fingerprint(files.path), text, columns]
     identity = json.dumps(about, sort_keys=True)
-    method = make_method(recipe, scale_dtype_of(files, recipe))
+    scales = scale_dtype_of(files, recipe)
+    method = make_method(recipe, scales)
     total = sum(place.nbytes for file in planned for place in file.places)
     with output_folder(target, planned, identity) as folder:
         resumed = written = folder.resumed_bytes
@@ -129,7 +130,7 @@ def save_quantized(
         by_name = {t.name: t for t in missing}
         with finished_layers(target, identity) as kept_layers:
             options = WalkOptions(sequences, kept_layers, {"identity": identity}, device=device)
-            for name, tensor in produced(files, method, missing, options):
+            for name, tensor in produced(files, method, missing, options, scales):
                 for stored, data in form.encoded(by_name[name], tensor).items():
                     written += folder.put(stored, data)
                 report(what, written, total)
@@ -173,14 +174,18 @@ def finished_layers(target: Path, identity: str, what: str = "layers") -> Iterat
 
 
 def produced(
-    files: ModelFiles, method: Method, targets: Sequence[TargetTensor], options: WalkOptions
+    files: ModelFiles,
+    method: Method,
+    targets: Sequence[TargetTensor],
+    options: WalkOptions,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, QTensor]]:
     """The tensors that are still to be written."""
     if method.calibrated:
         wanted = {target.name: target for target in targets}
         for name, tensor in walk(files, method, options):
             if name in wanted:
-                yield name, as_meant(tensor.plain, wanted[name])
+                yield name, as_meant(tensor.plain, wanted[name], scale_dtype)
         return
     for target in targets:
         tensor = files.source.get(target.name)
@@ -191,17 +196,18 @@ def produced(
             if not is_table(target.name):
                 method.quantize(layer)
                 tensor = layer.quantized[target.name]
-        yield target.name, as_meant(tensor, target)
+        yield target.name, as_meant(tensor, target, scale_dtype)
 
 
-def as_meant(tensor: QTensor, target: TargetTensor) -> QTensor:
-    """Embeddings and heads are rounded to nearest, whatever the method. Pruned matrices lose their zeros."""
+def as_meant(tensor: QTensor, target: TargetTensor, scale_dtype: torch.dtype) -> QTensor:
+    """What is in no layer is rounded to nearest, whatever the method: embeddings, heads, projections beside them, and
+    modules that only drafts run. Pruned matrices lose their zeros."""
     if target.scheme.is_dense or target.scheme == tensor.scheme:
         return tensor
     if target.scheme.is_sparse:
         return compressed(tensor, target.scheme.parts[0].dtype, target.name)
-    assert is_table(target.name), (target.name, tensor.scheme.name, target.scheme.name)
-    return rounded(tensor.dequantize(), target.scheme.name)
+    assert tensor.is_dense, (target.name, tensor.scheme.name, target.scheme.name)
+    return rounded(tensor.dequantize(), target.scheme.name, scale_dtype=scale_dtype)
 
 
 def _form(files: ModelFiles, recipe: QuantizeRecipe, targets: Sequence[TargetTensor]) -> FileForm:

@@ -249,7 +249,7 @@ class DeviceRunner:
             if landed.verdict is not None and not self.strategy.idle:
                 with self._timed(landed):
                     propose(self.strategy, self.rows, step.batch, step.hidden, step.plan, landed.verdict)
-            landed.drafts = self._constrained_drafts(work)
+            landed.drafts = self._constrained_drafts(step.plan)
             self._bring(landed)
             step.batch = step.hidden = None  # the step stays in flight: its activations need not
             return landed
@@ -359,10 +359,12 @@ class DeviceRunner:
             self.rows.computed[[w.row for w in work]] += np.array([1 + w.drafts for w in work], np.int64)
         return verdict
 
-    def _constrained_drafts(self, work: list[Work]) -> tuple[list[int], Tensor, Tensor | None] | None:
-        """Rows under a grammar, and what they verify next: also behind a prompt's last token, if only that is left."""
+    def _constrained_drafts(self, plan: StepPlan) -> tuple[list[int], Tensor, Tensor | None] | None:
+        """Rows under a grammar, and what they verify next: also behind a prompt's last token, if only that is left. A
+        sample that enters beside its sibling may have no work yet; it verifies what its row's last sequence left."""
         width, rows = self.strategy.width(0), self.rows
-        constrained = [w.row for w in work if rows.sampling.facts[w.row].masked] if width else []
+        there = dict.fromkeys([*(w.row for w in plan.work), *(enter.row for enter in plan.enter)])
+        constrained = [row for row in there if rows.sampling.facts[row].masked] if width else []
         if not constrained:
             return None
         index = rows.index(constrained)[:, None]

@@ -77,6 +77,7 @@ def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
         eos_ids=_ends(metadata, vocabulary),
         add_bos=_flag(metadata, "add_bos_token", family.add_bos),
         vocab_size=len(vocabulary),
+        unused_ids=vocabulary.unused,
     )
 
 
@@ -103,6 +104,7 @@ def _sentencepiece(metadata: Mapping[str, object]) -> Tokenizer:
         add_bos=_flag(metadata, "add_bos_token", True),
         space_prefix=space_prefix,
         vocab_size=len(vocabulary),
+        unused_ids=vocabulary.unused,
     )
 
 

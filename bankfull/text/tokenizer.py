@@ -20,7 +20,7 @@ class Tokenizer:
     the tokens before a text when `add_bos` is set: the beginning-of-text token, unless the model needs more.
     `space_prefix` is SentencePiece's dummy prefix: a space before a text and before each text after a special token
     (`encode` adds it, because the backend would omit it before a user-defined symbol). `vocab_size` is one more than
-    the largest id; by default the backend's.
+    the largest id; by default the backend's. `unused_ids` have names in the backend, and stand for no text.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Tokenizer:
         opening: Sequence[int] = (),
         space_prefix: bool = False,
         vocab_size: int | None = None,
+        unused_ids: Iterable[int] = (),
     ) -> None:
         added = backend.get_added_tokens_decoder()
         if vocab_size is None:
@@ -54,7 +55,10 @@ class Tokenizer:
         self.pieces = pieces_of(backend)
         self._added = frozenset(added)
         self._backend = backend
+        self._unused = frozenset(unused_ids)
         self._bytes: list[bytes | None] = [None] * self.vocab_size
+        for id in self._unused:
+            self._bytes[id] = b""
 
     @cached_property
     def spans(self) -> Spans:
@@ -73,8 +77,11 @@ class Tokenizer:
 
     def first_other_token(self, other: Tokenizer) -> int | None:
         """The lowest id that stands for different tokens in the two vocabularies; None if they are equal."""
-        ours, theirs = self._backend.get_vocab(with_added_tokens=True), other._backend.get_vocab(with_added_tokens=True)
-        return min((id for _, id in ours.items() ^ theirs.items()), default=None)
+        return min((id for _, id in self._used() ^ other._used()), default=None)
+
+    def _used(self) -> set[tuple[str, int]]:
+        found = self._backend.get_vocab(with_added_tokens=True).items()
+        return {(token, id) for token, id in found if id not in self._unused}
 
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
         """The ids of `text`.

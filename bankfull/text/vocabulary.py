@@ -34,14 +34,16 @@ class GgufVocabulary:
     loops.
     """
 
-    __slots__ = ("_kinds", "_tokens", "ids", "searched_normalised")
+    __slots__ = ("_kinds", "_nameless", "_tokens", "ids", "searched_normalised")
 
     def __init__(self, metadata: Mapping[str, object], *, searched_normalised: bool) -> None:
         tokens = sequence(metadata, "tokenizer.ggml.tokens")
         if set(map(type, tokens)) != {str}:
             raise ModelError("tokenizer.ggml.tokens of the GGUF file is not a list of strings: the file is damaged")
         self._tokens = cast("list[str]", tokens)
+        self._nameless: list[int] = []
         if "" in self._tokens:
+            self._nameless = [index for index, token in enumerate(self._tokens) if not token]
             # A token without text is a placeholder: it keeps its id, under a name that occurs in no text.
             self._tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self._tokens)]
         self.ids = dict(zip(self._tokens, range(len(tokens)), strict=True))
@@ -72,6 +74,11 @@ class GgufVocabulary:
         """The tokens of these kinds, in the order of their ids."""
         wanted = frozenset(map(int, kinds))
         return [token for token, kind in zip(self._tokens, self._kinds, strict=True) if kind in wanted]
+
+    @property
+    def unused(self) -> set[int]:
+        """The ids that stand for no text: padding up to the size of the embedding, and placeholders."""
+        return {self.ids[token] for token in self.of(Kind.UNUSED)}.union(self._nameless)
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Add to `backend` the tokens that are split off before pre-tokenization."""

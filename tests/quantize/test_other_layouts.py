@@ -22,6 +22,7 @@ from bankfull.weights.qtensor import QTensor
 from bankfull.weights.replaced import ReplacedTensors
 from bankfull.weights.requantized import is_inner_matrix
 from bankfull.weights.source import ModelFiles, TensorSource, open_model
+from tests import tiny
 from tests.quantize.models import SHAPE, recipe_of
 
 CPU = torch.device("cpu")
@@ -100,6 +101,14 @@ def test_a_matrix_that_no_group_divides_keeps_the_layout_of_its_file(tmp_path: P
     assert torch.equal(again.source.get(name).dequantize(), files.source.get(name).dequantize())
     with safe_open(saved.path / "model.safetensors", framework="pt") as stored:
         assert stored.get_slice(name).get_shape() == [80, 240]
+
+
+def test_calibrated_methods_round_to_nearest_what_no_layer_has(tmp_path: Path) -> None:
+    """The module that predicts a further token for drafts, of which the text shows nothing."""
+    files, name = open_model(tiny.folder_of("latent")), "model.layers.3.eh_proj.weight"
+    saved = save_quantized(files, recipe_of("gptq", "4", "32"), tmp_path / "q", sequences=[[5, 6, 7, 8]])
+    stored = open_model(saved.path).source.get(name)
+    assert torch.equal(stored.dequantize(), rounded(files.source.get(name).dequantize(), "int4_g32").dequantize())
 
 
 @pytest.mark.full  # the library takes ten seconds to import

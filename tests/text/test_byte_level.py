@@ -169,3 +169,15 @@ def test_token_bytes_join_to_the_bytes_of_the_text() -> None:
         assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
     with pytest.raises(RequestError, match="-1"):
         tokenizer.token_bytes(-1)
+
+
+def test_unused_ids_of_a_file_stand_for_no_text() -> None:
+    """Those that fill the embedding, as converters write them, and those without a name."""
+    metadata = byte_level_metadata(byte_level(GPT2), "gpt-2")
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list) and isinstance(kinds, list)
+    unused, nameless = len(tokens), len(tokens) + 1
+    more = {"tokenizer.ggml.tokens": [*tokens, f"[PAD{unused}]", ""], "tokenizer.ggml.token_type": [*kinds, 5, 1]}
+    padded = tokenizer_from_gguf(metadata | more)
+    assert padded.decode([unused, *padded.encode("the river"), nameless]) == "the river"
+    assert padded.first_other_token(tokenizer_from_gguf(metadata)) is None

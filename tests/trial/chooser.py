@@ -60,6 +60,17 @@ def choose(
     return Choice(winners[0], near or len(set(winners)) > 1)
 
 
+def possible(
+    logits: Scores, ask: Ask, output: Sequence[int], allowed: NDArray[np.bool_] | None, tolerance: float
+) -> NDArray[np.bool_]:
+    """The tokens that some random number draws, those at the border of a filter included."""
+    scores, slack = adjusted(logits, ask, output, allowed), tolerance / ask.get("temperature")
+    if not np.isfinite(scores).any():
+        return np.zeros(len(scores), dtype=bool)
+    scores = (scores - scores.max()) / ask.get("temperature")
+    return survivors(scores, ask, slack) & (scores > -FARTHEST - slack)
+
+
 def adjusted(logits: Scores, ask: Ask, output: Sequence[int], allowed: NDArray[np.bool_] | None) -> Scores:
     scores = logits.astype(np.float64).copy()
     strength = ask.get("repetition_penalty", 1.0)

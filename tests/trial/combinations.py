@@ -21,7 +21,8 @@ BEGIN, END = "<!-- combinations: begin -->", "<!-- combinations: end -->"
 COLUMNS = ("strategy", "kv_dtype", "kv_evict", "quantize")
 """Dimensions whose values meet every kind of model. Their pairs with each other are tried on the first kind."""
 OTHERS = ("tiers", "prefix_cache", "batching", "policy", "pool", "depth", "captured", "providers")
-"""Dimensions whose values refuse nothing among the kinds, and are named below the table where they do."""
+"""Dimensions whose values refuse nothing among the kinds, and are named below the table where they do. Formats of files
+are left out: with each of them `quantize` is refused, and nothing else is."""
 SEED = 4
 """Of the widths of drafters."""
 Pair = tuple[str, str, Any, str, Any]

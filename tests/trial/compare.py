@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.trial import best_of
 from tests.trial.case import Ask, Case
 from tests.trial.outcome import Got, Outcome
 from tests.trial.plain import Expected, Memory, log_softmax
@@ -55,9 +56,10 @@ def compare(
         if len(outcome.samples) != ask.get("n", 1):
             verdict.problems.append(f"{at}: {len(outcome.samples)} samples of {ask.get('n', 1)}")
             continue
-        whole = True
+        whole = all(one.doubtful > len(one.tokens) for one in expected[number])
         cuts = cuts_of(ask, expected[number]) if "cuts" in ask.settings else [0] * ask.get("n", 1)
-        for child, (got, want) in enumerate(zip(outcome.samples, expected[number], strict=True)):
+        wants = best_of.shown(ask, expected[number], 2 * LOGPROB_SLACK * tolerance)
+        for child, (got, want) in enumerate(zip(outcome.samples, wants, strict=True)):
             problem, same = _sample(ask, got, want, cuts[child], tolerance)
             verdict.samples += 1
             verdict.cut += not same

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bankfull.sched.policies import POLICIES
+from tests.trial import formats
 from tests.trial.setup import Setup
 from tests.trial.strategies import FOR_TINY, STRATEGIES
 
@@ -51,12 +52,18 @@ RECURRENT = (
     "experts-of-mamba",
     "parallel",
 )
-TREES = ("tree", "lookahead", "medusa", "eagle-tree", "streaming", "tree-streaming")
+TREES = ("tree", "lookahead", "medusa", "medusa-typical", "eagle-tree", "streaming", "tree-streaming")
 
 
-def refused_for_certain(model: str, name: str, value: Value) -> bool:
-    """Pairs of which one is enough now and then: the table of combinations has them."""
+def refused_for_certain(model: str, name: str, value: Value, options: Mapping[str, Value]) -> bool:
+    """Pairs of which one is enough now and then: the table of combinations has them. `options`: those drawn before."""
     kind, _, case = model.partition(":")
+    if name == "format":
+        return bool(value) and ("quantize" in options or not formats.fits(model, value))
+    if name == "activations":
+        rows = options.get("quantize") == "int8:row" or options.get("format") in formats.BY_ROW
+        blocks = options.get("quantize", options.get("format", "fp8"))
+        return (value == "token" and not rows) or (value == "int8" and "fp8" in blocks)
     if kind == "diffusion":
         return name in ("strategy", "prefill_rows", "prefill_tokens") and value != OPTIONS[name].usual
     if name == "strategy" and value == "mtp":
@@ -78,11 +85,11 @@ def sets(part: str, name: str) -> Callable[[Setup, Value], None]:
     return lambda setup, value: getattr(setup, part).__setitem__(name, value)
 
 
-def rounds(name: str, **more: Value) -> Callable[[Setup, Value], None]:
+def rounds(name: str) -> Callable[[Setup, Value], None]:
     """A lossy option of `RunConfig`: the plain loop rounds alike."""
 
     def use(setup: Setup, value: Value) -> None:
-        setup.run |= {name: value, **more}
+        setup.run[name] = value
         setup.rounds = True
 
     return use
@@ -110,6 +117,10 @@ def _tiers(setup: Setup, value: str) -> None:
 
 def _layout(setup: Setup, value: str) -> None:
     setup.run["parallel"], setup.driver = value, "ranks"
+
+
+def _format(setup: Setup, value: str) -> None:
+    setup.model = formats.published(setup.case.model, value)
 
 
 WITH_LAYOUT = {
@@ -156,9 +167,28 @@ _declare("kv_dtype", {"auto": 12.0, "bfloat16": 1.0, "int8": 1.0, "fp8": 1.0, "i
 _declare("kv_evict", {"": 20.0, "sinks:2,window:9": 1.0}, rounds("kv_evict"))
 _declare(
     "quantize",
-    {"": 16.0, "int8": 1.0, "int4:32": 1.0, "fp8": 0.1, "q8_0": 0.5, "q4_k,keep": 0.2},
-    rounds("quantize", activations="float"),
+    {
+        "": 16.0,
+        "int8": 1.0,
+        "int8:row": 0.5,
+        "int4:32": 1.0,
+        "fp8": 0.1,
+        "q8_0": 0.5,
+        "q4_k,keep": 0.2,
+        "llm.int8": 0.1,
+    },
+    rounds("quantize"),
 )
+_declare(
+    "format",
+    {"": 120.0}
+    | dict.fromkeys(formats.NAMES, 1.0)
+    | dict.fromkeys(formats.GGUF, 4.0)
+    | {"made awq": 0.2, "made gptq": 0.4},
+    _format,
+)
+# Rare as they are with weights that suit them. Not int8-few: what it computes depends on the number of a step's rows.
+_declare("activations", {"float": 24.0, "int8": 6.0, "token": 12.0, "bf16": 1.0}, rounds("activations"))
 _declare("providers", {"auto": 4.0, "torch": 1.0}, sets("run", "providers"))
 _declare("depth", {0: 2.0, 1: 1.0}, lambda setup, value: setattr(setup, "late", bool(value)))
 _declare("captured", {True: 5.0, False: 1.0}, marks("captured"))

@@ -12,7 +12,7 @@ from tests.trial import models, vocabulary
 from tests.trial.case import Ask, Case
 from tests.trial.dimensions import OPTIONS, WITH_LAYOUT, Option, refused_for_certain
 
-MODELS = {"tiny": 5.0, "tf": 4.0, "composed": 1.0, "diffusion": 0.6}
+MODELS = {"tiny": 5.0, "tf": 4.0, "blocks": 0.5, "composed": 1.0, "diffusion": 0.6}
 """Weights of the kinds of models."""
 CALM = 0.5
 """Share of an option's draws that leave it as it is, beyond its weights: two or three rare values meet in a case, not
@@ -104,6 +104,7 @@ PARAMETERS: dict[str, Parameter] = {
     "typical_p": Parameter(0.05, lambda d: d.rng.choice((0.4, 0.9)) if d.sampled else None),
     "seed": Parameter(1.0, lambda d: d.rng.choice((0, d.rng.randrange(2**62), -5)) if d.sampled else None),
     "n": Parameter(0.2, lambda d: d.rng.choice((2, 3)) if d.sampled or d.rng.random() < 0.1 else None),
+    "best_of": Parameter(0.1, lambda d: d.settings.get("n", 1) + d.rng.choice((0, 1, 2)) if d.sampled else None),
     "repetition_penalty": Parameter(0.1, lambda d: d.rng.choice((0.8, 1.3))),
     "presence_penalty": Parameter(0.1, lambda d: d.rng.choice((-1.0, 1.5))),
     "frequency_penalty": Parameter(0.1, lambda d: d.rng.choice((-0.5, 1.0))),
@@ -141,9 +142,9 @@ def draw(seed: int) -> Case:
     names = [name for name in models.names() if name.startswith(f"{kind}:")]
     weights = [3.0 if name in ("tiny:llama", "tiny:gemma") else 1.0 for name in names]
     model = rng.choices(names, weights)[0]
-    options = {}
+    options: dict[str, Any] = {}
     for option in OPTIONS.values():
-        value = _value(rng, option, model)
+        value = _value(rng, option, model, options)
         if value != option.usual:
             options[option.name] = value
     if "layout" in options:
@@ -152,7 +153,9 @@ def draw(seed: int) -> Case:
     if kind == "diffusion":  # another engine's blocks end elsewhere
         without = {"cuts", *(NOT_DENOISED if rng.random() > CERTAIN else ())}
         asks = [Ask(ask.prompt, {k: v for k, v in ask.settings.items() if k not in without}) for ask in asks]
-    if options.get("driver") == "http":
+    if options.get("driver") != "http":
+        asks = [ask.without("best_of") for ask in asks]
+    else:
         asks = [_for_clients(ask) for ask in asks]
         if options.get("batching") == "static":  # a server waits for a whole batch, as long as it takes
             del options["batching"]
@@ -169,12 +172,12 @@ def _for_clients(ask: Ask) -> Ask:
     return Ask(ask.prompt, {name: value for name, value in ask.settings.items() if name not in without})
 
 
-def _value(rng: random.Random, option: Option, model: str) -> Any:
+def _value(rng: random.Random, option: Option, model: str, options: Mapping[str, Any]) -> Any:
     if option.name != "strategy" and rng.random() < CALM:
         return option.usual
     values = [value for value in option.values if option.where(model, value)]
     if rng.random() >= CERTAIN:
-        values = [value for value in values if not refused_for_certain(model, option.name, value)]
+        values = [value for value in values if not refused_for_certain(model, option.name, value, options)]
     return rng.choices(values, [option.values[value] for value in values])[0]
 
 

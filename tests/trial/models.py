@@ -1,7 +1,8 @@
 """The tiny models that a case may name, and the logits of each one's plain computation.
 
 A name is `kind:case`. `tf`: a family that `transformers` has, in the shapes of tests/models; `tiny`: those of
-tests/tiny.py, whose sizes suit the drafters; `composed`: a model as data. What `transformers` has computes with it,
+tests/tiny.py, whose sizes suit the drafters; `blocks`: those whose columns whole blocks of quantized weights divide;
+`composed`: a model as data. What `transformers` has computes with it,
 over the whole sequence each time; the others with the bodies of ops/reference in float64."""
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bankfull.runtime import naive
 from bankfull.weights.source import open_model
 from tests import tiny
 from tests.models import composed, diffusion
-from tests.models.cases import CASES
+from tests.models.cases import BLOCKED, CASES
 from tests.models.cases_shared import share
 from tests.models.oracle import saved
 from tests.trial import vocabulary
@@ -57,6 +58,8 @@ TINY = (
 DIFFUSION = ("llada", "dream", "sdar")
 KINDS = {f"tiny:{name}": name for name in TINY} | {f"diffusion:{name}": name for name in DIFFUSION}
 """Names in the table of combinations."""
+WIDE = "llama-wide"
+"""A model with matrices of 256 columns: whole blocks of Q4_K."""
 LONGEST = 64
 """Tokens of the longest sequence: the context of the smallest shapes."""
 GROUPED_NORMS = Version("5.23")
@@ -69,6 +72,7 @@ def names() -> list[str]:
     return [
         *(f"tiny:{name}" for name in TINY),
         *(f"tf:{name}" for name in CASES),
+        *(f"blocks:{name}" for name in (*BLOCKED, WIDE)),
         *(f"composed:{name}" for name in composed.LAYERS),
         *(f"diffusion:{name}" for name in DIFFUSION),
     ]
@@ -91,16 +95,19 @@ def model_of(name: str) -> TrialModel:
     folder = _home() / name.replace(":", "-")
     denoising: Shape | None = None
     torch.manual_seed(11)
-    if kind == "tf":
+    if kind == "blocks" and case == WIDE:
+        wide = _save_wide(folder)
+        logits = _by_transformers(lambda: wide)
+    elif kind in ("tf", "blocks"):
         found = saved(case)
         shutil.copytree(found.path, folder)
         logits = _by_transformers(lambda: found.reference)
     elif kind == "tiny":
         shutil.copytree(tiny.folder_of(case), folder)
-        logits = _by_bodies(folder) if case in ("s4", "based", "sparse") else _by_transformers(lambda: _read(case))
+        logits = by_bodies(folder) if case in ("s4", "based", "sparse") else _by_transformers(lambda: _read(case))
     elif kind == "composed":
         _save_composed(case, folder)
-        logits = _by_bodies(folder)
+        logits = by_bodies(folder)
     elif kind == "diffusion":
         reference = diffusion.make(case, folder, spread=0.3)
         logits = lambda tokens: reference.logits(tokens).double().numpy()  # noqa: E731
@@ -109,7 +116,7 @@ def model_of(name: str) -> TrialModel:
         raise KeyError(f"{name!r} names no model of the trial")
     config = json.loads((folder / "config.json").read_text())
     if _norms_all_groups_as_one(config):
-        logits = _by_bodies(folder)
+        logits = by_bodies(folder)
     vocab = _vocab(config)
     vocabulary.add_to(folder, vocab)
     return TrialModel(name, folder, vocab, logits, denoising)
@@ -155,13 +162,29 @@ def _by_transformers(make: Callable[[], Any]) -> Callable[[Sequence[int]], Logit
     return logits
 
 
-def _by_bodies(folder: Path) -> Callable[[Sequence[int]], Logits]:
+def by_bodies(folder: Path) -> Callable[[Sequence[int]], Logits]:
     @lru_cache
     def bodies() -> Any:
         files = open_model(folder)
         return build_model(files.config, Build(files.source, kit_for("cpu", "torch"), torch.float64, CPU))
 
     return lambda tokens: naive.logits(bodies(), list(tokens), CPU).numpy()
+
+
+def _save_wide(folder: Path) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": tiny.VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            weight.copy_(torch.randn_like(weight) * (3.0 if "lm_head" in name else 0.2))
+    made.save_pretrained(folder)
+    return made
 
 
 def _save_composed(case: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tests.trial import vocabulary
 from tests.trial.case import Ask
-from tests.trial.chooser import choose, stop_ids
+from tests.trial.chooser import Choice, choose, possible, stop_ids
 from tests.trial.denoise import Shape, Way, denoised
 from tests.trial.grammar_walk import GrammarWalk
 
@@ -57,8 +57,18 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def answer(
-    memory: Memory, ask: Ask, child: int, vocab: int, tolerance: float, longest: int, *, beyond: bool = False
+    memory: Memory,
+    ask: Ask,
+    child: int,
+    vocab: int,
+    tolerance: float,
+    longest: int,
+    *,
+    beyond: bool = False,
+    follow: Sequence[int] = (),
 ) -> Expected:
+    """`follow`: tokens that were drawn with other numbers. The loop takes them where they could be drawn at all, and
+    says how such a sample ends."""
     found = Expected()
     structured = ask.get("structured")
     grammar = None if structured is None else GrammarWalk(structured, vocab)
@@ -68,6 +78,8 @@ def answer(
         line = memory.last([*ask.prompt, *found.tokens])
         allowed = None if grammar is None else grammar.allowed()
         choice = choose(line, ask, found.tokens, child, allowed, tolerance)
+        if place < len(follow) and possible(line, ask, found.tokens, allowed, tolerance)[follow[place]]:
+            choice = Choice(follow[place], False)
         if choice.doubtful:
             found.doubtful = min(found.doubtful, place)
         if choice.token is None:

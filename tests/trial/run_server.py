@@ -132,11 +132,12 @@ def front_of(vocab: int, folder: str) -> Front:
     return Front(folder)
 
 
-_folders: dict[int, str] = {}
+_folders: dict[tuple[int, str], str] = {}
+"""The first model of each vocabulary, in each kind of files: the others have the same tokenizer."""
 
 
 def run(setup: Setup, expected: Sequence[Sequence[Expected]]) -> list[Outcome]:
-    folder = _folders.setdefault(setup.model.vocab, str(setup.model.folder))
+    folder = _folders.setdefault((setup.model.vocab, setup.model.folder.suffix), str(setup.model.folder))
     front = front_of(setup.model.vocab, folder)
     STATE.__init__()  # type: ignore[misc]
     with pytest.MonkeyPatch.context() as patch, loading(setup, truths_of(setup, expected)) as load:

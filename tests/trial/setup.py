@@ -39,6 +39,8 @@ class Setup:
     strategy: Callable[[Truths], Strategy] | None = None
     """Makes the strategy, from the sequences that the plain loop gives."""
     lookup: Callable[[Truths], GuessLookup] | None = None
+    other_tokens: bool = False
+    """Sampled requests get tokens by other random numbers than the plain loop's."""
 
     @property
     def tolerance(self) -> float:
@@ -49,7 +51,8 @@ class Setup:
         return self.strategy is not None or self.lookup is not None
 
     def configs(self) -> tuple[RunConfig, SchedConfig, StateConfig]:
-        run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, "speculative": "off", **self.run}
+        run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, "speculative": "off"}
+        run |= {"activations": "float", **self.run}
         sched = {"rows": 4, "step_tokens": 16, "quantum_ms": 0.01, "starvation": 0.01, **self.sched}
         state = {"page_tokens": 4, "snapshot_every": 2, **self.state}
         return RunConfig(**run), SchedConfig(**sched), StateConfig(**state)

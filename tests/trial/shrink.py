@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.trial.case import Ask, Case
 
 MOST_RUNS = 300
-NEED_TEMPERATURE = ("temperature", "seed", "n", "top_k", "top_p", "min_p", "typical_p")
+NEED_TEMPERATURE = ("temperature", "seed", "n", "best_of", "top_k", "top_p", "min_p", "typical_p")
 
 
 def smaller(case: Case) -> Iterator[Case]:

@@ -1,4 +1,8 @@
-"""Ways of drafting, by name. Widths follow from the case's seed."""
+"""Ways of drafting, by name. Widths follow from the case's seed.
+
+Most give the tokens of plain decoding. The rules of acceptance `rejection` (the same distribution) and `typical`
+(lossy) do so for greedy requests only. Of sampled ones it is compared that every token could be drawn at its place
+(after penalties, masks, grammars and filters), its log-probabilities, and how a sample of these tokens ends."""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from functools import partial
 
 from bankfull.decode.eagle import Eagle
 from bankfull.decode.medusa import Medusa
+from bankfull.decode.rules import RULES
 from bankfull.decode.streaming import Streaming, TreeStreaming
 from bankfull.models.eagle import build_eagle
 from tests.decode.test_eagle import random_eagle
@@ -44,21 +49,24 @@ def _trees(setup: Setup) -> None:
     setup.strategy = lambda truths: GuessTree(truths, 3 + seed % 11, seed)
 
 
-def _draft_model(setup: Setup) -> None:
+def _draft_model(setup: Setup, rule: str = "same") -> None:
     drafter = {97: ("tiny:llama", "tiny:gemma"), 53: ("tf:llama", "tf:mistral"), 61: ("composed:attention",) * 2}
     seed = setup.case.seed
     folder = model_of(drafter[setup.model.vocab][seed % 2]).folder
     breadth = 2 if seed % 3 == 0 else 1
-    setup.run["speculative"] = f"draft:{folder},depth={1 + seed % 4},breadth={breadth},adaptive=false"
+    setup.run["speculative"] = f"draft:{folder},depth={1 + seed % 4},breadth={breadth},rule={rule},adaptive=false"
+    setup.other_tokens = rule != "same"
 
 
-def _medusa(setup: Setup) -> None:
+def _medusa(setup: Setup, rule: str = "same") -> None:
     seed, vocab = setup.case.seed, setup.model.vocab
     setup.strategy = lambda _: Medusa(
         random_heads(seed, heads=3, own=bool(seed % 2), vocab=vocab),
         nodes=2 + seed % 15,
         tree=("sparse", "chain")[seed % 2],
+        rule=RULES[rule](),
     )
+    setup.other_tokens = rule != "same"
 
 
 def _eagle(setup: Setup, tree: bool) -> None:
@@ -92,12 +100,15 @@ STRATEGIES: dict[str, Callable[[Setup], None]] = {
     ),
     "jacobi": named(lambda seed: f"jacobi,width={1 + seed % 5},adaptive={str(seed % 2 == 0).lower()}"),
     "draft": _draft_model,
+    "draft-rejection": partial(_draft_model, rule="rejection"),
+    "draft-typical": partial(_draft_model, rule="typical"),
     "medusa": _medusa,
+    "medusa-typical": partial(_medusa, rule="typical"),
     "eagle": partial(_eagle, tree=False),
     "eagle-tree": partial(_eagle, tree=True),
     "mtp": named(lambda seed: f"mtp,width={1 + seed % 3},adaptive=false"),
     "streaming": partial(_streaming, tree=False),
     "tree-streaming": partial(_streaming, tree=True),
 }
-FOR_TINY = {"medusa", "eagle", "eagle-tree", "streaming", "tree-streaming"}
+FOR_TINY = {"medusa", "medusa-typical", "eagle", "eagle-tree", "streaming", "tree-streaming"}
 """Their weights have the sizes of tests/tiny.py."""

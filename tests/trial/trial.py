@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
@@ -12,9 +12,11 @@ from bankfull.loading import load
 from bankfull.runtime import naive
 from tests.tiny import DEVICE
 from tests.trial import run_engine, run_ranks, run_server
+from tests.trial.best_of import made
 from tests.trial.case import Ask, Case
 from tests.trial.compare import Verdict, compare
 from tests.trial.denoise import Way
+from tests.trial.outcome import Outcome
 from tests.trial.plain import Expected, Memory, answer, denoised_answer
 from tests.trial.run_engine import Refused
 from tests.trial.setup import Setup, setup_of
@@ -64,6 +66,9 @@ def _verdict(setup: Setup) -> Verdict:
                 if sample.tokens and setup.model.denoising is None:
                     memory.prefetch([*ask.prompt, *sample.tokens][: setup.longest])
             expected.append(_answers(setup, memory, ask) if not outcome.refused else [])
+    if setup.other_tokens:
+        pairs = zip(asks, outcomes, expected, strict=True)
+        expected = [_followed(setup, memory, *pair) for pair in pairs]
     return compare(setup.case, outcomes, expected, memory, setup.tolerance)
 
 
@@ -71,8 +76,18 @@ def _answers(setup: Setup, memory: Memory, ask: Ask, *, beyond: bool = False) ->
     how = (setup.model.vocab, setup.tolerance, setup.longest)
     if (shape := setup.model.denoising) is not None:
         way = Way.parse(setup.run.get("diffusion", ""))
-        return [denoised_answer(memory, shape, way, ask, child, *how) for child in range(ask.get("n", 1))]
-    return [answer(memory, ask, child, *how, beyond=beyond) for child in range(ask.get("n", 1))]
+        return [denoised_answer(memory, shape, way, ask, child, *how) for child in range(made(ask))]
+    return [answer(memory, ask, child, *how, beyond=beyond) for child in range(made(ask))]
+
+
+def _followed(setup: Setup, memory: Memory, ask: Ask, outcome: Outcome, own: list[Expected]) -> list[Expected]:
+    """Of sampled requests the samples that have the engine's tokens; a client does not see which tokens they are."""
+    if not ask.get("temperature") or outcome.refused or outcome.failed:
+        return own
+    if any(got.tokens is None for got in outcome.samples):
+        return [replace(one, doubtful=0) for one in own]
+    how = (setup.model.vocab, setup.tolerance, setup.longest)
+    return [answer(memory, ask, i, *how, follow=got.tokens or ()) for i, got in enumerate(outcome.samples)]
 
 
 def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
@@ -83,7 +98,8 @@ def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
 
 @lru_cache(maxsize=64)
 def _rounding_model(folder: str, options: str):  # type: ignore[no-untyped-def]
-    run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, **json.loads(options), "speculative": "off"}
+    run = {"dtype": "float32", "device": DEVICE.type, "threads": 1, "activations": "float"}
+    run |= {**json.loads(options), "speculative": "off"}
     try:
         return load(folder, RunConfig(**run), SchedConfig(rows=1, step_tokens=16), StateConfig(), 64).model
     except ValueError as error:
