@@ -24,6 +24,7 @@ if os.environ.get("BANKFULL_REAL") != "1":
 PEER = Path(__file__).with_name("peer.py")
 THREADS = len(os.sched_getaffinity(0))
 MODELS = [name for name in REAL if name in os.environ.get("BANKFULL_REAL_MODELS", ",".join(REAL)).split(",")]
+CHATTING, BASE = ([name for name in MODELS if REAL[name].chats is chats] for chats in (True, False))
 
 
 @dataclass(frozen=True, slots=True)

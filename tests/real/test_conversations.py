@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.real.conftest import Served
+from tests.real.conftest import CHATTING, Served
+
+pytestmark = pytest.mark.parametrize("model", CHATTING, indirect=True, scope="module")
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
