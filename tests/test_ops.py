@@ -21,8 +21,6 @@ FEW_SEEDS, FEWER_SEEDS = range(16), range(8)
 """Enough for the kernels of operations without a weight; includes float64, which they reject."""
 EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(cases.WEIGHTS))]
 """Once per scheme, alternating float32 and bfloat16."""
-TURNS = 4
-"""Operations of interpreted kernels among which a quick run divides the schemes."""
 SPARSE = [len(cases.FLOATS) * list(cases.WEIGHTS).index("bf16_2of4") + 1 + other * len(SEEDS) for other in range(8)]
 """Sparse weights in bfloat16, in several shapes: the provider for them accepts no other of these dtypes and schemes."""
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
@@ -52,16 +50,15 @@ def takes_every_scheme(operation: Operation) -> bool:
 
 
 def seeds_for(operation: Operation, provider: Provider) -> Iterator[Any]:
-    """Interpreted kernels are slow, and others are recompiled for most shapes: operations take turns with the schemes
-    in a quick run, and have each of them once per dtype in a full one and on a GPU."""
+    """Interpreted kernels are slow, and others are recompiled for most shapes: they get every dtype, and every scheme
+    if there is one, but fewer shapes."""
     name = f"{operation.name}-{provider.name}"
     if provider.on != "cuda":
         yield pytest.param(operation, provider, SEEDS, id=name)
     elif provider.name == "triton-24":
         yield pytest.param(operation, provider, SPARSE, id=name)
     else:
-        turn = list(OPERATIONS).index(operation.name) % TURNS
-        every, first = (SEEDS, EACH_SCHEME[turn::TURNS]) if takes_every_scheme(operation) else (FEW_SEEDS, FEWER_SEEDS)
+        every, first = (SEEDS, EACH_SCHEME) if takes_every_scheme(operation) else (FEW_SEEDS, FEWER_SEEDS)
         rest = sorted(set(every) - set(first))
         yield pytest.param(operation, provider, first, id=name)
         yield pytest.param(operation, provider, rest, id=f"{name}-rest", marks=INTERPRETED_IN_FULL)
