@@ -118,7 +118,8 @@ def _in_halves(rows: Tensor, heads: int) -> Tensor:
 
 def _read_compressed(path: Path) -> dict[str, Tensor]:
     stored = {name: part for file in path.glob("*.safetensors") for name, part in load_file(file).items()}
-    groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
+    config = json.loads((path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
     (bits,) = {group["weights"]["num_bits"] for group in groups.values()}
     values = {}
     for name, part in stored.items():
@@ -138,6 +139,9 @@ def _read_compressed(path: Path) -> dict[str, Tensor]:
             values[name] = part.float() * scale
         elif not kind.startswith(("weight_", "input_")):
             values[name] = part
+    if config["model_type"] == "gpt2":  # its own files have the matrices by column
+        by_row = [name for name in values if f"{name}_scale" in stored]
+        values |= {name: values[name].T for name in by_row}
     return values
 
 
