@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.trial import chat, models, vocabulary
 from tests.trial.case import Ask, Case
-from tests.trial.dimensions import OPTIONS, WITH_LAYOUT, Option, refused_for_certain
+from tests.trial.dimensions import ON_RANKS, OPTIONS, Option, refused_for_certain
 from tests.trial.tools import TOOLS
 
 MODELS = {"tiny": 5.0, "tf": 4.0, "blocks": 0.5, "composed": 1.0, "diffusion": 0.6}
@@ -182,7 +182,9 @@ def draw(seed: int) -> Case:
         if value != option.usual:
             options[option.name] = value
     if "layout" in options:
-        options = {name: value for name, value in options.items() if _suits_ranks(name, value)}
+        options.pop("driver", None)
+        if options.get("strategy") not in ON_RANKS:
+            options.pop("strategy", None)
     asks = _asks(rng, model, options.get("page", 4), options.get("driver") == "http")
     if kind == "diffusion":  # another engine's blocks end elsewhere
         without = {"cuts", *(NOT_DENOISED if rng.random() > CERTAIN else ())}
@@ -194,10 +196,6 @@ def draw(seed: int) -> Case:
         if options.get("batching") == "static":  # a server waits for a whole batch, as long as it takes
             del options["batching"]
     return Case(rng.randrange(1 << 20), model, options, tuple(asks))
-
-
-def _suits_ranks(name: str, value: Any) -> bool:
-    return name in WITH_LAYOUT and (WITH_LAYOUT[name] is None or value in WITH_LAYOUT[name])
 
 
 def _for_clients(ask: Ask) -> Ask:

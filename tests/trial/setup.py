@@ -63,6 +63,12 @@ class Setup:
         return LONGEST
 
 
+def suits_late(layout: str) -> bool:
+    """Whether ranks may have the late device, which stands for one that runs beside its host: it runs work no later
+    than its host waits for it. But the host of a pipeline's stage waits for the results of the last one instead."""
+    return "pp=" not in layout
+
+
 def setup_of(case: Case) -> Setup:
     from tests.trial.dimensions import OPTIONS
 
