@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.trial import best_of
+from tests.trial import best_of, chat
 from tests.trial.case import Ask, Case
 from tests.trial.outcome import Got, Outcome
 from tests.trial.plain import Expected, Memory, log_softmax
@@ -107,6 +107,9 @@ def _sample(ask: Ask, got: Got, want: Expected, cut: int, tolerance: float) -> t
 def _seen_by_a_client(ask: Ask, got: Got, want: Expected, aborted: bool, tolerance: float) -> tuple[str, bool]:
     if want.doubtful <= len(want.tokens):
         return "", False
+    if aborted and "tools" in ask.settings:
+        same = chat.begins(chat.Message(got.text, got.calls), chat.read(ask, want.text))
+        return ("" if same else f"text {got.text!r} and calls {got.calls} do not begin {want.text!r}"), True
     if aborted:
         same = want.text.startswith(got.text)
         return ("" if same else f"text {got.text!r} does not begin {want.text!r}"), True
@@ -121,10 +124,15 @@ def _seen_by_a_client(ask: Ask, got: Got, want: Expected, aborted: bool, toleran
 
 
 def _ending(ask: Ask, got: Got, want: Expected) -> str:
-    if got.finish != want.finish:
+    chats = "tools" in ask.settings and got.tokens is None  # else no server has read the text
+    calls = chats and want.finish == "stop" and chat.read(ask, want.text).calls
+    if got.finish != ("tool_calls" if calls else want.finish):
         return f"ends with {got.finish} ({got.error}), not {want.finish}; tokens {got.tokens}"
     if got.stop_reason != want.stop_reason:
         return f"stop reason {got.stop_reason!r}, not {want.stop_reason!r}"
+    if chats:
+        complete = want.finish == "stop" and want.stop_reason is None
+        return chat.problem(ask, chat.Message(got.text, got.calls), want.text, complete)
     if got.text != want.text and want.finish != "error":
         return f"text {got.text!r}, not {want.text!r}"
     return ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from bankfull.sched.policies import POLICIES
 from tests.trial import formats
-from tests.trial.setup import Setup
+from tests.trial.setup import Setup, suits_late
 from tests.trial.strategies import FOR_TINY, STRATEGIES
 
 Value = Any
@@ -58,6 +58,8 @@ TREES = ("tree", "lookahead", "medusa", "medusa-typical", "eagle-tree", "streami
 def refused_for_certain(model: str, name: str, value: Value, options: Mapping[str, Value]) -> bool:
     """Pairs of which one is enough now and then: the table of combinations has them. `options`: those drawn before."""
     kind, _, case = model.partition(":")
+    if "layout" in options and _refused_on_ranks(name, value, str(options["layout"])):
+        return True
     if name == "format":
         return bool(value) and ("quantize" in options or not formats.fits(model, value))
     if name == "activations":
@@ -65,10 +67,17 @@ def refused_for_certain(model: str, name: str, value: Value, options: Mapping[st
         blocks = options.get("quantize", options.get("format", "fp8"))
         return (value == "token" and not rows) or (value == "int8" and "fp8" in blocks)
     if kind == "diffusion":
-        return name in ("strategy", "prefill_rows", "prefill_tokens") and value != OPTIONS[name].usual
+        return name in ("strategy", "layout", "prefill_rows", "prefill_tokens") and value != OPTIONS[name].usual
     if name == "strategy" and value == "mtp":
         return model != "tiny:latent"
     return name == "strategy" and value in TREES and any(part in case for part in RECURRENT)
+
+
+def _refused_on_ranks(name: str, value: Value, layout: str) -> bool:
+    """Host memory has no use on a CPU, and tiers keep parts of pages, which are dealt out as a whole with cp."""
+    if name == "depth":
+        return value == 1 and not suits_late(layout)
+    return name == "tiers" and (value in ("host", "both") or (bool(value) and "cp" in layout))
 
 
 def _declare(
@@ -123,12 +132,9 @@ def _format(setup: Setup, value: str) -> None:
     setup.model = formats.published(setup.case.model, value)
 
 
-WITH_LAYOUT = {
-    "strategy": ("off", "lookup", "jacobi", "lookahead"),
-    **dict.fromkeys(("page", "chunk", "rows", "policy", "batching", "prefill_tokens", "prefill_rows", "decode_rows")),
-    **dict.fromkeys(("prefix_cache", "snapshot_every", "preempt", "layout")),
-}
-"""Options, and their values if not all, that the ranks of the trial have: threads with a pool of a fixed size."""
+LAYOUTS = ("tp=2", "pp=2", "cp=2", "tp=2,pp=2", "tp=2,sp=on", "ffn=1", "tp=2,ffn=1", "cp=2,ep=2")
+ON_RANKS = ("off", "auto", "lookup", "ngram", "suffix", "jacobi", "lookahead", "draft", "draft-typical", "mtp")
+"""Strategies that ranks have: those with a name, which every rank makes by itself, or that the host has alone."""
 
 _declare("driver", {"engine": 12.0, "http": 1.5}, marks("driver"))
 _declare(
@@ -145,9 +151,8 @@ _declare(
 )
 _declare(
     "layout",
-    {"": 60.0} | dict.fromkeys(("tp=2", "pp=2", "cp=2", "tp=2,pp=2", "tp=2,sp=on", "ffn=1", "cp=2,ep=2"), 0.3),
+    {"": 60.0} | dict.fromkeys(LAYOUTS, 0.3),
     _layout,
-    lambda model, value: not value or not model.startswith("diffusion:"),  # its ranks decode, and denoise nothing
 )
 _declare("page", {4: 3.0, 1: 1.0, 16: 2.0}, sets("state", "page_tokens"))
 _declare("chunk", {16: 3.0, 1: 0.5, 7: 2.0, 64: 2.0}, sets("sched", "step_tokens"))

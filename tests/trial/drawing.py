@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.trial import models, vocabulary
+from tests.trial import chat, models, vocabulary
 from tests.trial.case import Ask, Case
-from tests.trial.dimensions import OPTIONS, WITH_LAYOUT, Option, refused_for_certain
+from tests.trial.dimensions import ON_RANKS, OPTIONS, Option, refused_for_certain
+from tests.trial.tools import TOOLS
 
 MODELS = {"tiny": 5.0, "tf": 4.0, "blocks": 0.5, "composed": 1.0, "diffusion": 0.6}
 """Weights of the kinds of models."""
@@ -21,7 +22,7 @@ ten, so that what they cause can be told apart."""
 
 CERTAIN = 0.05
 """Share of draws that may take what is refused for certain."""
-NOT_DENOISED = ("structured", "logprobs", "prompt_logprobs", "repetition_penalty", "presence_penalty")
+NOT_DENOISED = ("tools", "structured", "logprobs", "prompt_logprobs", "repetition_penalty", "presence_penalty")
 NOT_DENOISED += ("frequency_penalty", "bad_words", "min_tokens")
 """Parameters that diffusion models refuse."""
 
@@ -35,10 +36,16 @@ class Drawn:
     page: int
     prompt: list[int]
     settings: dict[str, Any]
+    http: bool = False
 
     @property
     def sampled(self) -> bool:
         return bool(self.settings.get("temperature"))
+
+    @property
+    def calls(self) -> bool:
+        """Whether a tool call is forced, which leaves room for no other structure."""
+        return chat.forced(Ask((), self.settings))
 
     def tokens(self, count: int) -> list[int]:
         return sorted(self.rng.sample(range(3, vocabulary.SMALLEST), count))
@@ -73,6 +80,10 @@ GRAMMARS: tuple[Mapping[str, Any], ...] = (
     {"grammar": 'start: "a" b+\nb: "b" | "c"'},
     {"grammar": 'start: /[a-c]+/ "1"'},
 )
+CALL_AS_TEXT = ({"choice": ['<tool_call>\n{"name": "ab", "arguments": {}}\n</tool_call>']},)
+"""Where no tool may be called, a call is text."""
+LONGEST_QUESTION = 10
+"""Tokens, where the smallest context has to hold a call, too."""
 STOPS = ("a", "ab", " a", "e", "no", "st", "é", "12", "\n", "ta", '"', "1")
 
 
@@ -96,7 +107,30 @@ def _stops(drawn: Drawn) -> list[str]:
     return found or drawn.rng.sample(STOPS, drawn.rng.choice((1, 2, 3)))
 
 
+def _tools(drawn: Drawn) -> dict[str, Any] | None:
+    if not drawn.http or not vocabulary.ids_of_calls(drawn.vocab):  # the smallest vocabulary cannot spell a call
+        return None
+    offered = drawn.rng.sample(sorted(TOOLS), drawn.rng.choice((1, 2, 3)))
+    choice = drawn.rng.choice(("required", "required", offered[0], "auto", "auto", "none"))
+    del drawn.prompt[LONGEST_QUESTION:]
+    if choice == "auto":  # a model at random writes the marks of a call only if it likes them
+        marks = vocabulary.ids_of_calls(drawn.vocab)
+        drawn.settings["logit_bias"] = {str(token): drawn.rng.choice((3.0, 6.0)) for token in marks}
+    return {"offered": offered, "choice": choice, "parallel": drawn.rng.random() < 0.7}
+
+
+def _structured(drawn: Drawn) -> Any:
+    if drawn.settings.get("tools", {"choice": "none"})["choice"] != "none" and drawn.rng.random() > CERTAIN:
+        return None  # a chat that may call tools refuses it
+    return drawn.rng.choice(CALL_AS_TEXT if "tools" in drawn.settings else GRAMMARS)
+
+
+def _most_tokens(drawn: Drawn) -> int:
+    return drawn.rng.choice((4, 20, 30, 36) if drawn.calls else (1, 2, 4, 8, 8, 12, 12, 16))
+
+
 PARAMETERS: dict[str, Parameter] = {
+    "tools": Parameter(0.25, _tools),
     "temperature": Parameter(0.55, lambda d: d.rng.choice((0.3, 0.8, 1.0, 1.5))),
     "top_k": Parameter(0.15, lambda d: d.rng.choice((1, 2, 5, 20)) if d.sampled else None),
     "top_p": Parameter(0.15, lambda d: d.rng.choice((0.3, 0.8, 0.95)) if d.sampled else None),
@@ -114,13 +148,13 @@ PARAMETERS: dict[str, Parameter] = {
     "allowed_token_ids": Parameter(0.06, lambda d: [2, *d.tokens(d.rng.choice((2, 12)))]),
     "banned_token_ids": Parameter(0.06, lambda d: d.tokens(3)),
     "bad_words": Parameter(0.12, _bad_words),
-    "structured": Parameter(0.3, lambda d: d.rng.choice(GRAMMARS)),
-    "ignore_eos": Parameter(0.45, lambda d: None if "structured" in d.settings else True),
+    "structured": Parameter(0.3, _structured),
+    "ignore_eos": Parameter(0.45, lambda d: None if "structured" in d.settings or d.calls else True),
     "stop": Parameter(0.2, _stops),
     "include_stop_str_in_output": Parameter(0.08, lambda d: True),
     "stop_token_ids": Parameter(0.15, lambda d: d.tokens(d.rng.choice((1, 6, 20)))),
     "skip_special_tokens": Parameter(0.05, lambda d: False),
-    "max_tokens": Parameter(1.0, lambda d: d.rng.choice((1, 2, 4, 8, 8, 12, 12, 16))),
+    "max_tokens": Parameter(1.0, _most_tokens),
     "min_tokens": Parameter(0.2, lambda d: d.rng.randint(0, d.settings["max_tokens"])),
     "logprobs": Parameter(0.2, lambda d: d.rng.choice((0, 1, 5))),
     "prompt_logprobs": Parameter(0.1, lambda d: d.rng.choice((0, 2))),
@@ -148,8 +182,10 @@ def draw(seed: int) -> Case:
         if value != option.usual:
             options[option.name] = value
     if "layout" in options:
-        options = {name: value for name, value in options.items() if _suits_ranks(name, value)}
-    asks = _asks(rng, model, options.get("page", 4))
+        options.pop("driver", None)
+        if options.get("strategy") not in ON_RANKS:
+            options.pop("strategy", None)
+    asks = _asks(rng, model, options.get("page", 4), options.get("driver") == "http")
     if kind == "diffusion":  # another engine's blocks end elsewhere
         without = {"cuts", *(NOT_DENOISED if rng.random() > CERTAIN else ())}
         asks = [Ask(ask.prompt, {k: v for k, v in ask.settings.items() if k not in without}) for ask in asks]
@@ -162,13 +198,10 @@ def draw(seed: int) -> Case:
     return Case(rng.randrange(1 << 20), model, options, tuple(asks))
 
 
-def _suits_ranks(name: str, value: Any) -> bool:
-    return name in WITH_LAYOUT and (WITH_LAYOUT[name] is None or value in WITH_LAYOUT[name])
-
-
 def _for_clients(ask: Ask) -> Ask:
     """Without what the API does not have."""
     without = {"cuts", "banned_token_ids", "tenant", *(() if ask.get("stream") else ("abort",))}
+    without |= {"best_of"} if "tools" in ask.settings else set()
     return Ask(ask.prompt, {name: value for name, value in ask.settings.items() if name not in without})
 
 
@@ -181,15 +214,15 @@ def _value(rng: random.Random, option: Option, model: str, options: Mapping[str,
     return rng.choices(values, [option.values[value] for value in values])[0]
 
 
-def _asks(rng: random.Random, model: str, page: int) -> list[Ask]:
+def _asks(rng: random.Random, model: str, page: int, http: bool) -> list[Ask]:
     trunk = [rng.randrange(3, vocabulary.SMALLEST) for _ in range(40)]
     vocab = models.model_of(model).vocab
-    return [_ask(rng, model, vocab, page, trunk) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
+    return [_ask(rng, model, vocab, page, trunk, http) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
 
 
-def _ask(rng: random.Random, model: str, vocab: int, page: int, trunk: list[int]) -> Ask:
+def _ask(rng: random.Random, model: str, vocab: int, page: int, trunk: list[int], http: bool) -> Ask:
     prompt = _prompt(rng, page, trunk, models.SHORTEST.get(model, 1))
-    drawn = Drawn(rng, vocab, page, prompt, {})
+    drawn = Drawn(rng, vocab, page, prompt, {}, http)
     for name, parameter in PARAMETERS.items():
         if rng.random() < parameter.chance and (value := parameter.draw(drawn)) is not None:
             drawn.settings[name] = value

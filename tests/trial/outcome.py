@@ -20,6 +20,8 @@ class Got:
     streamed: str | None = None
     """The texts of its pieces, one after the other."""
     error: str | None = None
+    calls: list[list[str]] = field(default_factory=list)
+    """Names and arguments of tool calls."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ from tests.trial.setup import Setup
 
 MOST_STEPS = 3000
 ROUTING = ("priority", "salt", "tenant")
-NOT_SAMPLING = ("cuts", "arrive", "abort", "stream", *ROUTING)
+NOT_SAMPLING = ("cuts", "arrive", "abort", "stream", "tools", *ROUTING)
 """Settings of a request that are no sampling parameters."""
 
 

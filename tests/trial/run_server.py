@@ -32,6 +32,7 @@ from bankfull.types import Output
 from bankfull.weights.source import open_model
 from tests.kit import poison
 from tests.serve.server import Stage, served
+from tests.trial import chat
 from tests.trial.case import Ask
 from tests.trial.outcome import Got, Outcome, Refused
 from tests.trial.plain import Expected
@@ -41,7 +42,7 @@ from tests.trial.setup import Setup
 PATIENCE = 30.0
 STEP = 0.002
 """Seconds between two arrivals that the case puts a step apart."""
-UNKNOWN = ("cuts", "banned_token_ids", "tenant", "arrive", "abort", "stream", "salt")
+UNKNOWN = ("cuts", "banned_token_ids", "tenant", "arrive", "abort", "stream", "salt", "tools")
 """Settings that the API has under another name, or not at all."""
 
 
@@ -212,13 +213,16 @@ def _left(engine: Engine[Any]) -> str:
 
 def _body(ask: Ask) -> dict[str, Any]:
     body = {name: value for name, value in ask.settings.items() if name not in UNKNOWN}
+    for name in ask.get("tools", {}).get("set_by_server", ()):
+        del body[name]
     if "structured" in body:
         body["structured_outputs"] = body.pop("structured")
     if "salt" in ask.settings:
         body["cache_salt"] = ask.get("salt")
     if ask.get("stream"):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return {"temperature": 0.0, "top_p": 1.0, **body, "model": "trial", "prompt": list(ask.prompt)}
+    said = chat.body(ask) if "tools" in ask.settings else {"prompt": list(ask.prompt)}
+    return {"temperature": 0.0, "top_p": 1.0, **body, **said, "model": "trial"}
 
 
 def _ask(port: int, ask: Ask) -> Outcome:
@@ -226,7 +230,8 @@ def _ask(port: int, ask: Ask) -> Outcome:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     outcome = Outcome()
     try:
-        connection.request("POST", "/v1/completions", json.dumps(_body(ask)), {"content-type": "application/json"})
+        path = "/v1/chat/completions" if "tools" in ask.settings else "/v1/completions"
+        connection.request("POST", path, json.dumps(_body(ask)), {"content-type": "application/json"})
         reply = connection.getresponse()
         if reply.status != 200:
             return _refusal(outcome, json.loads(reply.read())["error"], reply.status)
@@ -251,9 +256,8 @@ def _refusal(outcome: Outcome, error: dict[str, Any], status: int) -> Outcome:
 
 def _read_whole(outcome: Outcome, answer: dict[str, Any]) -> None:
     for choice in sorted(answer["choices"], key=lambda one: one["index"]):
-        got = Got(None, choice["text"], choice["finish_reason"], choice.get("stop_reason"))
-        if choice.get("logprobs"):
-            got.values = choice["logprobs"]["token_logprobs"]
+        got = Got(None, "", choice["finish_reason"], choice.get("stop_reason"))
+        _take_said(got, choice, choice.get("message", {}))
         outcome.samples.append(got)
     _take_usage(outcome, answer["usage"])
 
@@ -272,9 +276,7 @@ def _read_stream(outcome: Outcome, ask: Ask, reply: http.client.HTTPResponse) ->
             _take_usage(outcome, chunk["usage"])
         for choice in chunk["choices"]:
             got = outcome.samples[choice["index"]]
-            got.text += choice["text"]
-            if choice.get("logprobs"):
-                got.values = (got.values or []) + choice["logprobs"]["token_logprobs"]
+            _take_said(got, choice, choice.get("delta", {}))
             if choice["finish_reason"]:
                 got.finish, got.stop_reason = choice["finish_reason"], choice.get("stop_reason")
         pieces += 1
@@ -282,6 +284,21 @@ def _read_stream(outcome: Outcome, ask: Ask, reply: http.client.HTTPResponse) ->
             for got in outcome.samples:
                 got.finish = got.finish or "abort"
             return
+
+
+def _take_said(got: Got, choice: dict[str, Any], message: dict[str, Any]) -> None:
+    """A choice of a completion, or that of a chat with its message, or a part of one."""
+    got.text += choice.get("text") or message.get("content") or ""
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        function, place = call["function"], call.get("index")
+        place = number if place is None else place
+        if function.get("name"):
+            assert place == len(got.calls), f"call {call} comes after {got.calls}"
+            got.calls.append([function["name"], ""])
+        got.calls[place][1] += function.get("arguments") or ""
+    if lines := choice.get("logprobs"):
+        values = [one["logprob"] for one in lines["content"]] if "content" in lines else lines["token_logprobs"]
+        got.values = (got.values or []) + values
 
 
 def _take_usage(outcome: Outcome, usage: dict[str, Any]) -> None:

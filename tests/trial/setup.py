@@ -4,13 +4,14 @@ part (`dimensions.py`); the drivers read it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.strategy import Strategy
 from tests.kit import GuessLookup
 from tests.tiny import DEVICE
+from tests.trial import chat
 from tests.trial.case import Case
 from tests.trial.models import LONGEST, TrialModel, model_of
 
@@ -62,10 +63,17 @@ class Setup:
         return LONGEST
 
 
+def suits_late(layout: str) -> bool:
+    """Whether ranks may have the late device, which stands for one that runs beside its host: it runs work no later
+    than its host waits for it. But the host of a pipeline's stage waits for the results of the last one instead."""
+    return "pp=" not in layout
+
+
 def setup_of(case: Case) -> Setup:
     from tests.trial.dimensions import OPTIONS
 
-    made = Setup(case, model_of(case.model))
+    model = model_of(case.model)
+    made = Setup(replace(case, asks=tuple(chat.meant(ask, model.vocab) for ask in case.asks)), model)
     for name, value in case.options.items():
         OPTIONS[name].use(made, value)
     return made

@@ -92,7 +92,8 @@ def _followed(setup: Setup, memory: Memory, ask: Ask, outcome: Outcome, own: lis
 
 def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
     """Logits of the engine's own model in one pass over a whole sequence: it rounds as the engine does."""
-    model = _rounding_model(str(setup.model.folder), json.dumps(setup.run, sort_keys=True))
+    options = {name: value for name, value in setup.run.items() if name != "parallel"}
+    model = _rounding_model(str(setup.model.folder), json.dumps(options, sort_keys=True))
     return lambda tokens: naive.logits(model, list(tokens), DEVICE).double().cpu().numpy()
 
 

@@ -20,11 +20,15 @@ SMALLEST = 53
 """Ids of the smallest vocabulary."""
 NAMELESS = 2
 """Ids of a larger vocabulary that no token has: padding, as published models have."""
+_OF_CALLS = (b"<tool_call>", b"</tool_call>", b"name", b"arguments")
+"""Words of larger vocabularies, with which a call is short enough for the smallest context. They are added tokens, as
+published models have for the marks of a call: no other token spells some of their letters."""
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>s{% for t in tools %} {{ t['function']['name'] }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'][0] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
 )
+"""Roles are one letter, and tools are names: the smallest context holds a question and a call."""
 
 
 @lru_cache
@@ -34,9 +38,22 @@ def words_of(vocab: int) -> tuple[bytes, ...]:
     pairs = ((a + b).encode() for a in LETTERS for b in LETTERS)
     known = {b"", *plain}
     room = vocab - len(SPECIAL) - len(plain) - (NAMELESS if vocab > SMALLEST else 0)
-    more = [pair for pair in pairs if pair not in known][: max(0, room)]
-    words = [b""] * len(SPECIAL) + plain + more
+    of_calls = list(_OF_CALLS) if room >= len(_OF_CALLS) else []
+    more = [pair for pair in pairs if pair not in known][: max(0, room - len(of_calls))]
+    words = [b""] * len(SPECIAL) + plain + more + of_calls
     return tuple((words + [b""] * vocab)[:vocab])
+
+
+def ids_of_calls(vocab: int) -> list[int]:
+    """The marks of a call, and the words in it; none in the smallest vocabulary."""
+    return [number for number, word in enumerate(words_of(vocab)) if word in _OF_CALLS]
+
+
+def chat(content: str, tools: Iterable[str]) -> str:
+    """What the template makes of a user's message and the names of tools."""
+    names = "".join(f" {name}" for name in tools)
+    offer = f"<|im_start|>s{names}<|im_end|>\n" if names else ""
+    return f"{offer}<|im_start|>u\n{content}<|im_end|>\n<|im_start|>a\n"
 
 
 def text_of(tokens: Iterable[int], vocab: int, *, spells: bool = False) -> str:
@@ -81,6 +98,8 @@ def backend_of(vocab: int) -> Any:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    of_calls = [words_of(vocab)[number].decode() for number in ids_of_calls(vocab)]
+    made.add_tokens([tokenizers.AddedToken(word, special=False, normalized=False) for word in of_calls])
     return made
 
 
