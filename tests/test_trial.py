@@ -7,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ def test_a_case_replays_from_its_text() -> None:
     for number in range(50):
         case = draw(number)
         assert Case.from_json(case.to_json()) == case and draw(number) == case
+
+
+def test_several_processes_run_what_one_runs() -> None:
+    """`make trial` has two of them, which import nothing of `__main__`."""
+    asked = [sys.executable, "-m", "tests.trial", "--cases", "4", "--seed", "3", "--workers", "2", "--json"]
+    ran = subprocess.run(asked, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True).stdout
+    assert json.loads(ran)["cases"] == 4
 
 
 def test_a_failure_is_made_smaller() -> None:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-
 os.environ.setdefault("BANKFULL_SPECULATIVE", "off")
-CHUNK = 20
-"""Cases that a worker gets at a time."""
 
 
 def main() -> int:
     asked = _arguments()
-    _quiet()
+    from tests.trial.pool import prepare, reports
+
+    prepare()
     if asked.only is not None:
         return _replay(asked.only)
     if asked.table:
@@ -32,8 +26,8 @@ def main() -> int:
     from tests.trial.summary import Summary
 
     summary, failures, begun = Summary(), [], time.monotonic()
-    for reports in _reports(asked.seed, asked.cases, asked.workers):
-        for report in reports:
+    for some in reports(first_case(asked.seed), asked.cases, asked.workers):
+        for report in some:
             summary.add(report)
             if report.problems:
                 failures.append(report)
@@ -76,28 +70,6 @@ def _arguments() -> argparse.Namespace:
 
 def first_case(seed: int) -> int:
     return seed * 1_000_000
-
-
-def _reports(seed: int, cases: int, workers: int) -> Iterator[list]:  # type: ignore[type-arg]
-    first = first_case(seed)
-    chunks = [range(at, min(at + CHUNK, first + cases)) for at in range(first, first + cases, CHUNK)]
-    if workers == 1:
-        yield from map(_run, chunks)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_quiet) as pool:
-        yield from pool.map(_run, chunks)
-
-
-def _run(numbers: range) -> list:  # type: ignore[type-arg]
-    from tests.trial.drawing import draw
-    from tests.trial.trial import run_case
-
-    return [run_case(draw(number)) for number in numbers]
-
-
-def _quiet() -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("bankfull").setLevel(logging.ERROR)
 
 
 def _show_failure(report, *, shrinks: bool) -> None:  # type: ignore[no-untyped-def]
