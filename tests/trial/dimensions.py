@@ -60,6 +60,10 @@ def refused_for_certain(model: str, name: str, value: Value, options: Mapping[st
     kind, _, case = model.partition(":")
     if "layout" in options and _refused_on_ranks(name, value, str(options["layout"])):
         return True
+    if name == "service" and value == "separate" and kind == "diffusion":
+        return True
+    if name == "prefix_cache" and options.get("service") == "separate":
+        return not value
     if name == "format":
         return bool(value) and ("quantize" in options or not formats.fits(model, value))
     if name == "activations":
@@ -137,6 +141,7 @@ ON_RANKS = ("off", "auto", "lookup", "ngram", "suffix", "jacobi", "lookahead", "
 """Strategies that ranks have: those with a name, which every rank makes by itself, or that the host has alone."""
 
 _declare("driver", {"engine": 12.0, "http": 1.5}, marks("driver"))
+_declare("service", {"": 8.0, "replicas": 1.0, "separate": 1.0}, marks("service"))
 _declare(
     "strategy",
     _evenly(*STRATEGIES, first=4.0) | {"guess": 6.0, "lookup": 4.0, "tree": 3.0},

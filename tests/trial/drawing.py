@@ -190,6 +190,7 @@ def draw(seed: int) -> Case:
         without = {"cuts", *(NOT_DENOISED if rng.random() > CERTAIN else ())}
         asks = [Ask(ask.prompt, {k: v for k, v in ask.settings.items() if k not in without}) for ask in asks]
     if options.get("driver") != "http":
+        options.pop("service", None)  # several engines are behind a server
         asks = [ask.without("best_of") for ask in asks]
     else:
         asks = [_for_clients(ask) for ask in asks]

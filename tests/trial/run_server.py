@@ -21,11 +21,14 @@ import pytest
 import bankfull.llm
 import bankfull.serve.engine.worker as worker_module
 from bankfull.engine import Engine
+from bankfull.fleet.routing import routing_policy
 from bankfull.serve.api.texts import Texts
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.process import EngineConnection
 from bankfull.serve.engine.worker import Worker
+from bankfull.serve.replicas.local import Separation, local_separate
+from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.settings import Settings
 from bankfull.text.load import load_tokenizer
 from bankfull.types import Output
@@ -40,6 +43,8 @@ from tests.trial.run_engine import loading, truths_of
 from tests.trial.setup import Setup
 
 PATIENCE = 30.0
+EXCHANGE = 1 << 20
+"""Bytes of a decoding engine's exchange."""
 STEP = 0.002
 """Seconds between two arrivals that the case puts a step apart."""
 UNKNOWN = ("cuts", "banned_token_ids", "tenant", "arrive", "abort", "stream", "salt", "tools")
@@ -147,7 +152,7 @@ def run(setup: Setup, expected: Sequence[Sequence[Expected]]) -> list[Outcome]:
         front.stage.current = link
         try:
             front.wait(link.start())
-            _until_ready(link)
+            _until_ready(link, setup)
             with ThreadPoolExecutor(len(setup.case.asks)) as pool:
                 outcomes = list(pool.map(lambda ask: _ask(front.port, ask), setup.case.asks))
             _settle()
@@ -158,8 +163,18 @@ def run(setup: Setup, expected: Sequence[Sequence[Expected]]) -> list[Outcome]:
     return outcomes
 
 
-async def _linked(setup: Setup) -> Link:
-    return Link(str(setup.model.folder), {}, threads=1, open_engine=ThreadEngine, stall_seconds=0.0)
+async def _linked(setup: Setup) -> Link | ReplicaSet:
+    def link(open_engine: Any = ThreadEngine, threads: int | None = 1, **more: Any) -> Link:
+        """Whatever starts engines elsewhere: these are threads."""
+        many = {"tells_prefixes": True} if setup.service else {}
+        how = {"threads": 1, "open_engine": ThreadEngine, "stall_seconds": 0.0, **many, **more}
+        return Link(str(setup.model.folder), {}, **how)
+
+    if setup.service == "replicas":
+        return ReplicaSet({"a": link(), "b": link()}, routing_policy("least-loaded"))
+    if setup.service == "separate":
+        return local_separate(Separation(1, 1, EXCHANGE, "socket"), "least-loaded")(link)
+    return link()
 
 
 def _inside_a_thread(patch: pytest.MonkeyPatch, load: Any) -> None:
@@ -172,9 +187,12 @@ def _inside_a_thread(patch: pytest.MonkeyPatch, load: Any) -> None:
         return outputs
 
     def loads(*_: Any) -> Any:
-        made = load()
+        with one_at_a_time:
+            made = load()
         STATE.engines.append(made.engine)
         return made
+
+    one_at_a_time = threading.Lock()
 
     def leave(status: int) -> None:
         raise SystemExit(status)
@@ -184,9 +202,10 @@ def _inside_a_thread(patch: pytest.MonkeyPatch, load: Any) -> None:
     patch.setattr(worker_module, "_leave", leave)
 
 
-def _until_ready(link: Link) -> None:
-    ends = time.monotonic() + PATIENCE
-    while not link.ready:
+def _until_ready(link: Link | ReplicaSet, setup: Setup) -> None:
+    ends, engines = time.monotonic() + PATIENCE, 2 if setup.service else 1
+    first = getattr(link, "prefill", link)  # of a pair, the engine where requests begin
+    while not (link.ready and first.ready and len(STATE.engines) >= engines):
         if STATE.refused:
             raise Refused(STATE.refused[0])
         if STATE.problems:

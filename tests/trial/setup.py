@@ -28,6 +28,8 @@ class Setup:
     sched: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     driver: str = "engine"
+    service: str = ""
+    """Engines behind the server, if they are several: replicas, separate (for prompts and for decoding)."""
     late: bool = False
     captured: bool = True
     tight: bool = False
