@@ -363,9 +363,8 @@ class DeviceRunner:
         """Rows under a grammar, and what they verify next: also behind a prompt's last token, if only that is left. A
         sample that enters beside its sibling may have no work yet; it verifies what its row's last sequence left."""
         width, rows = self.strategy.width(0), self.rows
-        there = dict.fromkeys([*(w.row for w in plan.work), *(enter.row for enter in plan.enter)])
-        constrained = [row for row in there if rows.sampling.facts[row].masked] if width else []
-        if not constrained:
+        there = {*(work.row for work in plan.work), *(enter.row for enter in plan.enter)}
+        if not width or not (constrained := sorted(row for row in there if rows.sampling.facts[row].masked)):
             return None
         index = rows.index(constrained)[:, None]
         places = rows.known[index] + torch.arange(width, device=rows.device)
