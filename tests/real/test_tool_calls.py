@@ -50,10 +50,11 @@ def calls_of(answer: Any) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_twenty_of_twenty_calls_that_must_come_are_whole(server: Served, choice: Any) -> None:
     for question in [f"What is the {what} in {city}?" for city in CITIES for what in ("weather", "time")]:
-        [(name, arguments), *more] = calls_of(ask(server, question, tool_choice=choice))
-        assert not more
-        assert name in ("get_weather", "get_time") if choice == "required" else name == "get_time"
-        assert isinstance(arguments["city"], str)
+        made = calls_of(ask(server, question, tool_choice=choice))
+        assert len(made) == 1 or (made and choice == "required"), "several calls may answer, but not a named one"
+        for name, arguments in made:
+            assert name in ("get_weather", "get_time") if choice == "required" else name == "get_time"
+            assert isinstance(arguments["city"], str)
 
 
 def test_a_model_that_was_trained_for_tools_calls_them_by_itself(server: Served, model: str) -> None:
