@@ -76,6 +76,7 @@ def test_weights_stay_quantized_in_memory(llm: LLM) -> None:
     assert layer.q.weight.parts["blocks"].dtype == torch.uint8  # type: ignore[attr-defined]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heads", ("medusa", "eagle", "chain:eagle"))
 def test_heads_that_come_with_the_package_draft_for_it(llm: LLM, heads: str) -> None:
     """The tokens stay the same, and far more first drafts are right than of untrained heads (below 3%)."""

@@ -218,7 +218,7 @@ def some_of_them(drawn: random.Random) -> Fails:
 COMBINED = [("llama", name) for name in ("plain", "drafts", "lookup", "trees", "draft", "medusa")]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shape", "strategy"), [*COMBINED, ("hybrid", "plain"), ("hybrid", "drafts")])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_failures_at_random_change_no_token(strategy: str, depth: int, shape: str) -> None:

@@ -21,26 +21,17 @@ from bankfull.runtime.naive import single_batch
 from bankfull.state.spec import Layout, Shared, StateSpec, layout_of
 from bankfull.state.storage import LayerStates, Storage
 from bankfull.weights.qtensor import QTensor, Scheme
-from bankfull.weights.source import ModelFiles, TensorSource
+from bankfull.weights.source import ModelFiles
+from bankfull.weights.source_view import SourceView
 
 PAGE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ReplacedSource:
+class ReplacedSource(SourceView):
     """Some tensors of a source replaced by others of the same shape."""
 
-    source: TensorSource
     replaced: Mapping[str, Tensor]
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
 
     def scheme(self, name: str) -> Scheme:
         return QTensor.dense(self.replaced[name]).scheme if name in self.replaced else self.source.scheme(name)
@@ -50,9 +41,6 @@ class ReplacedSource:
 
     def unread(self) -> list[str]:
         return []  # a layer alone leaves most tensors unread
-
-    def release(self) -> None:
-        self.source.release()
 
 
 @dataclass(frozen=True, slots=True)

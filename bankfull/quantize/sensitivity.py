@@ -20,7 +20,8 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime.naive import hidden_states
 from bankfull.weights.qtensor import QTensor, Scheme
-from bankfull.weights.source import ModelFiles, TensorSource
+from bankfull.weights.source import ModelFiles
+from bankfull.weights.source_view import SourceView
 
 CPU = torch.device("cpu")
 ROWS_AT_ONCE = 64
@@ -40,21 +41,11 @@ def units_of(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensors:
+class HeldTensors(SourceView):
     """All tensors of a source in float32, some of them replaced."""
 
-    source: TensorSource
     held: dict[str, Tensor] = field(default_factory=dict)
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
 
     def scheme(self, name: str) -> Scheme:
         return self.get(name).scheme
@@ -65,12 +56,6 @@ class HeldTensors:
         if name not in self.held:
             self.held[name] = self.source.get(name).dequantize()
         return QTensor.dense(self.held[name])
-
-    def unread(self) -> list[str]:
-        return self.source.unread()
-
-    def release(self) -> None:
-        self.source.release()
 
     def but(self, replaced: Mapping[str, Tensor]) -> HeldTensors:
         return HeldTensors(self.source, self.held, replaced)

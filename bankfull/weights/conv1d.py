@@ -10,7 +10,7 @@ from typing import Any
 
 from bankfull.errors import ModelError
 from bankfull.weights.qtensor import QTensor, Scheme
-from bankfull.weights.source import TensorSource
+from bankfull.weights.source_view import SourceView
 
 _CONV1D = re.compile(r"(^|\.)(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 
@@ -21,19 +21,12 @@ def is_stored_transposed(config: Mapping[str, Any], name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Conv1DSource:
+class Conv1DSource(SourceView):
     """A GPT-2 directory's tensors, with the matrices of its blocks as (outputs, inputs)."""
 
-    source: TensorSource
     config: Mapping[str, Any]
     quantized: Collection[str] = ()
     """Matrices that the directory holds quantized."""
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self.source.shape(name)
@@ -52,9 +45,3 @@ class Conv1DSource:
 
     def _is_transposed(self, name: str) -> bool:
         return name not in self.quantized and is_stored_transposed(self.config, name)
-
-    def unread(self) -> list[str]:
-        return self.source.unread()
-
-    def release(self) -> None:
-        self.source.release()

@@ -13,6 +13,7 @@ from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.quantize import quantize
 from bankfull.weights.source import TensorSource
+from bankfull.weights.source_view import SourceView
 
 KEPT = torch.bfloat16
 """The dtype of outlier columns."""
@@ -34,23 +35,13 @@ def keeps_outliers(source: TensorSource) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class OutlierSource:
+class OutlierSource(SourceView):
     """`source` with the matrices in `columns` rounded to int8, a scale for each row. A matrix's outlier columns are 0
     in the int8 part, and kept beside it."""
 
-    source: TensorSource
     columns: Mapping[str, Sequence[int]]
     """For each matrix that is rounded, its outlier columns in order; there may be none."""
     device: torch.device
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
 
     def scheme(self, name: str) -> Scheme:
         return SCHEMES[INT8_ROW] if name in self.columns else self.source.scheme(name)
@@ -65,9 +56,3 @@ class OutlierSource:
         index = torch.tensor(list(self.columns[name]), dtype=torch.int64, device=self.device)
         kept = matrix.index_select(-1, index).to(KEPT)
         return replace(quantize(matrix.index_fill(-1, index, 0), INT8_ROW), outliers=(index, kept))
-
-    def unread(self) -> list[str]:
-        return self.source.unread()
-
-    def release(self) -> None:
-        self.source.release()

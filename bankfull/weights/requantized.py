@@ -16,6 +16,7 @@ from bankfull.weights.formats.rows import FP8, INT8_ROW
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.quantize import TYPES, quantize
 from bankfull.weights.source import TensorSource
+from bankfull.weights.source_view import SourceView
 
 KEEP, TABLES = "keep", "tables"
 _GROUPED = (*KINDS, *LOW_BITS, *WITH_ZEROS)
@@ -34,7 +35,7 @@ _TABLE = re.compile(r"(^|\.)(lm_head|embeddings|embed_\w+|wte|wpe)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
-class Requantized:
+class Requantized(SourceView):
     """`source` with every matrix stored in the first of `types` whose blocks divide its columns; "keep" always fits and
     leaves a matrix as it is.
 
@@ -43,22 +44,12 @@ class Requantized:
     precision, and small models lose most from quantizing them.
     """
 
-    source: TensorSource
     types: tuple[str, ...]
     tables: bool = False
     device: torch.device | None = None
     """Device on which matrices are quantized and stay; None: the source's device."""
     by_name: Mapping[str, str] = field(default_factory=dict)
     """Types of single matrices, before `types`."""
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
 
     def scheme(self, name: str) -> Scheme:
         return self._target(name) or self.source.scheme(name)
@@ -68,12 +59,6 @@ class Requantized:
         if target is None:
             return found
         return quantize((found if self.device is None else found.to(self.device)).dequantize(), target.name)
-
-    def unread(self) -> list[str]:
-        return self.source.unread()
-
-    def release(self) -> None:
-        self.source.release()
 
     def kept(self) -> list[str]:
         """Matrices kept as they are because none of `types` fits."""

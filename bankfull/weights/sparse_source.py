@@ -12,7 +12,8 @@ from bankfull.weights.formats import two_of_four
 from bankfull.weights.formats.dense import BY_DTYPE
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.requantized import is_inner_matrix, is_table
-from bankfull.weights.source import ModelFiles, TensorSource
+from bankfull.weights.source import ModelFiles
+from bankfull.weights.source_view import SourceView
 
 log = logging.getLogger("bankfull")
 
@@ -52,25 +53,15 @@ def fits_kernels(shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseSource:
+class SparseSource(SourceView):
     """`source` with its 2:4 matrices in `dtype` where kernels read them, and dense elsewhere. `compresses`: matrices
     that hold zeros become sparse, too; all of them must be 2:4."""
 
-    source: TensorSource
     dtype: torch.dtype
     expands: str = ""
     """Why every matrix becomes dense, as the end of a sentence; empty: those do that kernels do not read."""
     compresses: bool = False
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
 
     def scheme(self, name: str) -> Scheme:
         own = self.source.scheme(name)
@@ -88,12 +79,6 @@ class SparseSource:
             self._tell(self.expands or f"no kernel reads {self._unread(name)}")
             return QTensor.dense(found.dequantize(wanted.parts[0].dtype))
         return in_dtype(found, self.dtype) if found.scheme.is_sparse else compressed(found, self.dtype, name)
-
-    def unread(self) -> list[str]:
-        return self.source.unread()
-
-    def release(self) -> None:
-        self.source.release()
 
     def _keeps(self, name: str) -> bool:
         return not self.expands and not is_table(name) and fits_kernels(self.source.shape(name), self.dtype)

@@ -19,6 +19,7 @@ from bankfull.weights.outliers import outlier_count
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.requantized import EXPERT, is_inner_matrix
 from bankfull.weights.source import ModelFiles, TensorSource
+from bankfull.weights.source_view import SourceView
 
 log = logging.getLogger("bankfull")
 
@@ -42,20 +43,10 @@ def in_bfloat16(weight: QTensor) -> QTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class WidenedSource:
+class WidenedSource(SourceView):
     """`source` with its fp8 matrices in 16 bits, or expanded to `dtype`."""
 
-    source: TensorSource
     dtype: torch.dtype
-
-    def names(self) -> list[str]:
-        return self.source.names()
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
 
     def scheme(self, name: str) -> Scheme:
         own = self.source.scheme(name)
@@ -71,12 +62,6 @@ class WidenedSource:
 
     def outlier_count(self, name: str) -> int | None:
         return outlier_count(self.source, name)
-
-    def unread(self) -> list[str]:
-        return self.source.unread()
-
-    def release(self) -> None:
-        self.source.release()
 
     @property
     def _expanded(self) -> torch.dtype:

@@ -28,6 +28,7 @@ def test_every_request_is_answered_in_full(traffic: str) -> None:
         assert all(turn.ended is not None for turn in run.turns)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("traffic", ["multi-turn", "skewed"])
 def test_prefix_routing_comes_close_to_one_large_cache(traffic: str) -> None:
     found = runs(traffic)

@@ -72,7 +72,7 @@ QUANTIZED = [*CODES, *(name for name in LAYOUTS if name not in CODES)]
 VARIED = ("bf16", "int8_g32", "fp8_g128", "int4_g32", "uint3_g32", "int2_g64", "mxfp4")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tokens", COUNTS)
 @pytest.mark.parametrize("scheme", VARIED)
@@ -81,7 +81,7 @@ def test_every_number_of_tokens_reads_every_kind_of_format(scheme: str, tokens: 
     check(tokens, scheme, torch.bfloat16, kind="clamped_swiglu", sizes=(2 * block, 3 * block), biased=True)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_every_format_is_read(scheme: str) -> None:
     block = max(32, cases.WEIGHTS[scheme].block)
@@ -108,7 +108,7 @@ def test_several_warps_share_a_long_row(columns: int) -> None:
     check(1, "mxfp4", torch.bfloat16, sizes=(32, columns), experts=2, per_token=1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("per_token", [1, 3, 8, 9])
 def test_any_number_of_experts_per_token(per_token: int) -> None:
     """More than eight are added by a kernel of their own."""

@@ -91,6 +91,7 @@ def test_the_highest_rate_is_one_at_which_the_recommendation_still_keeps_the_obj
     assert hopeless.highest_rate is None and any("at no rate" in line for line in sentences(hopeless))
 
 
+@pytest.mark.full
 def test_the_chart_shows_every_choice_and_marks_the_recommended_one() -> None:
     found = plan_of_two_cards()
     drawn = plan_chart(found)
@@ -99,6 +100,7 @@ def test_the_chart_shows_every_choice_and_marks_the_recommended_one() -> None:
     assert "memory" in plan_chart(plan(CPU)).y.label
 
 
+@pytest.mark.full
 def test_this_machine_has_one_replica() -> None:
     found = plan(CPU, traffic="rate=9000/s, in=60, out=20")
     assert {outcome.configuration.replicas for outcome in found.pareto} == {1}

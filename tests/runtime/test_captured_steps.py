@@ -72,6 +72,7 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_persistent, "persistent_plan", lambda weight, normed=False: GemvPlan(64, 1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("types", "count", "size", "last_norm"), [((), 1, 1, 1), ((), 2, 4, 1), (("int4_g128",), 1, 1, 0)], ids=str
 )

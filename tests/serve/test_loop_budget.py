@@ -153,7 +153,7 @@ async def ask(api: Any, body: bytes) -> int:
         return problem_of(error).status
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", sorted(POSTED))
 def test_no_field_of_any_endpoint_holds_the_event_loop(path: str) -> None:
     api = create_app(Scripted(["a"]), scripted_texts(), settings()).state.apis[path]

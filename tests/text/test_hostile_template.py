@@ -123,7 +123,7 @@ def little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory limit needs Linux")
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("name", HOSTILE)

@@ -218,6 +218,7 @@ def _record_seeds(link: Link, seeds: list[int | None]) -> None:
     link.generate = recording  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.full
 def test_an_embedding_and_batch_work_survive_too(replicas: Replicas) -> None:
     async def check(made: Replicas) -> None:
         await made.both_ready()

@@ -151,6 +151,7 @@ def test_a_sparse_model_computes_what_its_dense_twin_computes(providers: str, tm
     assert served.source.unread() == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunks", [(), (44, 1)])
 def test_the_kernels_of_a_gpu_compute_what_they_compute_of_the_dense_twin(
     chunks: tuple[int, ...], tmp_path: Path
