@@ -238,8 +238,8 @@ class RunConfig:
     activations: str = "auto"
     """Type of activations in matrix products: float (the computation's dtype), bf16 (dense weights become bfloat16,
     too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, without a second
-    copy of the weights), token (rounded per token to the 8-bit type of weights with one scale per row; lossy); auto:
-    `precision.choose_activations`."""
+    copy of the weights), these three on a CPU only; token (rounded per token to the 8-bit type of weights with one
+    scale per row; lossy); auto: `precision.choose_activations`."""
     threads: int | None = None
     """CPU threads that compute, for all models of this process; None = BANKFULL_THREADS, else all that it may use."""
     seed: int | None = None

@@ -83,6 +83,11 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> Activa
             "row when it is multiplied (a CPU multiplies fp8 as bfloat16); quantize the model to 'int8:row', or to "
             "'fp8' on a GPU, or leave activations out."
         )
+    if device != "cpu" and run.providers == "auto" and run.activations in ("bf16", "int8", "int8-few"):
+        raise ConfigError(
+            f"activations={run.activations!r} is for a CPU: no kernel of a GPU rounds so; leave activations out, use "
+            "dtype='bfloat16', or 'token' with weights in 8 bits that have one scale per row."
+        )
     cpu = device == "cpu" and run.providers == "auto" and native.status() is None
     beside = cpu and bool(blocks) and keeps_outliers(files.source)
     if beside and run.activations == "bf16":

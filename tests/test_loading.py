@@ -258,6 +258,16 @@ def test_fp8_means_8_bit_activations_on_a_gpu_as_in_other_engines(
     assert choose_activations(run, files, "cuda") is RULES["float"] and "weights only" in told(run)
 
 
+@pytest.mark.parametrize("wanted", ["bf16", "int8", "int8-few"])
+def test_a_gpu_refuses_activations_that_only_a_cpus_kernels_round(wanted: str) -> None:
+    """Experts would wait for the device in every layer, and a step with them cannot be recorded."""
+    files = rounded(open_model(speaking_folder()), "int8", Cpu())
+    with pytest.raises(ConfigError, match=f"activations='{wanted}' is for a CPU"):
+        choose_activations(RunConfig(activations=wanted), files, "cuda")
+    assert choose_activations(RunConfig(activations=wanted, providers="torch"), files, "cuda") is RULES[wanted]
+    assert choose_activations(RunConfig(activations=wanted), files, "cpu") is RULES[wanted]
+
+
 def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     files = rounded(open_model(speaking_folder()), "int8", Cpu())
     assert choose_activations(RunConfig(), files, "cuda").name == "float"

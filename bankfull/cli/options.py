@@ -45,12 +45,13 @@ KvEvict = Annotated[
 Activations = Annotated[
     str,
     typer.Option(
-        help="Format of activations in matrix products: int8 (quantized weights only; lossy; a second copy of the "
-        "weights, one byte each, makes large batches faster), int8-few (int8 for few rows, bf16 for many, no copy), "
-        "token (per token, in the 8-bit type of weights with one scale per row: int8:row, fp8; lossy), bf16 (dense "
-        "weights become bfloat16, too) or float. auto, on a GPU: token for checkpoints made for it and --quantize fp8; "
-        "on a CPU: int8 for quantized weights (int8-few if the copy would take more than a quarter of the free memory) "
-        "except fp8, bf16 for a checkpoint in bfloat16, and float, which is exact, with --dtype float32."
+        help="Format of activations in matrix products. On a CPU: int8 (quantized weights only; lossy; a second copy "
+        "of the weights, one byte each, makes large batches faster), int8-few (int8 for few rows, bf16 for many, no "
+        "copy) or bf16 (dense weights become bfloat16, too). Everywhere: token (per token, in the 8-bit type of "
+        "weights with one scale per row: int8:row, fp8; lossy) or float. auto, on a GPU: token for checkpoints made "
+        "for it and --quantize fp8; on a CPU: int8 for quantized weights (int8-few if the copy would take more than a "
+        "quarter of the free memory) except fp8, bf16 for a checkpoint in bfloat16, and float, which is exact, with "
+        "--dtype float32."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

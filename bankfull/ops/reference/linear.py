@@ -94,7 +94,7 @@ def hadamard(x: Tensor) -> Tensor:
 def quantized_rows(x: Tensor) -> Tensor:
     """x quantized to int8 with one scale per row (absolute maximum -> 127) and dequantized."""
     largest = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, x.new_tensor(127) / largest, 0)  # a Python 127 / largest would round twice
+    inverse = torch.where(largest > 0, x.new_full((), 127) / largest, 0)  # a Python 127 / largest would round twice
     return (x * inverse).round() * (largest / 127)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.ops.triton.launch import stream_of
+
 
 def tile_map(q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, tokens: int) -> np.ndarray:
     """(sequence, first token, tokens, tokens from there to the sequence's end) of each tile, those with the most keys
@@ -28,10 +30,6 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy to the device without synchronizing; pinned memory is freed by its own event."""
     here = torch.from_numpy(np.array(values, dtype=np.int32))
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _bytes(values: np.ndarray) -> bytes:
@@ -55,8 +53,8 @@ def device_tiles(
     q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, tokens: int, device: torch.device
 ) -> Tensor:
     """All layers of a step use the same tiles; only the first call copies them."""
-    return _device_tiles(_bytes(q_start), _bytes(kv_len), _bytes(sequences), tokens, device, _stream(device))
+    return _device_tiles(_bytes(q_start), _bytes(kv_len), _bytes(sequences), tokens, device, stream_of(device))
 
 
 def device_sequences(sequences: np.ndarray, device: torch.device) -> Tensor:
-    return _device_sequences(_bytes(sequences), device, _stream(device))
+    return _device_sequences(_bytes(sequences), device, stream_of(device))

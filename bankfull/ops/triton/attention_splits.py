@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bankfull.ops.triton.launch import multiprocessors
+from bankfull.ops.triton.launch import multiprocessors, stream_of
 
 FEW_PAIRS = 32
 """Largest number of (sequence, KV head) pairs that counts as few."""
@@ -56,7 +56,7 @@ class Scratch:
     """Partial results, and the number of finished programs per pair (sequence, tile of rows).
 
     Sized for the maximum number of programs with split sequences, so that one allocation serves every batch and keeps
-    its address for captured steps. It must be used on one stream at a time.
+    its address for captured steps. Each stream has its own.
     """
 
     def __init__(self, device: torch.device, lines: int, values: int) -> None:
@@ -69,11 +69,11 @@ class Scratch:
         self.arrivals = torch.zeros(programs, dtype=torch.int32, device=device)
 
 
-_scratches: dict[tuple[torch.device, int, int], Scratch] = {}
+_scratches: dict[tuple[torch.device, int, int, int], Scratch] = {}
 
 
 def scratch(device: torch.device, lines: int, values: int) -> Scratch:
-    key = device, lines, values
+    key = device, stream_of(device), lines, values
     if key in _scratches:
         return _scratches[key]
     made = Scratch(device, lines, values)

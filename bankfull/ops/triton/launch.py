@@ -51,6 +51,12 @@ def _can_overlap(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
+def stream_of(device: torch.device) -> int:
+    """The stream on which this thread launches: what kernels keep between two launches belongs to one stream, because
+    two engines of a process run beside each other."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the device; 4 without a CUDA device, so that interpreted tests cover several programs."""

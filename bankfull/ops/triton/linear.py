@@ -24,7 +24,7 @@ from bankfull.ops.reference.linear import (
     normed_linear,
 )
 from bankfull.ops.reference.norm import add_rms_norm
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two
+from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, stream_of
 from bankfull.ops.triton.linear_rows import persistent_gated_kernel, rows_kernel
 from bankfull.ops.triton.linear_tiles import gated_tiles_kernel, split_tiles_kernel, tiles_kernel
 from bankfull.ops.triton.table import lookup
@@ -254,18 +254,18 @@ def tile_rows(rows: int) -> int:
 
 
 class SplitSums:
-    """Partial sums and arrival counters of split-K tiles. It must be used on one stream at a time."""
+    """Partial sums and arrival counters of split-K tiles, of one stream."""
 
     def __init__(self, device: torch.device, tiles: int, numbers: int) -> None:
         self.partial = torch.empty(tiles * numbers, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
-_sums: dict[tuple[torch.device, int, int], SplitSums] = {}
+_sums: dict[tuple[torch.device, int, int, int], SplitSums] = {}
 
 
 def sums_of(device: torch.device, tiles: int, numbers: int) -> SplitSums:
-    key = device, tiles, numbers
+    key = device, stream_of(device), tiles, numbers
     if key in _sums:
         return _sums[key]
     made = SplitSums(device, tiles, numbers)
