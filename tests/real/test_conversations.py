@@ -39,11 +39,14 @@ def user(text: str) -> dict[str, Any]:
 def test_an_answer_obeys_its_schema(server: Served, name: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "water", "schema": SCHEMA, "strict": True}}
     asked = [user(f"Describe {name} in JSON.")]
-    text = create(server, asked, response_format=form, max_tokens=200).choices[0].message.content
+    # The first call computes the prompt, and the second one finds it: where many rows have arithmetic of their own
+    # (docs/kernels.md: AMX), these may differ. So the stream is compared with the second.
+    for _ in range(2):
+        text = create(server, asked, response_format=form, max_tokens=200).choices[0].message.content
+        found = json.loads(text)
+        assert set(found) == set(SCHEMA["properties"]) and isinstance(found["year"], int)
+        assert found["kind"] in ("river", "lake", "sea") and len(found["sights"]) <= 3
     streamed = create(server, asked, response_format=form, max_tokens=200, stream=True)
-    found = json.loads(text)
-    assert set(found) == set(SCHEMA["properties"]) and isinstance(found["year"], int)
-    assert found["kind"] in ("river", "lake", "sea") and len(found["sights"]) <= 3
     assert "".join(piece.choices[0].delta.content or "" for piece in streamed if piece.choices) == text
 
 
