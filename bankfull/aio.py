@@ -54,7 +54,7 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         # Tokenizing and compiling a grammar may be slow, so neither the event loop nor the engine's loop waits for it.
-        prepared = await asyncio.to_thread(self._front.prepare, prompt, params, request_id=request, **how)
+        prepared = await asyncio.to_thread(self._front.prepare_prompt, prompt, params, id=request, **how)
 
         def submit() -> None:
             try:

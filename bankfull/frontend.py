@@ -21,11 +21,12 @@ from bankfull.sample.denoised import refuse_beside_denoising
 from bankfull.sample.generated import checked_generated, end_of
 from bankfull.sample.grammar import GrammarCompiler, Matcher
 from bankfull.sample.params import SamplingParams
+from bankfull.submit import Submit
 from bankfull.text.detokenize import Detokenizer
 from bankfull.text.stop import StopTable, StopText
 from bankfull.text.template import ChatTemplate, encode_chat
 from bankfull.text.tokenizer import Tokenizer
-from bankfull.types import Finish, Keep, Output, Request, StepDrafts
+from bankfull.types import Finish, Output, Request, StepDrafts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -71,8 +72,9 @@ class Frontend:
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
         self.vocab, self.max_len = vocab, max_len
         self.pending: dict[Hashable, Pending] = {}
-        self.names_prompts = True
-        """Whether prompt logprobs get the texts of their tokens; if not, they stay in `Pending`."""
+        self.collects = True
+        """Whether results have the whole texts and logprobs. Without, texts and logprobs are in the deltas only, and
+        prompt logprobs in `Pending`."""
         self._clock = clock
         self._numbers = count()
         self._seeds = random.Random(seed)
@@ -115,33 +117,24 @@ class Frontend:
         return encode_chat(self.tokenizer, self.template, messages, **kwargs)
 
     def submit(self, prompt: Prompt, params: SamplingParams, **how: Any) -> Hashable:
-        """Prepare and queue a request; its id. Every error in it is raised now."""
-        return self.queue(self.prepare(prompt, params, **how))
+        """Prepare and queue a request; its id. `how`: other fields of `Submit`. Every error in it is raised now."""
+        return self.queue(self.prepare_prompt(prompt, params, **how))
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: Hashable | None = None,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        tenant: str = "",
-        generated: Sequence[Sequence[int]] = (),
-        finished: Sequence[int] = (),
-        keeps: Sequence[Keep] = (),
-    ) -> Pending:
-        """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread.
+    def prepare_prompt(self, prompt: Prompt, params: SamplingParams, **how: Any) -> Pending:
+        """`prepare` for a prompt of any kind. `how`: other fields of `Submit`."""
+        text, ids = self.encode(prompt)
+        return self._prepared(Submit(ids, params, **how), text)
 
-        `generated`: tokens that each sample has generated on another engine. The samples continue exactly as if this
-        engine had generated them, except those whose numbers are in `finished`. Deltas and logprobs begin with the
-        first new token; the text and the token ids of the result are whole. `keeps`: prefixes of the prompt to pin in
-        the prefix cache, the shortest first."""
+    def prepare(self, submit: Submit) -> Pending:
+        """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread."""
+        self.encode(submit.prompt)
+        return self._prepared(submit, None)
+
+    def _prepared(self, submit: Submit, text: str | None) -> Pending:
+        """`text`: that of the prompt, if it was given as one."""
+        ids, params, pool, generates = submit.prompt, submit.params, submit.pool, submit.generates
         if self.engine.scheduler.canvas is not None:
             refuse_beside_denoising(params, pool)
-        text, ids = self.encode(prompt)
-        generates = pool is None and params.max_tokens != 0
         limit = self._limit(len(ids), params, generates)
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         stop_ids = frozenset(params.stop_token_ids) | eos
@@ -154,14 +147,14 @@ class Frontend:
         stops = StopTable(params.stop) if params.stop and params.detokenize else None
         drafts, lookup = self._chosen_drafts(params.speculative)
         request = Request(
-            next(self._numbers) if request_id is None else request_id,
+            next(self._numbers) if submit.id is None else submit.id,
             tuple(ids),
             limit,
             stop_ids,
             samples=params.n if generates else 1,
-            priority=priority,
-            salt=salt.encode(),
-            tenant=tenant,
+            priority=submit.priority,
+            salt=submit.salt.encode(),
+            tenant=submit.tenant,
             # Every prompt position has to run when each one's scores or hidden state are part of the answer.
             reuse=params.prompt_logprobs is None and pool != "mean",
             generates=generates,
@@ -169,10 +162,10 @@ class Frontend:
             drafts=drafts,
             lookup=lookup,
             reference=self._reference(params) if generates else (),
-            keeps=tuple(keeps),
+            keeps=tuple(submit.keeps),
         )
-        if generated or finished:
-            resumed = checked_generated(generated, finished, params, generates, self.vocab)
+        if submit.generated or submit.finished:
+            resumed = checked_generated(submit.generated, submit.finished, params, generates, self.vocab)
             request.generated, request.finished = resumed
         request.payload = Job(params, params.seed or 0, stop_ids, pool, self.engine.allowed_mask(params))
         samples = [self._sample(i, params, stops) for i in range(request.samples)]
@@ -228,7 +221,9 @@ class Frontend:
             finish = Finish.STOP if matcher.finished else finish
         if ended and finish is None:
             finish = Finish.ABORT  # unless its text has a stop string
-        done.text = self._text(sample, pending, Output(request.id, number, list(tokens), finish))
+        text = self._text(sample, pending, Output(request.id, number, list(tokens), finish))
+        if self.collects:
+            done.text = text
         if sample.stop is not None and sample.stop.stopped is not None:
             finish, done.stop_reason = Finish.STOP, sample.stop.stopped
         if finish is not None:
@@ -327,7 +322,8 @@ class Frontend:
             if output.finish is None:
                 self.engine.abort(output.request, Finish.STOP, output.child)
             output.finish = Finish.STOP
-        done.text += text
+        if self.collects:
+            done.text += text
         metrics.output_tokens += len(output.tokens)
         if output.finish is not None:
             self._end(pending, done, output)
@@ -408,7 +404,8 @@ class Frontend:
         for token, line in zip(output.tokens, extra.logprobs, strict=False):
             fresh.append(self._named(token, line))
             done.cumulative_logprob += line.logprob
-        done.logprobs += fresh
+        if self.collects:
+            done.logprobs += fresh
         return fresh
 
     def _named(self, token: int, line: TokenLogprobs) -> dict[int, Logprob]:
@@ -426,7 +423,7 @@ class Frontend:
         if all(s.output.finish_reason is not None for s in pending.samples):
             result.finished = True
             self.engine.started.pop(output.request, None)
-            if pending.params.prompt_logprobs is not None and self.names_prompts:
+            if pending.params.prompt_logprobs is not None and self.collects:
                 ids = result.prompt_token_ids
                 known = pending.prompt_logprobs
                 result.prompt_logprobs = [

@@ -34,6 +34,7 @@ from bankfull.serve.engine.link import Link
 from bankfull.serve.replicas.local import Separation, local_separate
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.separate_set import SeparateSet
+from bankfull.submit import Submit
 
 READY_SECONDS = 600.0
 PHASE_SECONDS = 900.0
@@ -120,7 +121,7 @@ class Client:
         made = Answer(time.perf_counter())
         params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
         try:
-            async for items in self._engines.generate(self.prompt(tokens), params):
+            async for items in self._engines.generate(Submit(self.prompt(tokens), params)):
                 if any(isinstance(item, Delta) and item.token_ids for item in items):
                     made.stamps.append(time.perf_counter())
         except Busy:
@@ -132,7 +133,7 @@ class Client:
         params = SamplingParams(temperature=0.0, max_tokens=work.stream_tokens, ignore_eos=True, detokenize=False)
         while True:
             last = None
-            async for items in self._engines.generate(self.prompt(work.short_tokens), params):
+            async for items in self._engines.generate(Submit(self.prompt(work.short_tokens), params)):
                 if any(isinstance(item, Delta) and item.token_ids for item in items):
                     now = time.perf_counter()
                     if last is not None:

@@ -61,7 +61,8 @@ def main() -> None:
     for room, (count, lines) in sorted(rooms.items(), key=lambda item: -item[1][1]):
         print(f"{room:12} {count:4} modules {lines:7,} lines")
     print(f"{'all':12} {len(sources):4} modules {sum(lines for _, lines in rooms.values()):7,} lines")
-    print(f"modules above 500 lines: {sum(len(text.splitlines()) > 500 for text in sources.values())}")
+    name, text = max(sources.items(), key=lambda source: len(source[1].splitlines()))
+    print(f"the longest module: {name}, {len(text.splitlines())} lines")
     print(f"class names that are defined more than once: {len(repeated_class_names(sources))}")
     print(f"lines in runs of {WINDOW} or more that stand in two places: {repeated_lines(sources):,}")
 

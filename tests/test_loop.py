@@ -59,8 +59,8 @@ def test_an_aborted_request_is_gone_before_the_next_step(llm: LLM, stage: str) -
     loop = EngineLoop(front, tell)
     if stage == "queue":
         for other in others:
-            loop.post(lambda other=other: front.submit([1, 2, 3], ENDLESS, request_id=other))  # type: ignore[misc]
-    loop.post(lambda: front.submit(list(range(90)), ENDLESS, request_id=mine))  # type: ignore[arg-type, return-value]
+            loop.post(lambda other=other: front.submit([1, 2, 3], ENDLESS, id=other))  # type: ignore[misc]
+    loop.post(lambda: front.submit(list(range(90)), ENDLESS, id=mine))  # type: ignore[arg-type, return-value]
     loop.run()
     assert aborted_at > 0
     for other in others:
@@ -94,7 +94,7 @@ def test_an_idle_loop_waits_and_a_busy_one_only_looks(llm: LLM) -> None:
         def wait(self, seconds: float | None) -> None:
             self.times.append(seconds)
             if len(self.times) == 1:
-                loop.post(lambda: front.submit([1, 2, 3], three, request_id="one"))  # type: ignore[arg-type, return-value]
+                loop.post(lambda: front.submit([1, 2, 3], three, id="one"))  # type: ignore[arg-type, return-value]
             elif seconds is None:
                 loop.stop()
 
@@ -134,7 +134,7 @@ def test_a_loop_whose_batch_is_not_complete_sleeps(batching: str, pauses: bool) 
                 loop.stop()
             else:
                 name = f"request {len(self.slept)}"
-                loop.post(lambda: front.submit([1, 2, 3], three, request_id=name))  # type: ignore[arg-type, return-value]
+                loop.post(lambda: front.submit([1, 2, 3], three, id=name))  # type: ignore[arg-type, return-value]
 
     bell = Arrivals()
     loop = EngineLoop(front, lambda deltas: None, bell)

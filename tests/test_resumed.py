@@ -262,7 +262,7 @@ def test_the_text_depends_on_the_tokens_and_not_on_the_steps_that_gave_them(
     tokens = [words[place % len(words)] for place in places]
 
     def text(pieces: list[list[int]]) -> tuple[str, str | None]:
-        pending = paged[0].prepare(PROMPT, params)
+        pending = paged[0].prepare_prompt(PROMPT, params)
         [sample] = pending.samples
         found = "".join(paged[0]._text(sample, pending, Output(0, 0, piece)) for piece in pieces)
         assert sample.stop is not None

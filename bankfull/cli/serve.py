@@ -111,7 +111,7 @@ def serve(
     from bankfull.familiar import configure
 
     try:
-        from bankfull.serve.run import run_server
+        from bankfull.serve.run import Deployment, run_server
     except ImportError as error:
         raise ConfigError(
             f"Serving needs the package {error.name!r}, which is not installed: pip install 'bankfull[serve]'."
@@ -143,17 +143,19 @@ def serve(
     replicas = replication.factory(engine.model, run, state, engine.ray, grace, slo_meter, take_over)
     options["memory"] = replication.memory(options.get("memory"), run.device, engine.ray)
     run_server(
-        engine.model,
-        options,
-        settings,
-        protection=protection.protection(host),
-        data=data_dir,
-        queue_requests=queue_requests,
-        grace=grace,
-        stall_seconds=stall_seconds,
-        give_up_after=give_up_after,
-        replicas=replicas,
-        slo=slo_meter,
-        take_over=take_over,
-        response_cache=response_cache,
+        Deployment(
+            model=engine.model,
+            options=options,
+            settings=settings,
+            protection=protection.protection(host),
+            data=data_dir,
+            queue_requests=queue_requests,
+            grace=grace,
+            stall_seconds=stall_seconds,
+            give_up_after=give_up_after,
+            replicas=replicas,
+            slo=slo_meter,
+            take_over=take_over,
+            response_cache=response_cache,
+        )
     )

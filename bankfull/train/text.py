@@ -114,7 +114,7 @@ class OwnText:
         prompt = front.encode_chat([{"role": "user", "content": text}]) if llm.loaded.template is not None else text
         begun = self._begun.pop(index, None)
         try:
-            front.submit(prompt, params, request_id=(DATA, index), generated=[begun] if begun else ())
+            front.submit(prompt, params, id=(DATA, index), generated=[begun] if begun else [])
         except RequestError as error:
             raise RequestError(f"Prompt {index + 1}: {error}") from None
 

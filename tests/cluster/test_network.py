@@ -45,6 +45,7 @@ from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.fleet.routing import routing_policy
+from bankfull.submit import Submit
 
 OPTIONS = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4}
 PARAMS = SamplingParams(seed=3, max_tokens=int(sys.argv[2]), ignore_eos=True)
@@ -55,7 +56,7 @@ def link(host):
 
 async def answer(replicas, links, stop):
     tokens, last, pause = [], time.monotonic(), 0.0
-    async for items in replicas.generate([5, 6, 7], PARAMS):
+    async for items in replicas.generate(Submit([5, 6, 7], PARAMS)):
         now = time.monotonic()
         pause, last = max(pause, now - last), now
         tokens += [token for item in items if isinstance(item, Delta) for token in item.token_ids]

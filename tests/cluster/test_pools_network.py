@@ -28,6 +28,7 @@ from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.engine.wire import ExchangeEnds
 from bankfull.serve.replicas.separate_set import SeparateSet
+from bankfull.submit import Submit
 
 OPTIONS = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -46,7 +47,7 @@ async def main():
     while line := await asyncio.to_thread(sys.stdin.readline):
         before = pools.counts.pages, pools.counts.late
         tokens = []
-        async for items in pools.generate(json.loads(line), PARAMS):
+        async for items in pools.generate(Submit(json.loads(line), PARAMS)):
             tokens += [token for item in items if isinstance(item, Delta) for token in item.token_ids]
         pages, late = pools.counts.pages - before[0], pools.counts.late - before[1]
         print(json.dumps({"tokens": tokens, "pages": pages, "late": late}), flush=True)

@@ -33,6 +33,7 @@ from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
+from bankfull.submit import Submit
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
 from tests.work import work_of
@@ -66,9 +67,7 @@ class Steps:
         self.load = load
         self._items.put_nowait(items)
 
-    async def generate(
-        self, prompt: list[int], params: SamplingParams, **how: Any
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
+    async def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
         while True:
             item = await self._items.get()
             if isinstance(item, Exception):
@@ -109,7 +108,7 @@ def test_a_time_line_covers_a_request_from_arrival_to_end_with_its_limits(steps:
     async def follow() -> None:
         backend = watched(steps)
         with during(Trace("req-1", "POST", "/v1/completions", steps.now - 0.5)):
-            answer = backend.generate([1, 2, 3], PARAMS)
+            answer = backend.generate(Submit([1, 2, 3], PARAMS))
         assert (only(backend).outcome, only(backend).prepare, only(backend).first_token) == ("waiting", 0.5, None)
         steps.step(2.0, [piece()], load(1, prompt_flops=1500.0))
         await answer.__anext__()
@@ -145,7 +144,7 @@ def test_without_ceilings_there_are_times_but_no_limits(steps: Steps) -> None:
     async def follow() -> None:
         backend = watched(steps)
         with during(Trace("req-1", "POST", "/", steps.now)):
-            answer = backend.generate([1], PARAMS)
+            answer = backend.generate(Submit([1], PARAMS))
         steps.step(1.0, [piece()], load(1))
         await answer.__anext__()
         steps.step(1.0, [piece(finish="stop"), RequestDone(1, 0.0, 1.0, 2.0, 0, 2)], load(2, 50.0))
@@ -169,7 +168,7 @@ def test_disconnects_and_engine_crashes_are_reported_as_such() -> None:
         steps = Steps()
         backend = watched(steps)
         with during(Trace("req-1", "POST", "/", steps.now)):
-            answer = backend.generate([1], PARAMS)
+            answer = backend.generate(Submit([1], PARAMS))
         steps.step(1.0, [piece()], load(1))
         await answer.__anext__()
         if error is None:
@@ -188,7 +187,7 @@ def test_a_dropped_request_disappears() -> None:
     async def drop() -> None:
         backend = watched(Steps())
         with during(Trace("req-1", "POST", "/", 0.0)):
-            answer = backend.generate([1], PARAMS)
+            answer = backend.generate(Submit([1], PARAMS))
         assert len(backend.lines.running()) == 1
         del answer
         gc.collect()
@@ -264,7 +263,7 @@ def test_lines_of_batches_are_marked() -> None:
         steps = Steps()
         backend = watched(steps)
         with during(Trace("", "POST", "/v1/completions", steps.now)):
-            answer = backend.generate([1], PARAMS, priority=BATCH_PRIORITY)
+            answer = backend.generate(Submit([1], PARAMS, priority=BATCH_PRIORITY))
         assert only(backend).batch
         del answer
 
@@ -293,7 +292,7 @@ def test_tokens_are_summed_without_a_call_per_token(monkeypatch: pytest.MonkeyPa
             0.1, [Delta(1, 0, "c", [7], finish_reason="stop"), RequestDone(1, 0.0, 0.1, 5.1, 0, 101)], load(51)
         )
         with during(trace):
-            steps = watched.generate([1, 2, 3], PARAMS)
+            steps = watched.generate(Submit([1, 2, 3], PARAMS))
         for _ in range(51 if ends_well else 50):
             await anext(steps)
         await steps.aclose()  # type: ignore[attr-defined]

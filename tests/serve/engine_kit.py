@@ -14,6 +14,7 @@ from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.wire import RequestDone
+from bankfull.submit import Submit
 from tests.tiny import speaking_folder
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def service(limits: QueueLimits | None = None, **options: Any) -> Iterator[Servi
 
 
 async def collect(link: Link, prompt: list[int], params: SamplingParams, **how: Any) -> list[Delta | RequestDone]:
-    return [item async for items in link.generate(prompt, params, **how) for item in items]
+    return [item async for items in link.generate(Submit(prompt, params, **how)) for item in items]
 
 
 def text_of(items: list[Delta | RequestDone], index: int = 0) -> str:

@@ -11,13 +11,13 @@ import tokenizers
 
 from bankfull.fleet.page_tables import SequencePages
 from bankfull.outputs import Delta, Logprob
-from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.texts import Texts
 from bankfull.serve.engine.wire import Facts, Load, PageTables, RequestDone
 from bankfull.serve.settings import Settings
+from bankfull.submit import Submit
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
-from bankfull.types import Keep, StepDrafts
+from bankfull.types import StepDrafts
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -51,20 +51,6 @@ def cut(text: str, size: int) -> list[str]:
 
 
 @dataclass
-class Asked:
-    """What reached the engine."""
-
-    prompt: list[int]
-    params: SamplingParams
-    priority: int
-    salt: str
-    pool: str | None
-    deadline: float | None
-    tenant: str = ""
-    keeps: tuple[Keep, ...] = ()
-
-
-@dataclass
 class Scripted:
     """Each sample gets the same pieces, one per engine step. Everything that it was asked is kept in `asked`."""
 
@@ -88,24 +74,13 @@ class Scripted:
     """The log-probability of every token, for one sample after the other."""
     drafts: Sequence[StepDrafts] = ()
     """Of each piece, for calls that want to see them."""
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[Submit] = field(default_factory=list)
     running: int = 0
     sequences: Sequence[SequencePages] = ()
 
-    async def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        keeps: Sequence[Keep] = (),
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
-        self.asked.append(Asked(prompt, params, priority, salt, pool, deadline, tenant, tuple(keeps)))
+    async def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
+        self.asked.append(submit)
+        prompt, params, pool = submit.prompt, submit.params, submit.pool
         self.running += 1
         try:
             tokens = 0
@@ -130,7 +105,7 @@ class Scripted:
             if params.prompt_logprobs is not None:
                 prompt_lines = [None if i == 0 else _line(token) for i, token in enumerate(prompt)]
             embedding = [3.0, 4.0, float(len(prompt) * 0)] if pool else None
-            account = {"seconds": 0.5, "summary": "Nothing was slow."} if explain else None
+            account = {"seconds": 0.5, "summary": "Nothing was slow."} if submit.explain else None
             yield [
                 RequestDone(1, 0.0, 0.0, 0.0, self.cached, tokens, prompt_lines, embedding, account, list(self.kept))
             ]

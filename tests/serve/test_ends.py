@@ -30,6 +30,7 @@ from bankfull.serve.guard.reload import Reloader
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import WatchedBackend
+from bankfull.submit import Submit
 from tests.serve.batch.test_batches import client_at, line, submit
 from tests.serve.batch_app import RandomHandler, batch_app
 from tests.serve.guard.test_keys import Clock
@@ -90,8 +91,8 @@ class House:
 class Breaking(Scripted):
     """An engine whose steps cannot be left without an exception, as an asynchronous generator's sometimes cannot."""
 
-    def generate(self, *given: Any, **more: Any) -> Any:
-        steps = super().generate(*given, **more)
+    def generate(self, submit: Submit) -> Any:
+        steps = super().generate(submit)
 
         class Steps:
             def __aiter__(self) -> Any:

@@ -1,4 +1,4 @@
-"""One request, few hands: how many files and records a streamed chat completion passes. They must not grow back.
+"""The files and records that a streamed chat completion passes: `python -m tests.serve.test_request_path`.
 
 A whole server answers one streamed chat completion with default options on a tiny model (`tests/serve/traced.py`),
 after another one has warmed it up. Counted from the first byte of the HTTP request to the last byte of the last event:
@@ -13,6 +13,7 @@ after another one has warmed it up. Counted from the first byte of the HTTP requ
   inside of another one only the inner one counts.
 
 The records in which the engine's front end collects the whole result are carriers too, but hand nothing on: COLLECTED.
+The counts are results: they are printed, and no test bounds them.
 """
 
 from __future__ import annotations
@@ -28,10 +29,6 @@ from typing import Any
 
 from tests.tiny import speaking_folder
 
-MOST_PATH_FILES = 53
-MOST_STEP_FILES = 30
-"""Without compiled kernels; with them a step passes fewer."""
-MOST_CARRIERS = 11
 COLLECTED = {"frontend.Pending", "outputs.CompletionOutput", "outputs.RequestOutput"}
 SECONDS = 300
 
@@ -54,18 +51,20 @@ def traced() -> dict[str, Any]:
     return found
 
 
-def test_a_streamed_chat_passes_few_files() -> None:
-    path, step = traced()["path"], traced()["step"]
+def report() -> None:
+    path, step, carriers = traced()["path"], traced()["step"], set(traced()["carriers"])
     print(f"{len(path)} files on the request's path:", *path, sep="\n  ")
     print(f"{len(step)} files of the step alone:", *step, sep="\n  ")
-    # Both ends and the middle are there: else the count says nothing.
-    assert {"serve/guard/listen.py", "serve/api/sse.py", "serve/engine/worker.py", "engine.py"} <= path.keys()
-    assert len(path) <= MOST_PATH_FILES and len(step) <= MOST_STEP_FILES
-
-
-def test_few_records_carry_the_request_and_its_tokens() -> None:
-    carriers = set(traced()["carriers"])
     print(f"{len(carriers - COLLECTED)} records carry the request:", *sorted(carriers - COLLECTED), sep="\n  ")
     print("the result is collected in:", *sorted(carriers & COLLECTED), sep="\n  ")
-    assert {"serve.engine.wire.Submit", "types.Request", "types.Output", "outputs.Delta"} | COLLECTED <= carriers
-    assert len(carriers - COLLECTED) <= MOST_CARRIERS
+
+
+def test_the_trace_of_a_streamed_chat_sees_both_processes_and_what_carries_the_request() -> None:
+    report()
+    path, carriers = traced()["path"], set(traced()["carriers"])
+    assert {"serve/guard/listen.py", "serve/api/sse.py", "serve/engine/worker.py", "engine.py"} <= path.keys()
+    assert {"submit.Submit", "types.Request", "types.Output", "outputs.Delta"} <= carriers
+
+
+if __name__ == "__main__":
+    report()

@@ -116,7 +116,7 @@ def main(model: str) -> None:
     from bankfull.serve.guard.checks import access_policy
     from bankfull.serve.guard.keys import Keyring
     from bankfull.serve.guard.layers import Protection
-    from bankfull.serve.run import run_server
+    from bankfull.serve.run import Deployment, run_server
     from bankfull.serve.settings import Settings
 
     EngineProcess.start = _start_in_thread  # type: ignore[method-assign]
@@ -127,7 +127,8 @@ def main(model: str) -> None:
     threading.Thread(target=_ask, args=(port,), daemon=True).start()
     options = {"dtype": "float32", "memory": "1MiB", "page_tokens": 4}
     protection = Protection(access=access_policy(Keyring(), host="127.0.0.1"))
-    run_server(model, options, Settings(names=("tiny",), port=port), protection=protection)
+    settings = Settings(names=("tiny",), port=port)
+    run_server(Deployment(model=model, options=options, settings=settings, protection=protection))
 
 
 async def _start_in_thread(self: Any) -> None:

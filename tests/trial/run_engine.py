@@ -171,7 +171,7 @@ class Loop:
         if "cuts" in ask.settings:
             how |= resumed(ask, self.expected[number])
         try:
-            self.front.submit(list(ask.prompt), params_of(ask), request_id=number, **how)
+            self.front.submit(list(ask.prompt), params_of(ask), id=number, **how)
         except RequestError as error:
             self.outcomes[number].refused = str(error)
             return

@@ -7,6 +7,7 @@ Unknown fields are refused by name: a parameter without effect is never ignored.
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from bankfull.sample.params import SamplingParams, StructuredOutput
 from bankfull.serve.api.errors import Problem, Refusal, openai_error
 from bankfull.serve.api.sse import EventStream
 from bankfull.serve.settings import Settings
+from bankfull.submit import Submit
 
 CALLER = "bankfull.caller"
 """The key of an ASGI scope under which authentication leaves the `Caller`."""
@@ -356,25 +358,25 @@ def _checked(param: str, given: Mapping[str, Any]) -> StructuredOutput:
         raise Refusal(str(error).replace("structured", param, 1), param=param, code="invalid_value") from None
 
 
-def priority_of(call: Served) -> int:
-    priority = call.priority or 0
+def submit_of(call: Served, caller: Caller, params: SamplingParams, **more: Any) -> Submit:
+    """The call's request, still without its prompt. `more`: other fields of `Submit`."""
+    priority, seconds, salt = call.priority or 0, call.timeout, call.cache_salt
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise Refusal(
             f"priority is {priority}: give an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
         )
-    return priority
-
-
-def deadline_of(call: Served) -> float | None:
-    if call.timeout is not None and not 0 < call.timeout <= LONGEST_DEADLINE:
-        raise Refusal(f"timeout is {call.timeout}: give seconds, up to {LONGEST_DEADLINE:.0f}.", param="timeout")
-    return call.timeout
-
-
-def salt_of(call: Served) -> str | None:
-    if call.cache_salt is not None and len(call.cache_salt) > MAX_SALT:
-        raise Refusal(f"cache_salt has {len(call.cache_salt)} characters: give at most {MAX_SALT}.", param="cache_salt")
-    return call.cache_salt
+    if seconds is not None and not 0 < seconds <= LONGEST_DEADLINE:
+        raise Refusal(f"timeout is {seconds}: give seconds, up to {LONGEST_DEADLINE:.0f}.", param="timeout")
+    if salt is not None and len(salt) > MAX_SALT:
+        raise Refusal(f"cache_salt has {len(salt)} characters: give at most {MAX_SALT}.", param="cache_salt")
+    return Submit(
+        [],
+        params,
+        priority=caller.ranked(priority),
+        salt=caller.salted(salt),
+        deadline=None if seconds is None else time.monotonic() + seconds,
+        **more,
+    )
 
 
 def truncation_of(tokens: int | None) -> int | None:

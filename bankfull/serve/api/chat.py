@@ -11,11 +11,13 @@ each engine step in its own format. Nothing here depends on the format of an API
 
 from __future__ import annotations
 
-import time
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
@@ -27,6 +29,7 @@ from bankfull.serve.api.texts import Slices, Texts, fit, is_short, kept_tokens
 from bankfull.serve.engine.backend import Backend, Unavailable
 from bankfull.serve.engine.wire import Facts, RequestDone
 from bankfull.serve.parsers import grammar_for, parser_for
+from bankfull.submit import Submit
 from bankfull.types import Keep
 
 SHORT_PIN = 300.0
@@ -62,7 +65,8 @@ class Ask:
 
     messages: list[dict[str, Any]]
     """As chat templates take them: role, content as one text, tool_calls whose arguments are objects, ..."""
-    params: SamplingParams
+    submit: Submit
+    """The request, without its prompt."""
     tools: list[dict[str, Any]] | None = None
     """As chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}."""
     tool_choice: ToolChoice = "auto"
@@ -72,12 +76,6 @@ class Ask:
     template_options: dict[str, Any] = field(default_factory=dict)
     truncate: int | None = None
     """Number of the prompt's last tokens to keep; -1: as many as fit. None: a prompt that is too long is refused."""
-    priority: int = 0
-    salt: str = ""
-    deadline: float | None = None
-    """Seconds from now."""
-    explain: bool = False
-    """Whether `Answer.done` has an account of the time."""
     marks: list[CacheMark] = field(default_factory=list)
 
 
@@ -91,25 +89,21 @@ class Chat:
 
     async def answer(self, ask: Ask) -> Answer:
         """Renders and checks the conversation, and submits it to the engine."""
-        started = time.monotonic()
-        context = facts_of(self.backend).max_len
+        context, params = facts_of(self.backend).max_len, ask.submit.params
         tools = callable_tools(ask)
-        self.backend.expect(ask.params.n, ask.priority)
+        self.backend.expect(params.n, ask.submit.priority)
         prompt = await self.prompt(ask)
-        prompt = fit(prompt, context, ask.params, ask.truncate, "messages")
+        prompt = fit(prompt, context, params, ask.truncate, "messages")
         ending = self.texts.tokenizer.decode(prompt[-ENDING_TOKENS:], skip_special=False)
         # Tools may be as large as a body, and each sample has a parser for them.
         params, parsers = await self.texts.run_if(
             asked_bytes() if tools else 0, lambda: self._readers(ask, tools, ending)
         )
-        keeps = await self._keeps(ask, tools, prompt) if ask.marks else ()
-        left = None if ask.deadline is None else max(0.0, ask.deadline - (time.monotonic() - started))
-        steps = self.backend.generate(
-            prompt, params, priority=ask.priority, salt=ask.salt, deadline=left, explain=ask.explain, keeps=keeps
-        )
+        keeps = await self._keeps(ask, tools, prompt) if ask.marks else []
+        steps = self.backend.generate(replace(ask.submit, prompt=prompt, params=params, keeps=keeps))
         return Answer(prompt, steps, parsers, keeps, self._prices)
 
-    async def _keeps(self, ask: Ask, tools: list[dict[str, Any]] | None, prompt: list[int]) -> tuple[Keep, ...]:
+    async def _keeps(self, ask: Ask, tools: list[dict[str, Any]] | None, prompt: list[int]) -> list[Keep]:
         """The prefixes of the prompt that are pinned, the shortest first."""
         context, options = facts_of(self.backend).max_len, ask.template_options
 
@@ -123,7 +117,7 @@ class Chat:
             return found
 
         keeps: list[Keep] = await self.texts.run(len(ask.marks) * asked_bytes(), measured)
-        return tuple(sorted(keep for keep in keeps if keep[0] >= self._pin_minimum))
+        return sorted(keep for keep in keeps if keep[0] >= self._pin_minimum)
 
     def _readers(
         self, ask: Ask, tools: list[dict[str, Any]] | None, ending: str
@@ -131,7 +125,7 @@ class Chat:
         """The sampling parameters, with a grammar where a call is forced, and a parser for each sample."""
         source, choice = self._source(tools), _as_template_choice(ask.tool_choice)
         takes_tools = self.texts.takes_tools
-        params = ask.params
+        params = ask.submit.params
         if tools and ask.tool_choice != "auto":
             grammar = grammar_for(
                 source,
@@ -147,7 +141,7 @@ class Chat:
                     "This model's way of writing tool calls cannot be forced: set tool_choice to auto.",
                     param="tool_choice",
                 )
-            params = replace(params, structured=grammar)
+            params = dataclasses.replace(params, structured=grammar)
         parsers = [
             parser_for(
                 source,
@@ -196,7 +190,7 @@ def callable_tools(ask: Ask) -> list[dict[str, Any]] | None:
         raise Refusal("tool_choice asks for a call, but there are no tools: add them.", param="tool_choice")
     if named is not None and named not in [tool["function"]["name"] for tool in tools or ()]:
         raise Refusal(f"tool_choice names {named!r}, which is not among tools.", param="tool_choice")
-    if tools and ask.params.structured is not None:
+    if tools and ask.submit.params.structured is not None:
         raise Refusal(
             "A structured output leaves no room for tool calls: leave one of them out, or set tool_choice to none.",
             param="tools",
@@ -214,7 +208,7 @@ class Answer:
         prompt: list[int],
         steps: AsyncIterator[list[Delta | RequestDone]],
         parsers: list[OutputParser],
-        keeps: tuple[Keep, ...] = (),
+        keeps: Sequence[Keep] = (),
         prices: TokenPrices | None = None,
     ) -> None:
         self.prompt = prompt

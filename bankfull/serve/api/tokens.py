@@ -14,6 +14,7 @@ from bankfull.serve.api.openai.chat_completions import Message, Tool, template_m
 from bankfull.serve.api.openai.prompts import checked_ids
 from bankfull.serve.api.texts import Slices
 from bankfull.serve.settings import Settings
+from bankfull.submit import Submit
 from bankfull.text.tokenizer import Tokenizer
 
 MAX_DETOKENIZED = 1 << 18
@@ -66,7 +67,7 @@ class Tokenize:
         if call.messages is not None:
             ask = Ask(
                 messages=template_messages(call.messages),
-                params=SamplingParams(),
+                submit=Submit([], SamplingParams()),
                 tools=template_tools(call.tools),
                 template_options=call.chat_template_kwargs or {},
             )

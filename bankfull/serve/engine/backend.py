@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
 
 from bankfull.errors import BankfullError
 from bankfull.outputs import Delta
-from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.wire import Facts, Load, PageTables, RequestDone
-from bankfull.types import Keep
+from bankfull.submit import Submit
 
 STOPPED = "The server has shut down before the answer was complete."
 
@@ -36,15 +35,6 @@ class EngineFault(EngineDied):
 
 class DeadlineExceeded(BankfullError):
     """The request's own deadline has passed."""
-
-
-class Continuation(NamedTuple):
-    """A request that another engine has begun. It was admitted there, so no engine refuses it for a full queue."""
-
-    generated: list[list[int]]
-    """Tokens of each sample so far, by sample number; empty to begin anew."""
-    finished: list[int]
-    """Numbers of the samples that have ended."""
 
 
 class Backend(Protocol):
@@ -83,26 +73,11 @@ class Backend(Protocol):
         """Raises Busy or Unavailable where `generate` would for any prompt, so that none is prepared in vain."""
         ...
 
-    def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        keeps: Sequence[Keep] = (),
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
+    def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
         """The deltas of each engine step, until `RequestDone` (always the last item). The request is submitted when
         this returns. Leaving the iterator, by `aclose`, by cancelling a wait or by dropping the last reference, aborts
-        the request. `deadline`: seconds from now. `explain`: `RequestDone` has an account of the time. `tenant`: the
-        owner of the request, where several share the engine. `keeps`: prefixes of the prompt to pin in the prefix
-        cache, the shortest first. The call itself raises Busy or Unavailable, so that a
-        refusal comes at once; the iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or
-        DeadlineExceeded."""
+        the request. The call itself raises Busy or Unavailable, so that a refusal comes at once; the iterator raises
+        RequestError, EngineDied, Unavailable (shut down in the meantime) or DeadlineExceeded."""
         ...
 
     async def page_tables(self) -> dict[str, PageTables]:

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from bankfull.errors import BankfullError, RequestError
 from bankfull.outputs import Delta
-from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.admission import QueueLimits, Ticket
-from bankfull.serve.engine.backend import STOPPED, Busy, Continuation, DeadlineExceeded, EngineFault, Unavailable
+from bankfull.serve.engine.backend import STOPPED, Busy, DeadlineExceeded, EngineFault, Unavailable
 from bankfull.serve.engine.keeper import SHUTTING_DOWN, STALL_SECONDS, EngineKeeper
 from bankfull.serve.engine.process import EngineFactory, EngineProcess
 from bankfull.serve.engine.wire import (
@@ -43,13 +44,12 @@ from bankfull.serve.engine.wire import (
     Shipped,
     ShowPages,
     StepMessage,
-    Submit,
     ToEngine,
     pack,
     postponed,
     preparation,
 )
-from bankfull.types import Keep
+from bankfull.submit import Submit
 
 log = logging.getLogger("bankfull.serve")
 
@@ -217,33 +217,16 @@ class Link(EngineKeeper):
     def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
         self.admission.expect(samples, 0, priority, tenant)
 
-    def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        keeps: Sequence[Keep] = (),
-        begun: Continuation | None = None,
-        hands_over: bool = False,
-        expected: int = 0,
-    ) -> Stream:
-        """`begun`: what the samples have generated on another engine. The deltas begin with the first new token.
-        `hands_over`: the request ends with `RequestDone.handed` when all samples have a token. `expected`: the number
-        of the expectation whose state it uses."""
-        if deadline is not None and deadline <= 0:
+    def generate(self, submit: Submit) -> Stream:
+        left = submit.seconds_left()
+        if left is not None and left <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
-        most = 0 if pool is not None else 1 if hands_over else params.max_tokens
-        ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant, admitted=begun is not None)
-        submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
-        if begun is not None:
-            submit.generated, submit.finished = begun
-        submit.keeps, submit.hands_over, submit.expected = list(keeps), hands_over, expected
+        params = submit.params
+        most = 0 if submit.pool is not None else 1 if submit.hands_over else params.max_tokens
+        ticket = self.admission.enter(
+            len(submit.prompt), params.n, most, submit.priority, submit.tenant, admitted=submit.admitted
+        )
+        submit = msgspec.structs.replace(submit, id=next(self._numbers))
         size = preparation(submit)
         stream = Stream(self, submit.id, ticket, prepared=not size)
         self._streams[stream.id] = weakref.ref(stream)
@@ -256,8 +239,8 @@ class Link(EngineKeeper):
             if isinstance(error, (TypeError, ValueError, OverflowError)):
                 raise RequestError(f"The request cannot be passed on to the engine: {error}.") from None
             raise
-        if deadline is not None:
-            stream.set_deadline(deadline)
+        if left is not None:
+            stream.set_deadline(left)
         return stream
 
     # -- state that another engine computes

@@ -14,7 +14,7 @@ from bankfull.fleet.reports import Facts as Facts
 from bankfull.fleet.reports import Load as Load
 from bankfull.fleet.reports import PrefixChanges as PrefixChanges
 from bankfull.outputs import Delta, Logprob
-from bankfull.sample.params import SamplingParams
+from bankfull.submit import Submit
 
 MAX_MESSAGE = 64 << 20
 """Bytes a message may have."""
@@ -65,32 +65,6 @@ class Configure(msgspec.Struct, tag="configure"):
     them."""
     exchange: ExchangeEnds | None = None
     """Set where engines that compute prompts hand them to engines that decode."""
-
-
-class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
-    id: int
-    prompt: list[int]
-    params: SamplingParams
-    priority: int = 0
-    """Lower runs first; batch work has the highest number."""
-    salt: str = ""
-    pool: str | None = None
-    """None, "last" or "mean": hidden states instead of tokens."""
-    explain: bool = False
-    """Whether `RequestDone` has an account of the time."""
-    tenant: str = ""
-    """The owner of the request: tenants share the engine evenly."""
-    generated: list[list[int]] = []
-    """Tokens that each sample has generated on another engine, by sample number; empty for a new request. The engine
-    continues after them, and its deltas begin with the first new token."""
-    finished: list[int] = []
-    """Numbers of the samples that have ended on another engine: they are not continued and get no delta."""
-    keeps: list[tuple[int, float]] = []
-    """Prefixes of the prompt to pin in the prefix cache, the shortest first: tokens, and seconds since the last use."""
-    hands_over: bool = False
-    """The request leaves the engine as soon as each of its samples has a token; another engine continues it."""
-    expected: int = 0
-    """The number of the `Expect` whose state it uses; its places are released when the request gets a row."""
 
 
 class Later(msgspec.Struct, tag="later"):

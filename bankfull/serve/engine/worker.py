@@ -55,12 +55,12 @@ from bankfull.serve.engine.wire import (
     Ship,
     ShowPages,
     StepMessage,
-    Submit,
     ToEngine,
     pack,
     preparation,
     unpacked,
 )
+from bankfull.submit import Submit
 
 if TYPE_CHECKING:
     from bankfull.frontend import Pending
@@ -152,7 +152,7 @@ class Worker:
                 target=_until_lost, args=(followers.wait_lost,), name="bankfull-ranks", daemon=True
             ).start()
         self._front = llm.loaded.frontend
-        self._front.names_prompts = False  # the API does
+        self._front.collects = False  # the API has the deltas
         self._loop = EngineLoop(self._front, self._tell, self._inbox)
         if wanted.exchange is not None:
             self._exchange = ExchangeEnd(llm, wanted.exchange, self._say, own_host(self._connection))
@@ -259,18 +259,7 @@ class Worker:
         """On any thread."""
         if wanted.explain:
             self._accounts.prepare()
-        return wanted, self._front.prepare(
-            wanted.prompt,
-            wanted.params,
-            request_id=wanted.id,
-            priority=wanted.priority,
-            salt=wanted.salt,
-            pool=wanted.pool,
-            tenant=wanted.tenant,
-            generated=wanted.generated,
-            finished=wanted.finished,
-            keeps=wanted.keeps,
-        )
+        return wanted, self._front.prepare(wanted)
 
     def _queue(self, wanted: Submit, pending: Pending) -> None:
         if wanted.id not in self._coming:

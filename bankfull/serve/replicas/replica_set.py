@@ -20,15 +20,14 @@ from bankfull.fleet.reports import joined_optional
 from bankfull.fleet.routing import RoutingPolicy
 from bankfull.fleet.table import ReplicaTable
 from bankfull.outputs import Delta
-from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
-from bankfull.serve.engine.backend import Busy, Continuation, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.engine.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.engine.wire import Facts, Load, PageTables, RequestDone
 from bankfull.serve.replicas.fitting import OTHER_WEIGHTS, misfit
-from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
+from bankfull.serve.replicas.resume import Leg, ResumableStream
 from bankfull.serve.replicas.routed_replica import ReplicaLink, RoutedReplica
 from bankfull.serve.replicas.view import ReplicaView
-from bankfull.types import Keep
+from bankfull.submit import Submit
 
 log = logging.getLogger("bankfull.serve")
 _slot = attrgetter("slot")
@@ -156,25 +155,15 @@ class ReplicaSet:
                 refusals.append(error)
         raise mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 
-    def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        keeps: Sequence[Keep] = (),
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
-        if deadline is not None and deadline <= 0:
+    def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
+        left = submit.seconds_left()
+        if left is not None and left <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
-        if params.seed is None:
+        if submit.params.seed is None:
             # An engine would draw a seed that another one cannot know.
-            params = params.seeded(self._seeds.getrandbits(63))
-        return ResumableStream(self, SentParts(prompt, params, priority, salt, pool, explain, tenant, keeps), deadline)
+            seeded = submit.params.seeded(self._seeds.getrandbits(63))
+            submit = msgspec.structs.replace(submit, params=seeded)
+        return ResumableStream(self, submit)
 
     async def page_tables(self) -> dict[str, PageTables]:
         """Of the ready replicas; one that ends meanwhile is left out."""
@@ -299,15 +288,7 @@ class ReplicaSet:
     def closing(self) -> bool:
         return self._closing
 
-    def dispatch(
-        self,
-        parts: SentParts,
-        deadline: float | None,
-        begun: Continuation | None = None,
-        *,
-        suspect: bool = False,
-        weights: str = "",
-    ) -> Leg:
+    def dispatch(self, submit: Submit, *, suspect: bool = False, weights: str = "") -> Leg:
         """Submit a request to the replica that the policy chooses among those that admit it; a suspect only where no
         other one is, and one with `weights` only to a replica that has them. Raises Busy or Unavailable if none admits
         it, and EngineDied if none will have its weights again."""
@@ -320,48 +301,27 @@ class ReplicaSet:
                 choices = [replica for replica in choices if not replica.meter.suspects]
             if weights:
                 choices = [replica for replica in choices if replica.weights == weights]
-            if choices and (leg := self._submit(choices, parts, deadline, begun, suspect, refusals)) is not None:
+            if choices and (leg := self._send(choices, submit, suspect, refusals)) is not None:
                 return leg
         raise mildest(refusals) or Unavailable(self.says or NO_REPLICA)
 
-    def _submit(
-        self,
-        choices: list[RoutedReplica],
-        parts: SentParts,
-        deadline: float | None,
-        begun: Continuation | None,
-        suspect: bool,
-        refusals: list[Busy | Unavailable],
-        expected: int = 0,
+    def _send(
+        self, choices: list[RoutedReplica], submit: Submit, suspect: bool, refusals: list[Busy | Unavailable]
     ) -> Leg | None:
-        """Submit a request to one of these replicas; None, and more `refusals`, if none admits it. `expected`: the
-        number of the expectation whose state it uses there."""
-        tokens = len(parts.prompt) + (sum(map(len, begun.generated)) if begun is not None else 0)
-        batch = parts.priority >= BATCH_PRIORITY
-        cached = self._cached_tokens(parts, choices)
+        """Submit a request to one of these replicas; None, and more `refusals`, if none admits it."""
+        tokens = len(submit.prompt) + sum(map(len, submit.generated))
+        batch = submit.priority >= BATCH_PRIORITY
+        cached = self._cached_tokens(submit, choices)
         while choices:
             replica = choices.pop(self._best(choices, tokens, batch, cached))
             held = cached.at(replica.slot)
             try:
-                steps = replica.link.generate(
-                    parts.prompt,
-                    parts.params,
-                    priority=parts.priority,
-                    salt=parts.salt,
-                    pool=parts.pool,
-                    deadline=deadline,
-                    explain=parts.explain,
-                    tenant=parts.tenant,
-                    keeps=parts.keeps,
-                    begun=begun,
-                    hands_over=parts.hands_over,
-                    expected=expected,
-                )
+                steps = replica.link.generate(submit)
             except (Busy, Unavailable) as error:
                 refusals.append(error)
                 continue
             number = next(self._numbers)
-            replica.meter.sent(number, tokens, held, parts.params.n, batch, suspect)
+            replica.meter.sent(number, tokens, held, submit.params.n, batch, suspect)
             return Leg(replica.name, steps, replica.meter, number, replica.weights)
         return None
 
@@ -374,12 +334,12 @@ class ReplicaSet:
                 replica.meter.report(replica.link.load)
         return self._policy.choose(tokens, batch, self._table.view([replica.slot for replica in choices], cached))
 
-    def _cached_tokens(self, parts: SentParts, choices: list[RoutedReplica]) -> CachedTokens:
+    def _cached_tokens(self, submit: Submit, choices: list[RoutedReplica]) -> CachedTokens:
         """Tokens of the prompt that each replica holds."""
         if len(choices) < 2 or self._facts is None:
             return CachedTokens()
-        reuse = parts.params.prompt_logprobs is None and parts.pool != "mean"
-        keys = PromptKeys(parts.prompt, parts.salt, self._facts.page_tokens, reuse=reuse)
+        reuse = submit.params.prompt_logprobs is None and submit.pool != "mean"
+        keys = PromptKeys(submit.prompt, submit.salt, self._facts.page_tokens, reuse=reuse)
         return self._index.cached_tokens(keys)
 
     async def wait_change(self, seconds: float) -> None:

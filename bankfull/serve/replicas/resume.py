@@ -17,26 +17,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from bankfull.errors import BankfullError
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.outputs import Delta
-from bankfull.sample.params import SamplingParams
-from bankfull.serve.engine.backend import (
-    STOPPED,
-    Busy,
-    Continuation,
-    DeadlineExceeded,
-    EngineDied,
-    EngineFault,
-    Unavailable,
-)
+from bankfull.serve.engine.backend import STOPPED, Busy, DeadlineExceeded, EngineDied, EngineFault, Unavailable
 from bankfull.serve.engine.wire import RequestDone
-from bankfull.types import Keep
+from bankfull.submit import Submit
 
 log = logging.getLogger("bankfull.serve")
 
@@ -67,26 +59,6 @@ class EngineStream(Protocol):
     async def __anext__(self) -> list[Delta | RequestDone]: ...
 
     async def aclose(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SentParts:
-    """All parts of a request that are needed to submit it again."""
-
-    prompt: list[int]
-    params: SamplingParams
-    priority: int
-    salt: str
-    pool: str | None
-    explain: bool
-    tenant: str
-    keeps: Sequence[Keep] = ()
-    hands_over: bool = False
-    """The replica only computes the prompt and the first tokens; another one continues."""
-
-    @property
-    def generates(self) -> bool:
-        return self.pool is None and self.params.max_tokens != 0
 
 
 class Leg:
@@ -145,8 +117,8 @@ class HandOver(Protocol):
         """Wait until its state has arrived, or for at most so many seconds."""
         ...
 
-    def go(self, begun: Continuation, deadline: float | None) -> Leg:
-        """Submit it to the replica that decodes, or to another one. Raises as `Dispatcher.dispatch`."""
+    def go(self, submit: Submit) -> Leg:
+        """Submit what is left of it to the replica that decodes, or to another one. Raises as `Dispatcher.dispatch`."""
         ...
 
     def close(self) -> None:
@@ -171,18 +143,10 @@ class Dispatcher(Protocol):
         """Whether there is a replica that takes requests."""
         ...
 
-    def dispatch(
-        self,
-        parts: SentParts,
-        deadline: float | None,
-        begun: Continuation | None = None,
-        *,
-        suspect: bool = False,
-        weights: str = "",
-    ) -> Leg:
-        """Submit a request to a replica, a suspect to one without another suspect. `deadline`: seconds from now.
-        `weights`: the fingerprint that its replica must have, if it has tokens already. Raises Busy or Unavailable, or
-        EngineDied if no replica has these weights any more."""
+    def dispatch(self, submit: Submit, *, suspect: bool = False, weights: str = "") -> Leg:
+        """Submit a request to a replica, a suspect to one without another suspect. `weights`: the fingerprint that its
+        replica must have, if it has tokens already. Raises Busy or Unavailable, or EngineDied if no replica has these
+        weights any more."""
         ...
 
     async def wait_change(self, seconds: float) -> None:
@@ -206,7 +170,6 @@ class ResumableStream:
     __slots__ = (
         "_barren",
         "_begun",
-        "_deadline",
         "_deaths",
         "_ended",
         "_finished",
@@ -214,22 +177,21 @@ class ResumableStream:
         "_handed",
         "_leg",
         "_onward",
-        "_parts",
         "_refused",
         "_replicas",
         "_resumes",
+        "_submit",
         "_tokens",
         "_transfer",
     )
 
-    def __init__(self, replicas: Dispatcher, parts: SentParts, deadline: float | None) -> None:
+    def __init__(self, replicas: Dispatcher, submit: Submit) -> None:
         """Submits the request. Raises Busy or Unavailable."""
-        self._replicas, self._parts = replicas, parts
+        self._replicas, self._submit = replicas, submit
         self._begun = time.monotonic()
-        self._deadline = None if deadline is None else self._begun + deadline
         self._first: float | None = None
         """Time of the first token."""
-        self._tokens: list[list[int]] = [[] for _ in range(parts.params.n if parts.generates else 1)]
+        self._tokens: list[list[int]] = [[] for _ in range(submit.params.n if submit.generates else 1)]
         """Tokens that were passed on, by sample."""
         self._finished: list[int] = []
         self._resumes = self._deaths = self._barren = 0
@@ -240,7 +202,7 @@ class ResumableStream:
         self._handed: RequestDone | None = None
         """The account of the replica that has computed the prompt."""
         self._transfer: dict[str, Any] | None = None
-        self._leg: Leg | None = replicas.dispatch(parts, deadline)
+        self._leg: Leg | None = replicas.dispatch(submit)
 
     def __aiter__(self) -> ResumableStream:
         return self
@@ -329,21 +291,22 @@ class ResumableStream:
         return self._leg
 
     async def _go_onward(self, onward: HandOver) -> None:
-        left = self._seconds_left()
+        left = self._submit.seconds_left()
         await onward.wait(math.inf if left is None else left)
-        if self._parts.explain:
+        if self._submit.explain:
             self._transfer = onward.account()
-        left = self._seconds_left()
+        left = self._submit.seconds_left()
         if left is not None and left <= 0:
             raise DeadlineExceeded(LATE)
         try:
-            self._leg = onward.go(Continuation(self._tokens, self._finished), left)
+            self._leg = onward.go(self._rest())
         except (Busy, Unavailable) as error:
             self._resumes += 1
             await self._submit_again(onward.weights, error)
 
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else self._deadline - time.monotonic()
+    def _rest(self) -> Submit:
+        """The request with what was passed on of its answer, which another engine continues."""
+        return replace(self._submit, generated=self._tokens, finished=self._finished, admitted=True)
 
     def _close_onward(self) -> None:
         onward, self._onward = self._onward, None
@@ -357,7 +320,7 @@ class ResumableStream:
         that misses nothing but its end."""
         try:
             self._check(left, error)
-            if self._parts.generates and len(self._finished) == len(self._tokens):
+            if self._submit.generates and len(self._finished) == len(self._tokens):
                 return self._closing_items(error)
             await self._submit_again(left.weights, error)
         except BaseException:
@@ -374,7 +337,7 @@ class ResumableStream:
             raise error
         if isinstance(error, Busy) and not self._resumes:
             raise error  # nothing has begun, and the client may retry
-        if self._parts.explain and any(self._tokens):
+        if self._submit.explain and any(self._tokens):
             raise EngineDied(EXPLAINED) from error
         self._resumes += 1
         if isinstance(error, EngineDied):
@@ -388,7 +351,7 @@ class ResumableStream:
 
     def _closing_items(self, error: BankfullError) -> list[Delta | RequestDone]:
         """All samples have ended, and only `RequestDone` was lost with the replica."""
-        if self._parts.explain or self._parts.params.prompt_logprobs is not None:
+        if self._submit.explain or self._submit.params.prompt_logprobs is not None:
             raise EngineDied(
                 "The engine has ended before it sent the prompt's log-probabilities; ask again."
             ) from error
@@ -396,8 +359,8 @@ class ResumableStream:
 
     async def _submit_again(self, weights: str, error: BankfullError) -> None:
         """`weights`: the fingerprint that those have with which its tokens were generated."""
-        some = self._parts.generates and (any(self._tokens) or bool(self._finished))
-        begun = Continuation(self._tokens, self._finished) if some else Continuation([], [])
+        some = self._submit.generates and (any(self._tokens) or bool(self._finished))
+        submit = self._rest() if some else replace(self._submit, admitted=True)
         weights = weights if some else ""
         suspect = self._barren > 0
         if isinstance(error, Busy):
@@ -405,11 +368,11 @@ class ResumableStream:
         ends = time.monotonic() + self._replicas.patience
         while not self._ended:
             now = time.monotonic()
-            left = None if self._deadline is None else self._deadline - now
+            left = submit.seconds_left()
             if left is not None and left <= 0:
                 raise DeadlineExceeded(LATE) from error
             try:
-                self._leg = self._replicas.dispatch(self._parts, left, begun, suspect=suspect, weights=weights)
+                self._leg = self._replicas.dispatch(submit, suspect=suspect, weights=weights)
                 return
             except (Busy, Unavailable) as refusal:
                 if self._replicas.closing:

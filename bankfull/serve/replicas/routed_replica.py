@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from bankfull.fleet.meter import ReplicaMeter
 from bankfull.fleet.prefixes import HeldPrefixes, PrefixIndex
 from bankfull.fleet.table import ReplicaTable
-from bankfull.sample.params import SamplingParams
-from bankfull.serve.engine.backend import Backend, Continuation
+from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges
 from bankfull.serve.replicas.resume import EngineStream
 from bankfull.serve.replicas.view import ReplicaView
-from bankfull.types import Keep
+from bankfull.submit import Submit
 
 
 class ReplicaLink(Backend, Protocol):
@@ -24,22 +23,7 @@ class ReplicaLink(Backend, Protocol):
     on_change: Callable[[], None] | None
     on_prefixes: Callable[[PrefixChanges], None] | None
 
-    def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        keeps: Sequence[Keep] = (),
-        begun: Continuation | None = None,
-        hands_over: bool = False,
-        expected: int = 0,
-    ) -> EngineStream: ...
+    def generate(self, submit: Submit) -> EngineStream: ...
 
     async def start(self) -> None: ...
 

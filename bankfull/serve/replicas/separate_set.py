@@ -11,8 +11,9 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from bankfull.errors import ModelError
 from bankfull.fleet.failures import PATIENCE
@@ -20,14 +21,15 @@ from bankfull.fleet.prefixes import CachedTokens, PromptKeys
 from bankfull.fleet.reports import joined_optional
 from bankfull.fleet.routing import RoutingPolicy
 from bankfull.sched.policy import BATCH_PRIORITY
-from bankfull.serve.engine.backend import Busy, Continuation, Unavailable
+from bankfull.serve.engine.backend import Busy, Unavailable
 from bankfull.serve.engine.wire import Load, PageTables
 from bankfull.serve.replicas.fitting import border_of, handed_length, state_misfit
 from bankfull.serve.replicas.replica_set import COUNTERS, DRAFTS, GAUGES, ReplicaSet, added_up, mildest
-from bankfull.serve.replicas.resume import Leg, SentParts
+from bankfull.serve.replicas.resume import Leg
 from bankfull.serve.replicas.routed_replica import ReplicaLink, RoutedReplica
 from bankfull.serve.replicas.transit import StateLink, Transit, TransitCounts
 from bankfull.serve.replicas.view import ReplicaView
+from bankfull.submit import Submit
 
 
 class SeparateLink(ReplicaLink, StateLink, Protocol):
@@ -80,56 +82,47 @@ class SeparateSet(ReplicaSet):
 
     # -- requests
 
-    def dispatch(
-        self,
-        parts: SentParts,
-        deadline: float | None,
-        begun: Continuation | None = None,
-        *,
-        suspect: bool = False,
-        weights: str = "",
-    ) -> Leg:
-        fresh = begun is None or not (any(begun.generated) or begun.finished)
-        if fresh and parts.generates:
-            leg = self._begin(parts, deadline, begun, suspect)
+    def dispatch(self, submit: Submit, *, suspect: bool = False, weights: str = "") -> Leg:
+        if not submit.begun and submit.generates:
+            leg = self._begin(submit, suspect)
             if leg is not None:
                 return leg
             self.counts.undivided += 1
-        return super().dispatch(parts, deadline, begun, suspect=suspect, weights=weights)
+        return super().dispatch(submit, suspect=suspect, weights=weights)
 
-    def _begin(self, parts: SentParts, deadline: float | None, begun: Continuation | None, suspect: bool) -> Leg | None:
+    def _begin(self, submit: Submit, suspect: bool) -> Leg | None:
         """Begin a request on an engine that computes prompts; None if that is not worth while, or there is none. Raises
         Busy."""
         facts = self._facts
-        if facts is None or parts.params.prompt_logprobs is not None or not self.prefill.ready:
+        if facts is None or submit.params.prompt_logprobs is not None or not self.prefill.ready:
             return None
-        if not handed_length(facts, len(parts.prompt)):
+        if not handed_length(facts, len(submit.prompt)):
             return None
-        keys = PromptKeys(parts.prompt, parts.salt, facts.page_tokens)
+        keys = PromptKeys(submit.prompt, submit.salt, facts.page_tokens)
         cached = self._index.cached_tokens(keys)
-        target = self._target(parts, cached, admitted=begun is not None)
-        if target is None or len(parts.prompt) - cached.at(target.slot) <= border_of(facts):
+        target = self._target(submit, cached)
+        if target is None or len(submit.prompt) - cached.at(target.slot) <= border_of(facts):
             return None  # what is left is less than a page
         try:
-            leg = self.prefill.dispatch(replace(parts, hands_over=True), deadline, begun, suspect=suspect)
+            leg = self.prefill.dispatch(replace(submit, hands_over=True), suspect=suspect)
         except Unavailable:
             return None
         links = self._links[leg.replica], self._links[target.name]
         at = None if (own := target.link.facts) is None else own.exchange_at
-        transit = Transit(*links, self._numbers_of[target.name], parts, self.counts, at)
+        transit = Transit(*links, self._numbers_of[target.name], submit, self.counts, at)
         leg.steps.on_run = transit.begin
-        return PromptLeg(self, leg, parts, target, transit)
+        return PromptLeg(self, leg, submit, target, transit)
 
-    def _target(self, parts: SentParts, cached: CachedTokens, admitted: bool) -> RoutedReplica | None:
+    def _target(self, submit: Submit, cached: CachedTokens) -> RoutedReplica | None:
         """The engine that will decode it. Raises Busy if none has room and it was not admitted before."""
         choices = list(self._ready[0])
-        batch, refusals = parts.priority >= BATCH_PRIORITY, list[Busy | Unavailable]()
+        batch, refusals = submit.priority >= BATCH_PRIORITY, list[Busy | Unavailable]()
         while choices:
-            replica = choices.pop(self._best(choices, len(parts.prompt), batch, cached))
-            if admitted:
+            replica = choices.pop(self._best(choices, len(submit.prompt), batch, cached))
+            if submit.admitted:
                 return replica
             try:
-                replica.link.expect(parts.params.n, parts.priority, parts.tenant)
+                replica.link.expect(submit.params.n, submit.priority, submit.tenant)
                 return replica
             except (Busy, Unavailable) as error:
                 refusals.append(error)
@@ -139,24 +132,15 @@ class SeparateSet(ReplicaSet):
             raise refused
         return None
 
-    def go_on(
-        self,
-        parts: SentParts,
-        deadline: float | None,
-        begun: Continuation,
-        target: RoutedReplica,
-        transit: Transit | None,
-        weights: str,
-    ) -> Leg:
+    def go_on(self, submit: Submit, target: RoutedReplica, transit: Transit | None, weights: str) -> Leg:
         """Continue a request whose prompt was computed, on the engine that has got its state or on another one."""
         if transit is not None and not transit.lost and target.ready:
-            refusals: list[Busy | Unavailable] = []
-            leg = self._submit([target], parts, deadline, begun, False, refusals, transit.expected)
+            leg = self._send([target], replace(submit, expected=transit.expected), False, [])
             if leg is not None:
                 return DecodingLeg(leg, transit)
         if transit is not None:
             transit.close()
-        return self.dispatch(parts, deadline, begun, weights=weights)
+        return self.dispatch(submit, weights=weights)
 
     def next_number(self) -> int:
         """A number for a request in a meter."""
@@ -228,10 +212,10 @@ class PromptLeg(Leg):
     __slots__ = ("_away",)
 
     def __init__(
-        self, replicas: SeparateSet, leg: Leg, parts: SentParts, target: RoutedReplica, transit: Transit | None
+        self, replicas: SeparateSet, leg: Leg, submit: Submit, target: RoutedReplica, transit: Transit | None
     ) -> None:
         super().__init__(leg.replica, leg.steps, *leg.detach(), leg.weights)
-        self._away: Onward | None = Onward(replicas, leg, parts, target, transit)
+        self._away: Onward | None = Onward(replicas, leg, submit, target, transit)
 
     def hand_over(self) -> Onward:
         away, self._away = self._away, None
@@ -249,13 +233,13 @@ class Onward:
     """A request on its way: a `HandOver`. It counts as one of the target's, so that others go elsewhere."""
 
     def __init__(
-        self, replicas: SeparateSet, leg: Leg, parts: SentParts, target: RoutedReplica, transit: Transit | None
+        self, replicas: SeparateSet, leg: Leg, submit: Submit, target: RoutedReplica, transit: Transit | None
     ) -> None:
         self.weights = leg.weights
-        self._replicas, self._parts, self._target, self._transit = replicas, parts, target, transit
+        self._replicas, self._target, self._transit = replicas, target, transit
         self._loop = asyncio.get_running_loop()
         self._number: int | None = replicas.next_number()
-        target.meter.sent(self._number, 1, 0, parts.params.n, parts.priority >= BATCH_PRIORITY)
+        target.meter.sent(self._number, 1, 0, submit.params.n, submit.priority >= BATCH_PRIORITY)
 
     async def wait(self, most: float) -> None:
         if self._transit is not None:
@@ -264,10 +248,10 @@ class Onward:
     def account(self) -> dict[str, Any]:
         return {"to": self._target.name, **({} if self._transit is None else self._transit.account())}
 
-    def go(self, begun: Continuation, deadline: float | None) -> Leg:
+    def go(self, submit: Submit) -> Leg:
         transit, self._transit = self._transit, None
         self._leave_meter()
-        return self._replicas.go_on(self._parts, deadline, begun, self._target, transit, self.weights)
+        return self._replicas.go_on(submit, self._target, transit, self.weights)
 
     def close(self) -> None:
         self._leave_meter()

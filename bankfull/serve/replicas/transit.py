@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from bankfull.serve.engine.backend import Unavailable
 from bankfull.serve.engine.link import OnRoom, OnShipped
 from bankfull.serve.engine.wire import RoomGranted, Shipped
-from bankfull.serve.replicas.resume import SentParts
+from bankfull.submit import Submit
 
 QUIET_SECONDS = 2.0
 """A request whose prompt is computed waits while state arrives, and so long for the next piece of it."""
@@ -70,12 +70,12 @@ class Transit:
         source: StateLink,
         target: StateLink,
         exchange: int,
-        parts: SentParts,
+        submit: Submit,
         counts: TransitCounts,
         at: tuple[str, int] | None = None,
     ) -> None:
         self._source, self._target, self._exchange, self._counts = source, target, exchange, counts
-        self._parts, self._at = parts, at
+        self._submit, self._at = submit, at
         self._coming: dict[bytes, int] = {}
         """Names that have a place, and have not arrived."""
         self._waiting = 0
@@ -95,7 +95,7 @@ class Transit:
             return
         try:
             self.expected = self._target.expect_state(
-                self._parts.prompt, self._parts.salt, self._parts.tenant, self._on_room
+                self._submit.prompt, self._submit.salt, self._submit.tenant, self._on_room
             )
         except Unavailable:  # it has just ended
             self.lost = True

@@ -7,8 +7,10 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
+
+from msgspec.structs import replace
 
 from bankfull.errors import BankfullError
 from bankfull.fleet.attainment import RequestGoals
@@ -27,7 +29,7 @@ from bankfull.serve.guard.pin_quota import PinsExceeded
 from bankfull.serve.telemetry.log import log_trace
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, current_trace, during
-from bankfull.types import Keep
+from bankfull.submit import Submit
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, TABLES_PATH, *PAGES})
@@ -135,50 +137,30 @@ class WatchedBackend:
         with self._counting_refusals():
             self._inner.expect(samples, priority, tenant or self._tenant_of(current_trace()))
 
-    def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        keeps: Sequence[Keep] = (),
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
-        trace = current_trace()
-        batch = priority >= BATCH_PRIORITY
+    def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
+        trace, params, length = current_trace(), submit.params, len(submit.prompt)
+        batch = submit.priority >= BATCH_PRIORITY
         asked = time.monotonic()  # before the request is sent: the engine may run at once, on this very core
         with self._counting_refusals():
-            most = len(prompt) if pool is not None else self._most_tokens(len(prompt), params)
+            most = length if submit.pool is not None else self._most_tokens(length, params)
             reserved = None if trace is None else self._reserve(trace, most, may_overdraw=batch)
             unpin: Callable[[], None] | None = None
             try:
                 if trace is not None:
-                    unpin = self._charge_pins(trace, salt, prompt, keeps)
-                steps = self._inner.generate(
-                    prompt,
-                    params,
-                    priority=priority,
-                    salt=salt,
-                    pool=pool,
-                    deadline=deadline,
-                    explain=explain,
-                    tenant=tenant or self._tenant_of(trace),
-                    keeps=keeps,
-                )
+                    unpin = self._charge_pins(trace, submit)
+                if not submit.tenant and (tenant := self._tenant_of(trace)):
+                    submit = replace(submit, tenant=tenant)
+                steps = self._inner.generate(submit)
             except BaseException:
                 if reserved is not None:
                     reserved.settle(0)
                 if unpin is not None:
                     unpin()
                 raise
-        line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
+        line = None if trace is None else self.lines.open(trace, length, batch=batch)
         slo = self._metrics.slo
-        goals = None if slo is None or batch or pool is not None else slo.begin(asked)
-        counted = self._metrics, trace, reserved, len(prompt), params.n, asked
+        goals = None if slo is None or batch or submit.pool is not None else slo.begin(asked)
+        counted = self._metrics, trace, reserved, length, params.n, asked
         return CountedSteps(steps, *counted, batch=batch, line=line, goals=goals)
 
     def _tenant_of(self, trace: Trace | None) -> str:
@@ -219,14 +201,12 @@ class WatchedBackend:
                 )
         return ReservedTokens(tokens, most)
 
-    def _charge_pins(
-        self, trace: Trace, salt: str, prompt: list[int], keeps: Sequence[Keep]
-    ) -> Callable[[], None] | None:
+    def _charge_pins(self, trace: Trace, submit: Submit) -> Callable[[], None] | None:
         """Count what the call pins against its key's quota; a function that takes it back. None without a quota."""
         if trace.key is None or (pins := self._keyring.rate_limits(trace.key).pins) is None:
             return None
         try:
-            return pins.charge(salt, prompt, keeps)
+            return pins.charge(submit.salt, submit.prompt, submit.keeps)
         except PinsExceeded as problem:
             name, most = trace.key.name, pins.most
             if problem.seconds is None:

@@ -22,6 +22,7 @@ from bankfull.serve.api.openai.chat_completions import ChatStream
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.parsers import PlainParser
+from bankfull.submit import Submit
 from bankfull.types import StepDrafts
 from tests.quick import examples
 from tests.serve.scripted import FACTS, TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
@@ -198,7 +199,7 @@ def test_streamed_and_whole_are_the_same_for_any_cutting(transcript: str, size: 
 @given(st.text(alphabet='ab \n<>/\\"{}é\U0001f30a', max_size=30), st.integers(1, 5))
 def test_any_text_survives_the_spelling_of_chunks(text: str, size: int) -> None:
     async def stream() -> bytes:
-        answer = Answer([1], Scripted(cut(text, size)).generate([1], SamplingParams()), [PlainParser()])
+        answer = Answer([1], Scripted(cut(text, size)).generate(Submit([1], SamplingParams())), [PlainParser()])
         chunks = ChatStream(answer, scripted_tokenizer(), 'a "model"', StreamOptions())
         return b"".join([chunk async for chunk in chunks])
 

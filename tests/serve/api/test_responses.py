@@ -19,6 +19,7 @@ from bankfull.outputs import Delta
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import RequestDone
+from bankfull.submit import Submit
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
 
@@ -235,7 +236,7 @@ def test_failures_have_a_status_before_and_events_within_a_stream(error: Excepti
 
 def test_a_failure_before_anything_was_said_is_an_error_event() -> None:
     class Late(Scripted):
-        async def generate(self, *prompt: Any, **how: Any) -> AsyncIterator[list[Delta | RequestDone]]:
+        async def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
             await asyncio.sleep(0.4)
             raise EngineDied("died")
             yield []

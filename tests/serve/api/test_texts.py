@@ -18,6 +18,7 @@ from bankfull.serve.desk import DeskJob
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.guard.keys import Key
 from bankfull.serve.telemetry.trace import Trace, during
+from bankfull.submit import Submit
 from bankfull.text import windows as windows_module
 from bankfull.text.guard import LONG_TEXT
 from tests.serve.scripted import Scripted, scripted_texts, scripted_tokenizer
@@ -103,10 +104,12 @@ def test_a_short_conversation_reaches_no_thread(
 
     monkeypatch.setattr(chat.texts, "run", run)
     asked = [{"role": "user", "content": text} for text in messages]
-    assert asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), template_options=options), fits=False))
+    assert asyncio.run(
+        chat.prompt(Ask(messages=asked, submit=Submit([], SamplingParams()), template_options=options), fits=False)
+    )
     assert threads == (not short)
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
-    asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), tools=tools), fits=False))
+    asyncio.run(chat.prompt(Ask(messages=asked, submit=Submit([], SamplingParams()), tools=tools), fits=False))
     assert threads == 1 + (not short), "tools may be of any size"
 
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from bankfull.outputs import Delta
-from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.calls import Caller
 from bankfull.serve.api.openai.completions import Completions
 from bankfull.serve.api.openai.embeddings import Embeddings
 from bankfull.serve.engine.admission import Admission, QueueLimits
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded
 from bankfull.serve.engine.wire import RequestDone
+from bankfull.submit import Submit
 from tests.serve.scripted import FACTS, Scripted, scripted_texts, settings
 
 
@@ -29,13 +29,12 @@ class Crowded(Scripted):
         self.admission.open(msgspec.structs.replace(FACTS, rows=2))
         self.refused = self.most = 0
 
-    def generate(
-        self, prompt: list[int], params: SamplingParams, *, deadline: float | None = None, **more: Any
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
-        if deadline is not None and deadline <= 0:
+    def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
+        left, params = submit.seconds_left(), submit.params
+        if left is not None and left <= 0:
             raise DeadlineExceeded("It is over.")
         try:
-            ticket = self.admission.enter(len(prompt), params.n, params.max_tokens, 0)
+            ticket = self.admission.enter(len(submit.prompt), params.n, params.max_tokens, 0)
         except Busy:
             self.refused += 1
             raise
@@ -43,7 +42,7 @@ class Crowded(Scripted):
         async def steps() -> AsyncIterator[list[Delta | RequestDone]]:
             try:
                 await asyncio.sleep(self.pause)
-                async for items in super(Crowded, self).generate(prompt, params, **more):
+                async for items in super(Crowded, self).generate(submit):
                     self.most = max(self.most, self.running)
                     yield items
             finally:

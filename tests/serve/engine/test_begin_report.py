@@ -8,7 +8,8 @@ import pytest
 
 from bankfull import SamplingParams
 from bankfull.sample.params import StructuredOutput
-from bankfull.serve.engine.wire import Begun, Configure, Ready, StepMessage, Submit, pack
+from bankfull.serve.engine.wire import Begun, Configure, Ready, StepMessage, pack
+from bankfull.submit import Submit
 from tests.serve.engine.test_worker import Process
 from tests.serve.engine_kit import OPTIONS
 from tests.tiny import speaking_folder
@@ -53,7 +54,7 @@ def first_delta(read: list[Begun | StepMessage], request: int) -> int:
 
 
 def test_a_request_is_reported_before_its_first_token(worker: Process) -> None:
-    worker.send(Submit(1, PROMPT, GREEDY))
+    worker.send(Submit(PROMPT, GREEDY, id=1))
     read = until_done(worker, {1})
     assert [one for one in read if isinstance(one, Begun)] == [Begun([1], runs=True)]
     assert read.index(Begun([1], runs=True)) < first_delta(read, 1)
@@ -62,7 +63,7 @@ def test_a_request_is_reported_before_its_first_token(worker: Process) -> None:
 def test_a_request_in_the_queue_is_not_reported(worker: Process) -> None:
     """Two rows: the third request waits for one of the others."""
     long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    worker.socket.sendall(b"".join(pack(Submit(number, PROMPT, long)) for number in (11, 12, 13)))
+    worker.socket.sendall(b"".join(pack(Submit(PROMPT, long, id=number)) for number in (11, 12, 13)))
     read = until_done(worker, {11, 12, 13})
     reported = [one.ids for one in read if isinstance(one, Begun)]
     assert sorted(number for ids in reported for number in ids) == [11, 12, 13]
@@ -71,7 +72,7 @@ def test_a_request_in_the_queue_is_not_reported(worker: Process) -> None:
 
 
 def test_the_preparation_of_a_grammar_is_reported(worker: Process) -> None:
-    worker.send(Submit(21, PROMPT, GRAMMAR))
+    worker.send(Submit(PROMPT, GRAMMAR, id=21))
     read = until_done(worker, {21})
     begun = [Begun([21]), Begun([21], waits=True), Begun([21], runs=True)]
     assert [one for one in read if isinstance(one, Begun)] == begun
@@ -80,8 +81,8 @@ def test_the_preparation_of_a_grammar_is_reported(worker: Process) -> None:
 def test_an_engine_without_other_replicas_reports_nothing() -> None:
     alone = begun(reports=False)
     try:
-        alone.send(Submit(1, PROMPT, GREEDY))
-        alone.send(Submit(2, PROMPT, GRAMMAR))
+        alone.send(Submit(PROMPT, GREEDY, id=1))
+        alone.send(Submit(PROMPT, GRAMMAR, id=2))
         assert not any(isinstance(one, Begun) for one in until_done(alone, {1, 2}))
     finally:
         alone.process.kill()

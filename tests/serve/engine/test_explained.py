@@ -15,6 +15,7 @@ from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.wire import RequestDone
+from bankfull.submit import Submit
 from tests.serve.engine_kit import ENDLESS, PROMPT, collect, idle, service, until
 from tests.serve.scripted import Scripted
 from tests.serve.server import shared
@@ -93,7 +94,7 @@ def test_the_engine_tells_where_the_time_went() -> None:
         return await asyncio.gather(*wanted)
 
     async def leave(link: Link) -> None:
-        steps = link.generate(PROMPT, ENDLESS, explain=True)
+        steps = link.generate(Submit(PROMPT, ENDLESS, explain=True))
         await anext(steps)
         await steps.aclose()  # type: ignore[attr-defined]
         await until(lambda: idle(link))

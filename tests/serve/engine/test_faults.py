@@ -22,6 +22,7 @@ from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.process import EngineProcess
+from bankfull.submit import Submit
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, Service, collect, idle, service, until
 from tests.tiny import speaking_folder
 
@@ -37,7 +38,7 @@ def serving() -> Iterator[Service]:
 async def some_stage(link: Link, random: Random, prompt: list[int]) -> None:
     """Ask, and leave in the queue, in the prompt or in the middle of the answer."""
     try:
-        stream = link.generate(prompt, ENDLESS)
+        stream = link.generate(Submit(prompt, ENDLESS))
     except Busy:
         return
     stage = random.randrange(3)
@@ -68,11 +69,11 @@ def test_whoever_leaves_frees_the_pages_at_every_stage(serving: Service, stage: 
         await until(lambda: idle(link))
         others = []
         if stage == "queue":  # all four rows are taken
-            others = [link.generate([i, i + 1], ENDLESS) for i in range(4)]
+            others = [link.generate(Submit([i, i + 1], ENDLESS)) for i in range(4)]
             for other in others:
                 await anext(other)
         steps = link.load.steps if link.load is not None else 0
-        stream = link.generate(list(range(90)), ENDLESS)  # six steps of sixteen tokens
+        stream = link.generate(Submit(list(range(90)), ENDLESS))  # six steps of sixteen tokens
         if stage == "prefill":
             await until(lambda: link.load is not None and link.load.steps > steps)
         elif stage == "decode":
@@ -100,7 +101,7 @@ def test_at_five_times_the_capacity_steps_stay_full(serving: Service) -> None:
             nonlocal tokens, refused
             while time.monotonic() < end:
                 try:
-                    async for items in link.generate(PROMPT[:4], SHORT):
+                    async for items in link.generate(Submit(PROMPT[:4], SHORT)):
                         tokens += len(items)
                 except Busy as busy:
                     assert busy.retry_after >= 1.0
@@ -122,7 +123,7 @@ def test_at_five_times_the_capacity_steps_stay_full(serving: Service) -> None:
 
 def test_a_killed_engine_fails_its_streams_and_comes_back(serving: Service) -> None:
     async def kill(link: Link) -> None:
-        streams = [link.generate(PROMPT, ENDLESS) for _ in range(6)]
+        streams = [link.generate(Submit(PROMPT, ENDLESS)) for _ in range(6)]
         await anext(streams[0])
         died = link.engine_pid
         assert died is not None and link.facts is not None
@@ -133,7 +134,7 @@ def test_a_killed_engine_fails_its_streams_and_comes_back(serving: Service) -> N
                 async for _ in stream:
                     pass
         with pytest.raises(Unavailable):
-            link.generate(PROMPT, SHORT)
+            link.generate(Submit(PROMPT, SHORT))
         with pytest.raises(Unavailable):
             await link.reset_cache()
         assert link.facts is not None, "what is known of the model stays known"
@@ -147,7 +148,7 @@ def test_a_killed_engine_fails_its_streams_and_comes_back(serving: Service) -> N
 
 def test_whoever_does_not_finish_within_the_grace_is_told(serving: Service) -> None:
     async def drain(link: Link) -> None:
-        stream = link.generate(PROMPT, ENDLESS)
+        stream = link.generate(Submit(PROMPT, ENDLESS))
         assert link.engine_pid is not None
         os.kill(link.engine_pid, signal.SIGSTOP)  # it will never be done
         try:
@@ -222,7 +223,7 @@ def test_a_model_that_was_away_is_loaded_as_soon_as_it_is_back(
             assert "attempts to load the model again have failed" in link.says
             assert str(tmp_path) not in link.says and "away" not in link.says and "/" not in link.says
             with pytest.raises(Unavailable) as told:
-                link.generate(PROMPT, SHORT)
+                link.generate(Submit(PROMPT, SHORT))
             assert str(told.value) == link.says
             away.rename(folder)
             await asyncio.wait_for(link.wait_ready(), 120)
@@ -283,7 +284,7 @@ def test_a_supervisor_that_fails_ends_the_whole_with_its_reason(monkeypatch: pyt
         await link.start()
         try:
             await link.wait_ready()
-            waiting = link.generate(PROMPT, ENDLESS)
+            waiting = link.generate(Submit(PROMPT, ENDLESS))
             monkeypatch.setattr(EngineProcess, "finish", broken)
             assert link.engine_pid is not None
             os.kill(link.engine_pid, signal.SIGKILL)

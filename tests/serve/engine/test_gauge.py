@@ -43,7 +43,7 @@ def test_what_waits_is_counted_until_it_runs_or_leaves(llm: LLM) -> None:
     gauge = Gauge(llm.loaded.frontend.engine, None)
     front = llm.loaded.frontend
     for request, length in (("runs", 5), ("leaves", 7)):
-        front.submit(list(range(length)), PARAMS, request_id=request)
+        front.submit(list(range(length)), PARAMS, id=request)
         gauge.queued(request, length)
     assert gauge.load().waiting_tokens == 12
     front.abort("leaves")

@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ from bankfull.serve.engine.backend import DeadlineExceeded, Unavailable
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.prompt_lines import unpack_lines
 from bankfull.serve.engine.wire import RequestDone
+from bankfull.submit import Submit
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, Service, collect, idle, service, text_of, until
 from tests.tiny import speaking_folder
 
@@ -89,7 +91,7 @@ def test_a_grammar_holds_and_a_bad_one_is_the_requests_own_fault(serving: Servic
 @pytest.mark.parametrize("how", ["aclose", "cancel", "forget"])
 def test_leaving_frees_the_pages(serving: Service, how: str) -> None:
     async def leave(link: Link) -> None:
-        stream = link.generate(PROMPT, ENDLESS)
+        stream = link.generate(Submit(PROMPT, ENDLESS))
         await anext(stream)
         assert link.load is not None and link.load.pages_used > 0
         if how == "aclose":
@@ -115,7 +117,7 @@ def test_whoever_leaves_while_a_grammar_is_compiled_never_runs(serving: Service)
     async def leave(link: Link) -> None:
         slow = SamplingParams(structured=StructuredOutput(regex="(a|b|ab){1,40}c"), max_tokens=50)
         for _ in range(20):
-            await link.generate(PROMPT, slow).aclose()  # type: ignore[attr-defined]
+            await link.generate(Submit(PROMPT, slow)).aclose()  # type: ignore[attr-defined]
         await collect(link, PROMPT, SEEDED)
         await until(lambda: idle(link))
 
@@ -125,9 +127,9 @@ def test_whoever_leaves_while_a_grammar_is_compiled_never_runs(serving: Service)
 def test_a_deadline_ends_a_request(serving: Service) -> None:
     async def wait(link: Link) -> None:
         with pytest.raises(DeadlineExceeded):
-            await collect(link, PROMPT, ENDLESS, deadline=0.002)
+            await collect(link, PROMPT, ENDLESS, deadline=time.monotonic() + 0.002)
         with pytest.raises(DeadlineExceeded):
-            link.generate(PROMPT, ENDLESS, deadline=0.0)
+            link.generate(Submit(PROMPT, ENDLESS, deadline=time.monotonic()))
         await until(lambda: idle(link))
 
     serving.run(wait)
@@ -162,7 +164,7 @@ def test_draining_lets_online_requests_finish_and_drops_batch_work() -> None:
         draining = asyncio.create_task(link.drain(30.0))
         await asyncio.sleep(0)
         with pytest.raises(Unavailable, match="shutting down"):
-            link.generate(PROMPT, SEEDED)
+            link.generate(Submit(PROMPT, SEEDED))
         assert not link.ready
         with pytest.raises(Unavailable):
             await batch
@@ -181,7 +183,7 @@ def test_what_can_never_be_loaded_is_given_up_with_the_engines_own_words() -> No
             with pytest.raises(ModelError, match="float3"):
                 await asyncio.wait_for(link.wait_ready(), 60)
             with pytest.raises(Unavailable, match="log") as told:
-                link.generate(PROMPT, SEEDED)
+                link.generate(Submit(PROMPT, SEEDED))
             assert "float3" not in str(told.value), "the engine's words are for whoever runs the server"
         finally:
             await link.close()

@@ -18,8 +18,9 @@ from bankfull.sample.params import SamplingParams, StructuredOutput
 from bankfull.sched.scheduler import FORKS_PER_STEP
 from bankfull.serve.engine import worker as worker_module
 from bankfull.serve.engine.process import EngineProcess
-from bankfull.serve.engine.wire import Abort, Configure, Refused, Submit, postponed, preparation
+from bankfull.serve.engine.wire import Abort, Configure, Refused, postponed, preparation
 from bankfull.serve.engine.worker import Worker
+from bankfull.submit import Submit
 from bankfull.text.stop import StopTable
 from bankfull.types import StepPlan
 from tests.serve.engine_kit import OPTIONS, PROMPT
@@ -72,7 +73,7 @@ def engine(loaded: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 
 def submitted(request: int, **how: Any) -> Submit:
-    return Submit(request, PROMPT, SamplingParams(**{"temperature": 1.0, "max_tokens": 8, **how}))
+    return Submit(PROMPT, SamplingParams(**{"temperature": 1.0, "max_tokens": 8, **how}), id=request)
 
 
 def later(submit: Submit, tenant: str = "") -> Any:
@@ -123,16 +124,16 @@ def test_samples_enter_the_steps_gradually(engine: Engine) -> None:
 
 def test_what_prepares_at_once_is_little(engine: Engine) -> None:
     light = SamplingParams(temperature=1.0, n=128, stop=["\n\n", "END"], bad_words=["no"], max_tokens=5)
-    assert preparation(Submit(1, PROMPT, light)) == 0
-    assert preparation(Submit(1, PROMPT, light, generated=[[1] * 500, [2] * 500])) == 0
+    assert preparation(Submit(PROMPT, light, id=1)) == 0
+    assert preparation(Submit(PROMPT, light, id=1, generated=[[1] * 500, [2] * 500])) == 0
     for heavy in (
-        Submit(1, PROMPT, light, generated=[[1] * 600, [2] * 600]),
-        Submit(1, [1] * 4097, light),
-        Submit(1, PROMPT, SamplingParams(stop=["x" * 257])),
-        Submit(1, PROMPT, SamplingParams(bad_words=["x" * 257])),
-        Submit(1, PROMPT, light, explain=True),
-        Submit(1, PROMPT, SamplingParams(allowed_token_ids=range(4097))),
-        Submit(1, PROMPT, SamplingParams(structured=StructuredOutput(regex="a"))),
+        Submit(PROMPT, light, id=1, generated=[[1] * 600, [2] * 600]),
+        Submit([1] * 4097, light, id=1),
+        Submit(PROMPT, SamplingParams(stop=["x" * 257]), id=1),
+        Submit(PROMPT, SamplingParams(bad_words=["x" * 257]), id=1),
+        Submit(PROMPT, light, id=1, explain=True),
+        Submit(PROMPT, SamplingParams(allowed_token_ids=range(4097)), id=1),
+        Submit(PROMPT, SamplingParams(structured=StructuredOutput(regex="a")), id=1),
     ):
         assert preparation(heavy) > 0
 
@@ -152,7 +153,7 @@ def test_work_of_clients_that_left_is_dropped_before_it_is_done(
 
     monkeypatch.setattr(engine.front, "prepare", prepare)
     # So large that the thread for short work leaves them alone.
-    jobs = [later(Submit(i, [1] * 20_000, SamplingParams(stop=[f"{i:300d}"], max_tokens=1))) for i in range(10, 22)]
+    jobs = [later(Submit([1] * 20_000, SamplingParams(stop=[f"{i:300d}"], max_tokens=1), id=i)) for i in range(10, 22)]
     engine.take(jobs[0])
     assert begun.wait(60)
     engine.take(*jobs[1:], *(Abort([job.id]) for job in jobs[:-1]))

@@ -44,6 +44,7 @@ from bankfull.serve.engine.backend import EngineDied, Unavailable
 from bankfull.serve.engine.gateway import Gateway
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.remote import RemoteEngine
+from bankfull.submit import Submit
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, collect, service, text_of, until
 from tests.tiny import speaking_folder
 
@@ -130,7 +131,7 @@ def test_a_killed_engine_fails_its_requests_and_is_started_again(
     async def kill() -> None:
         async with gateway() as (made, address), linked(lambda: address) as link:
             await link.wait_ready()
-            stream = link.generate(PROMPT, ENDLESS)
+            stream = link.generate(Submit(PROMPT, ENDLESS))
             await anext(stream)
             first = made.engine_pid
             assert first is not None
@@ -153,13 +154,13 @@ def test_an_engine_that_has_just_ended_is_unavailable() -> None:
     async def end() -> None:
         async with gateway() as (_, address), linked(lambda: address) as link:
             await link.wait_ready()
-            begun = link.generate(PROMPT, ENDLESS)
+            begun = link.generate(Submit(PROMPT, ENDLESS))
             engine = link._engine
             assert engine is not None and engine._transport is not None
             engine._transport.abort()
             assert link.ready, "it does not know yet"
             with pytest.raises(Unavailable, match="has just ended"):
-                link.generate(PROMPT, FEW)
+                link.generate(Submit(PROMPT, FEW))
             await begun.aclose()
 
     uvloop.run(asyncio.wait_for(end(), 120))
@@ -173,7 +174,7 @@ def test_an_engine_that_hangs_is_killed_through_its_gateway(
     async def hang() -> None:
         async with gateway() as (made, address), linked(lambda: address, stall_seconds=2.0) as link:
             await link.wait_ready()
-            stream = link.generate(PROMPT, ENDLESS)
+            stream = link.generate(Submit(PROMPT, ENDLESS))
             await anext(stream)
             first = made.engine_pid
             assert first is not None

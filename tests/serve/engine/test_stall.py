@@ -16,6 +16,7 @@ from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.stall import stalled
+from bankfull.submit import Submit
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, collect, idle, until
 from tests.tiny import speaking_folder
 
@@ -116,7 +117,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(
             await asyncio.sleep(1.5 * SECONDS)
             first = link.engine_pid
             assert first is not None and link.restarts == 0, "an idle engine makes no steps either"
-            stream = link.generate(PROMPT, ENDLESS)
+            stream = link.generate(Submit(PROMPT, ENDLESS))
             await anext(stream)
             os.kill(first, signal.SIGSTOP)
             with pytest.raises(EngineDied):

@@ -28,6 +28,7 @@ from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
+from bankfull.submit import Submit
 from tests.quick import examples
 from tests.serve.listening import listening
 from tests.serve.scripted import FACTS, Scripted, scripted_texts, settings
@@ -63,10 +64,8 @@ class ScriptedSteps:
 class Engine(Scripted):
     """Accepts every request and generates only what the test sends."""
 
-    def generate(
-        self, prompt: list[int], params: SamplingParams, **more: Any
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
-        return ScriptedSteps(params.n)
+    def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
+        return ScriptedSteps(submit.params.n)
 
 
 @dataclass
@@ -111,7 +110,7 @@ def test_concurrent_calls_never_exceed_the_token_bucket(actions: list[tuple[str,
                 params = SamplingParams(max_tokens=second, n=third)
                 try:
                     with during(Trace("id", "POST", "/x", 0.0, key=key)):
-                        steps = backend.generate([1] * first, params)
+                        steps = backend.generate(Submit([1] * first, params))
                 except (Busy, Refusal):
                     continue
                 running.append(Call(steps, steps._steps, first, [second] * third, first))  # type: ignore[attr-defined]
@@ -148,7 +147,7 @@ def test_concurrent_calls_never_exceed_the_token_bucket(actions: list[tuple[str,
         # And nothing stays reserved: a minute after the last use the bucket is full again.
         clock.now += 60
         with during(Trace("id", "POST", "/x", 0.0, key=key)):
-            backend.generate([1] * BUDGET, SamplingParams(max_tokens=0))
+            backend.generate(Submit([1] * BUDGET, SamplingParams(max_tokens=0)))
 
     asyncio.run(run())
 
@@ -160,7 +159,7 @@ def test_unused_tokens_are_returned_to_the_bucket_at_once() -> None:
         with during(Trace("id", "POST", "/x", 0.0, key=key)):
             for _ in range(10):  # each uses 3 + 2 of the 45 tokens that it reserves, while they last
                 try:
-                    async for _ in backend.generate([1, 2, 3], SamplingParams(max_tokens=42)):
+                    async for _ in backend.generate(Submit([1, 2, 3], SamplingParams(max_tokens=42))):
                         pass
                 except Busy as busy:
                     assert "40 left of its 60" in str(busy) and 0 < busy.retry_after <= 60
@@ -176,20 +175,20 @@ def test_a_call_that_exceeds_the_limit_of_a_minute_is_refused_by_name() -> None:
     backend = WatchedBackend(Engine(), ServiceMetrics(), Keyring((key,)))
     for params in (SamplingParams(max_tokens=58), SamplingParams(max_tokens=20, n=3), SamplingParams()):
         with during(Trace("id", "POST", "/x", 0.0, key=key)), pytest.raises(Refusal, match="max_tokens") as refused:
-            backend.generate([1, 2, 3], params)
+            backend.generate(Submit([1, 2, 3], params))
         assert refused.value.status == 400 and refused.value.code == "token_budget_exceeded"
     assert FACTS.max_len > BUDGET, "a call without max_tokens may need the whole context"
 
 
 def test_a_refused_call_costs_nothing() -> None:
     class Full(Scripted):
-        def generate(self, *given: Any, **more: Any) -> AsyncIterator[list[Delta | RequestDone]]:
+        def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
             raise Busy("full", 1.0)
 
     _, key = new_key("alice", tokens=BUDGET)
     keyring = Keyring((key,), clock=Clock())
     with during(Trace("id", "POST", "/x", 0.0, key=key)), pytest.raises(Busy, match="full"):
-        WatchedBackend(Full(), ServiceMetrics(), keyring).generate([1], SamplingParams(max_tokens=50))
+        WatchedBackend(Full(), ServiceMetrics(), keyring).generate(Submit([1], SamplingParams(max_tokens=50)))
     tokens = keyring.rate_limits(key).tokens
     assert tokens is not None and tokens.left == BUDGET
 
@@ -199,10 +198,10 @@ def test_batch_lines_may_overdraw_and_then_wait_for_the_refill() -> None:
     keyring = Keyring((key,), clock=Clock())
     backend = WatchedBackend(Engine(), ServiceMetrics(), keyring)
     with during(Trace("id", "POST", "/x", 0.0, key=key)):
-        held = [backend.generate([1], SamplingParams(max_tokens=49), priority=BATCH_PRIORITY) for _ in range(2)]
+        held = [backend.generate(Submit([1], SamplingParams(max_tokens=49), priority=BATCH_PRIORITY)) for _ in range(2)]
         assert keyring.batch_wait("alice") == pytest.approx(70.0)
         with pytest.raises(Busy):
-            backend.generate([1], SamplingParams(max_tokens=1))
+            backend.generate(Submit([1], SamplingParams(max_tokens=1)))
     assert len(held) == 2
 
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from bankfull.errors import BankfullError
 from bankfull.fleet.routing import routing_policy
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.engine.backend import STOPPED, Busy, Continuation, EngineDied, Unavailable
+from bankfull.serve.engine.backend import STOPPED, Busy, EngineDied, Unavailable
 from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
 from bankfull.serve.replicas.replica_set import ReplicaSet
-from bankfull.types import Keep
+from bankfull.submit import Submit
 
 FACTS = Facts("tiny", 512, 1000, 8, 100, 16, 64, "float32", "cpu")
 
@@ -36,14 +38,7 @@ class FakeStream:
     """One request in a fake engine. Sample i generates i tokens more than `max_tokens`."""
 
     link: FakeLink
-    prompt: list[int]
-    params: SamplingParams
-    pool: str | None
-    deadline: float | None
-    tenant: str
-    priority: int
-    explain: bool
-    begun: Continuation | None
+    submit: Submit
     queue: asyncio.Queue[list[Delta | RequestDone] | BankfullError] = field(default_factory=asyncio.Queue)
     over: bool = False
     left: bool = False
@@ -51,17 +46,17 @@ class FakeStream:
     on_run: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        generated = self.begun.generated if self.begun is not None else []
-        self.at = [len(tokens) for tokens in generated] or [0] * self.params.n
-        self.open = set(range(self.params.n)) - set(self.begun.finished if self.begun is not None else ())
-        generates = self.pool is None
-        self.whole = [tokens_of(self.prompt, self.params, sample) for sample in range(self.params.n) if generates]
-        for sample, tokens in enumerate(generated):
+        submit, samples = self.submit, range(self.submit.params.n)
+        self.at = [len(tokens) for tokens in submit.generated] or [0] * len(samples)
+        self.open = set(samples) - set(submit.finished)
+        self.pools = submit.pool is not None
+        self.whole = [tokens_of(submit.prompt, submit.params, sample) for sample in samples if not self.pools]
+        for sample, tokens in enumerate(submit.generated):
             assert tokens == self.whole[sample][: len(tokens)], "not the tokens so far"
 
     def step(self) -> None:
         items: list[Delta | RequestDone] = []
-        if self.pool is None:
+        if not self.pools:
             for sample in sorted(self.open):
                 token = self.whole[sample][self.at[sample]]
                 self.at[sample] += 1
@@ -69,8 +64,8 @@ class FakeStream:
                 items.append(Delta(1, sample, f"<{token}>", [token], finish_reason="length" if ends else None))
                 if ends:
                     self.open.discard(sample)
-        if self.pool is not None or not self.open:
-            embedding = [1.0] if self.pool is not None else None
+        if self.pools or not self.open:
+            embedding = [1.0] if self.pools else None
             items.append(RequestDone(1, 0.0, 0.0, 0.0, 0, sum(self.at), None, embedding))
             self.over = True
             self.link.streams.remove(self)
@@ -131,28 +126,14 @@ class FakeLink:
         if len(self.streams) + samples > self.most:
             raise Busy("It is full.", self.retry_after)
 
-    def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        pool: str | None = None,
-        deadline: float | None = None,
-        explain: bool = False,
-        tenant: str = "",
-        keeps: Sequence[Keep] = (),
-        begun: Continuation | None = None,
-        hands_over: bool = False,
-        expected: int = 0,
-    ) -> FakeStream:
-        if begun is None:
+    def generate(self, submit: Submit) -> FakeStream:
+        if not submit.admitted:
             self.expect(1)
         elif not self.ready:
             raise Unavailable(self.says)
-        copied = None if begun is None else Continuation([list(t) for t in begun.generated], list(begun.finished))
-        stream = FakeStream(self, prompt, params, pool, deadline, tenant, priority, explain, copied)
+        # The stream goes on to write in the lists that it has sent.
+        generated = [list(tokens) for tokens in submit.generated]
+        stream = FakeStream(self, replace(submit, generated=generated, finished=list(submit.finished)))
         stream.worked_on = self.works
         self.streams.append(stream)
         self.sent.append(stream)

@@ -12,6 +12,7 @@ import pytest
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.submit import Submit
 from tests.serve.engine_kit import until
 from tests.serve.replicas.fake_links import FACTS, FakeLink, read, replica_set
 
@@ -30,16 +31,16 @@ def test_new_requests_go_to_the_newest_weights_and_to_others_only_if_those_refus
     async def check() -> None:
         old, new = link("a"), link("b", name="other")
         replicas = replica_set(old)
-        replicas.generate([1], PARAMS)
+        replicas.generate(Submit([1], PARAMS))
         await replicas.add("n", new, 1)
-        kept = [replicas.generate([1], PARAMS) for _ in range(3)]
+        kept = [replicas.generate(Submit([1], PARAMS)) for _ in range(3)]
         assert (len(old.sent), len(new.sent)) == (1, 3)
         assert replicas.facts is not None and replicas.facts.weights == "b" and replicas.facts.rows == 16
         new.most = 3
-        replicas.generate([1], PARAMS)
+        replicas.generate(Submit([1], PARAMS))
         assert (len(old.sent), len(new.sent)) == (2, 3) and kept
         await replicas.remove("n")
-        replicas.generate([1], PARAMS)
+        replicas.generate(Submit([1], PARAMS))
         assert len(old.sent) == 3 and replicas.facts.weights == "a"
 
     run(check())
@@ -50,7 +51,7 @@ def test_a_request_with_tokens_stays_with_its_weights(tokens: int) -> None:
     async def check() -> None:
         first, second, new = link("a"), link("a"), link("b")
         replicas = replica_set(first, second)
-        stream = replicas.generate([1], PARAMS)
+        stream = replicas.generate(Submit([1], PARAMS))
         runs, other = (first, second) if first.sent else (second, first)
         await replicas.add("n", new, 1)
         for _ in range(tokens):
@@ -70,7 +71,7 @@ def test_the_last_replica_with_its_weights_ends_the_request_with_a_reason() -> N
     async def check() -> None:
         old, new = link("a"), link("b")
         replicas = replica_set(old)
-        stream = replicas.generate([1], PARAMS)
+        stream = replicas.generate(Submit([1], PARAMS))
         await replicas.add("n", new, 1)
         old.step()
         await anext(stream)
@@ -87,7 +88,7 @@ def test_a_request_waits_for_weights_that_come_back() -> None:
     async def check() -> None:
         old, new = link("a"), link("b")
         replicas = replica_set(old)
-        stream = replicas.generate([1], PARAMS)
+        stream = replicas.generate(Submit([1], PARAMS))
         await replicas.add("n", new, 1)
         old.step()
         await anext(stream)
@@ -128,7 +129,7 @@ def test_a_generation_must_have_the_same_vocabulary_and_context(changes: dict[st
         replicas: ReplicaSet = replica_set(link("a"))
         await replicas.add("n", new := link("b", **changes), 1)
         assert replicas.views()[1].state == "refused" and "the others" in replicas.views()[1].problem
-        stream = replicas.generate([1], SamplingParams(max_tokens=1, seed=1))
+        stream = replicas.generate(Submit([1], SamplingParams(max_tokens=1, seed=1)))
         assert new.sent == [] and replicas.facts is not None and replicas.facts.weights == "a"
         await stream.aclose()  # type: ignore[attr-defined]
 
@@ -139,7 +140,7 @@ def test_a_whole_answer_has_one_set_of_weights() -> None:
     async def check() -> None:
         old, new = link("a"), link("b")
         replicas = replica_set(old)
-        stream = replicas.generate([5], PARAMS)
+        stream = replicas.generate(Submit([5], PARAMS))
         await replicas.add("n", new, 1)
         received = asyncio.ensure_future(read(stream))
         for _ in range(4):

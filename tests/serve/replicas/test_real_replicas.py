@@ -24,6 +24,7 @@ from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.wire import Begun, RequestDone, StepMessage
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.resume import MOST_BARREN
+from bankfull.submit import Submit
 from tests.serve.engine_kit import OPTIONS, until
 from tests.tiny import speaking_folder
 
@@ -134,7 +135,7 @@ async def collect(stream: AsyncIterator[Items]) -> Items:
 
 async def collect_with_kill(made: Replicas, params: SamplingParams, tokens: int = 5, **how: Any) -> Items:
     """The engine dies after a few tokens of each sample."""
-    stream = made.set.generate(PROMPT, params, **how)
+    stream = made.set.generate(Submit(PROMPT, params, **how))
     made.silent_after(tokens * params.n, made.kill)
     return await collect(stream)
 
@@ -173,7 +174,7 @@ def test_a_killed_engine_costs_a_stream_no_token(replicas: Replicas, case: str) 
 
     async def check(made: Replicas) -> None:
         await made.both_ready()
-        usual = await collect(made.set.generate(PROMPT, params))
+        usual = await collect(made.set.generate(Submit(PROMPT, params)))
         before = made.resumed()
         items = await collect_with_kill(made, params)
         assert told(items) == told(usual)
@@ -202,7 +203,7 @@ def test_a_request_without_a_seed_goes_on_as_it_began(replicas: Replicas) -> Non
                 del link.generate  # type: ignore[method-assign]
         assert len(seeds) == 2 and seeds[0] is not None and seeds[0] == seeds[1]
         await made.both_ready()
-        again = await collect(made.set.generate(PROMPT, params.seeded(seeds[0])))
+        again = await collect(made.set.generate(Submit(PROMPT, params.seeded(seeds[0]))))
         assert told(items) == told(again)
 
     replicas.run(check)
@@ -223,15 +224,15 @@ def test_an_embedding_and_batch_work_survive_too(replicas: Replicas) -> None:
     async def check(made: Replicas) -> None:
         await made.both_ready()
         params = SamplingParams(max_tokens=1)
-        usual = await collect(made.set.generate(PROMPT, params, pool="mean"))
+        usual = await collect(made.set.generate(Submit(PROMPT, params, pool="mean")))
         before = made.resumed()
-        stream = made.set.generate(PROMPT, params, pool="mean")
+        stream = made.set.generate(Submit(PROMPT, params, pool="mean"))
         made.kill(made.where())
         found = await collect(stream)
         assert found[-1].embedding == usual[-1].embedding is not None  # type: ignore[union-attr]
         await made.both_ready()
         batch = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
-        usual = await collect(made.set.generate(PROMPT, batch, priority=BATCH_PRIORITY))
+        usual = await collect(made.set.generate(Submit(PROMPT, batch, priority=BATCH_PRIORITY)))
         items = await collect_with_kill(made, batch, 1, priority=BATCH_PRIORITY)
         assert told(items) == told(usual) and made.resumed() == before + 2
 
@@ -243,9 +244,9 @@ def test_a_drained_replica_hands_its_streams_over(replicas: Replicas) -> None:
 
     async def check(made: Replicas) -> None:
         await made.both_ready()
-        usual = await collect(made.set.generate(PROMPT, params))
+        usual = await collect(made.set.generate(Submit(PROMPT, params)))
         removing: list[asyncio.Task[None]] = []
-        stream = made.set.generate(PROMPT, params)
+        stream = made.set.generate(Submit(PROMPT, params))
         name = made.where()
         made.silent_after(1, lambda name: removing.append(asyncio.ensure_future(made.set.remove(name, grace=0.0))))
         assert told(await collect(stream)) == told(usual)
@@ -265,7 +266,7 @@ def test_the_set_knows_which_real_engine_holds_a_prefix(replicas: Replicas) -> N
     async def check(made: Replicas) -> None:
         await made.both_ready()
         await made.set.reset_cache()
-        stream = made.set.generate(prompt, params)
+        stream = made.set.generate(Submit(prompt, params))
         name = made.where()
         await collect(stream)
         keys = PromptKeys(prompt, "", OPTIONS["page_tokens"])
@@ -312,16 +313,16 @@ def test_only_the_request_that_kills_its_engines_is_given_up() -> None:
     others = [list(range(number, number + 10)) for number in range(12)]
 
     async def check(made: Replicas) -> None:
-        usual = [told(await collect(made.set.generate(prompt, params))) for prompt in others]
+        usual = [told(await collect(made.set.generate(Submit(prompt, params)))) for prompt in others]
         before = made.set.restarts
-        doomed = asyncio.ensure_future(collect(made.set.generate(killer, SamplingParams(max_tokens=100))))
-        found = await asyncio.gather(*(collect(made.set.generate(prompt, params)) for prompt in others))
+        doomed = asyncio.ensure_future(collect(made.set.generate(Submit(killer, SamplingParams(max_tokens=100)))))
+        found = await asyncio.gather(*(collect(made.set.generate(Submit(prompt, params))) for prompt in others))
         assert [told(items) for items in found] == usual
         with pytest.raises(EngineDied, match="it is not tried again"):
             await doomed
         await made.both_ready()
         assert made.set.restarts - before == MOST_BARREN
-        assert told(await collect(made.set.generate(others[0], params))) == usual[0]
+        assert told(await collect(made.set.generate(Submit(others[0], params)))) == usual[0]
 
     made = Replicas()
     for name in made.links:
@@ -375,7 +376,7 @@ def test_a_storm_of_kills_loses_and_doubles_nothing(replicas: Replicas) -> None:
     async def client(made: Replicas, prompt: list[int], params: SamplingParams) -> Items:
         while True:
             try:
-                return await collect(made.set.generate(prompt, params))
+                return await collect(made.set.generate(Submit(prompt, params)))
             except Unavailable:  # refused before it began
                 await asyncio.sleep(0.02)
 

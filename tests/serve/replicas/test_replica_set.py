@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from bankfull.serve.engine.backend import Busy, Unavailable
 from bankfull.serve.engine.wire import Facts, Load
 from bankfull.serve.replicas.replica_set import DRAFTS, ReplicaSet
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.submit import Submit
 from tests.serve.replicas.fake_links import FACTS, FakeLink, read, replica_set
 from tests.serve.replicas.test_resume import FIVE, PROMPT, run, settled
 from tests.serve.scripted import settings
@@ -46,10 +48,12 @@ def test_the_policy_chooses_and_sees_what_is_under_way() -> None:
         links = {"a": FakeLink(load=load_of(running=3)), "b": FakeLink()}
         policy = Fixed()
         replicas = ReplicaSet(links, policy)
-        first = replicas.generate(PROMPT, FIVE)
-        second = replicas.generate([1] * 40, FIVE, priority=BATCH_PRIORITY, tenant="t", deadline=9.0)
+        first = replicas.generate(Submit(PROMPT, FIVE))
+        second = replicas.generate(
+            Submit([1] * 40, FIVE, priority=BATCH_PRIORITY, tenant="t", deadline=time.monotonic() + 9.0)
+        )
         assert len(links["b"].sent) == 2 and not links["a"].sent
-        assert (links["b"].sent[1].tenant, links["b"].sent[1].priority) == ("t", BATCH_PRIORITY)
+        assert (links["b"].sent[1].submit.tenant, links["b"].sent[1].submit.priority) == ("t", BATCH_PRIORITY)
         (tokens, batch, before), (_, later_batch, after) = policy.asked
         assert (tokens, batch, later_batch) == (3, False, True)
         assert before[0].load == load_of(running=3) and before[0].rows == FACTS.rows
@@ -57,7 +61,7 @@ def test_the_policy_chooses_and_sees_what_is_under_way() -> None:
         assert [c.inflight_tokens for c in after] == [0, 3]
         links["b"].step()
         await anext(first)
-        third = replicas.generate(PROMPT, FIVE)
+        third = replicas.generate(Submit(PROMPT, FIVE))
         assert [c.inflight_tokens for c in policy.asked[2][2]] == [0, 0], "its prompt has run"
         assert [c.batch_inflight for c in policy.asked[2][2]] == [0, 1]
         for stream in (first, second, third):
@@ -71,11 +75,11 @@ def test_busy_only_when_no_replica_admits() -> None:
     async def check() -> None:
         links = [FakeLink(most=1, retry_after=9.0), FakeLink(most=1, retry_after=4.0)]
         replicas = replica_set(*links)
-        streams = [replicas.generate(PROMPT, FIVE)]
+        streams = [replicas.generate(Submit(PROMPT, FIVE))]
         replicas.expect(1)
-        streams.append(replicas.generate(PROMPT, FIVE))
+        streams.append(replicas.generate(Submit(PROMPT, FIVE)))
         assert [len(link.streams) for link in links] == [1, 1]
-        for refused in (lambda: replicas.expect(1), lambda: replicas.generate(PROMPT, FIVE)):
+        for refused in (lambda: replicas.expect(1), lambda: replicas.generate(Submit(PROMPT, FIVE))):
             with pytest.raises(Busy) as caught:
                 refused()  # type: ignore[no-untyped-call]
             assert caught.value.retry_after == 4.0, "the wait of the replica that has room first"
@@ -87,7 +91,7 @@ def test_a_full_queue_does_not_refuse_a_request_that_was_admitted_elsewhere() ->
     async def check() -> None:
         links = [FakeLink(most=1), FakeLink(most=1)]
         replicas = replica_set(*links)
-        reading = [asyncio.ensure_future(read(replicas.generate(PROMPT, FIVE))) for _ in range(2)]
+        reading = [asyncio.ensure_future(read(replicas.generate(Submit(PROMPT, FIVE)))) for _ in range(2)]
         await settled()
         links[0].kill()
         await settled()
@@ -110,7 +114,7 @@ def test_without_a_ready_replica_requests_are_refused_with_the_reason() -> None:
             with pytest.raises(Unavailable, match=reason):
                 empty.expect(1)
             with pytest.raises(Unavailable, match=reason):
-                empty.generate(PROMPT, FIVE)
+                empty.generate(Submit(PROMPT, FIVE))
         link.facts = FACTS
         link.revive()
         assert replicas.ready and replicas.says == ""
@@ -123,11 +127,11 @@ def test_each_request_without_a_seed_gets_its_own() -> None:
         link = FakeLink()
         replicas = replica_set(link)
         for _ in range(2):
-            replicas.generate(PROMPT, SamplingParams(max_tokens=1, top_p=0.5, stop=("x",)))
-        replicas.generate(PROMPT, SamplingParams(max_tokens=1, seed=4))
-        seeds = [stream.params.seed for stream in link.sent]
+            replicas.generate(Submit(PROMPT, SamplingParams(max_tokens=1, top_p=0.5, stop=("x",))))
+        replicas.generate(Submit(PROMPT, SamplingParams(max_tokens=1, seed=4)))
+        seeds = [stream.submit.params.seed for stream in link.sent]
         assert None not in seeds and seeds[0] != seeds[1] and seeds[2] == 4
-        assert link.sent[0].params == SamplingParams(max_tokens=1, top_p=0.5, stop=("x",), seed=seeds[0])
+        assert link.sent[0].submit.params == SamplingParams(max_tokens=1, top_p=0.5, stop=("x",), seed=seeds[0])
 
     run(check())
 
@@ -148,7 +152,7 @@ def test_a_replica_that_does_not_fit_gets_no_requests(
         assert view.state == "refused" and named in view.problem and named in caplog.text
         assert replicas.facts == FACTS
         for _ in range(4):
-            replicas.generate(PROMPT, FIVE)
+            replicas.generate(Submit(PROMPT, FIVE))
         assert len(good.sent) == 4 and not odd.sent
         await replicas.remove("r0")
         assert replicas.ready and replicas.facts == odd.facts, "it is the only one now"
@@ -219,7 +223,7 @@ def test_a_replica_joins_and_leaves_and_its_streams_go_on() -> None:
         old, new = FakeLink(), FakeLink()
         replicas = replica_set(old)
         await replicas.start()
-        reading = asyncio.ensure_future(read(replicas.generate(PROMPT, FIVE)))
+        reading = asyncio.ensure_future(read(replicas.generate(Submit(PROMPT, FIVE))))
         await settled()
         old.step()
         await settled()
@@ -280,7 +284,7 @@ def test_metrics_and_console_show_each_replica() -> None:
     async def check() -> None:
         links = [FakeLink(load=load_of(running=2, prefix_queries=10, prefix_hits=4, steps=1)), FakeLink()]
         replicas = replica_set(*links)
-        replicas.generate(PROMPT, FIVE)
+        replicas.generate(Submit(PROMPT, FIVE))
         links[1].kill()
         metrics = ServiceMetrics("tiny", replicas=replicas.views)
         text = metrics.write(replicas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Awaitable
 from random import Random
 from typing import Any, TypeVar
@@ -11,8 +12,9 @@ from typing import Any, TypeVar
 import pytest
 
 from bankfull import SamplingParams
-from bankfull.serve.engine.backend import Busy, Continuation, DeadlineExceeded, EngineDied, EngineFault, Unavailable
+from bankfull.serve.engine.backend import Busy, DeadlineExceeded, EngineDied, EngineFault, Unavailable
 from bankfull.serve.replicas import resume
+from bankfull.submit import Submit
 from tests.serve.engine_kit import until
 from tests.serve.replicas.fake_links import FakeLink, Received, read, replica_set, tokens_of
 
@@ -48,7 +50,7 @@ def test_a_stream_survives_the_end_of_its_replica_at_every_step(params: Sampling
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
         replicas = replica_set(first, second)
-        stream, received = replicas.generate(PROMPT, params), Received()
+        stream, received = replicas.generate(Submit(PROMPT, params)), Received()
         assert len(first.streams) == 1
         reading = asyncio.ensure_future(read(stream, received)) if seen == "all read" else None
         for _ in range(steps):
@@ -66,9 +68,7 @@ def test_a_stream_survives_the_end_of_its_replica_at_every_step(params: Sampling
         received.assert_whole(PROMPT, params)
         assert len(second.sent) == (0 if over else 1)
         if not over:
-            assert (
-                second.sent[0].begun is not None and sum(map(len, second.sent[0].begun.generated)) == steps * params.n
-            )
+            assert sum(map(len, second.sent[0].submit.generated)) == steps * params.n
         assert [view.requests for view in replicas.views()] == [0, 0]
         assert replicas.views()[0].resumed == (0 if over else 1)
 
@@ -79,7 +79,9 @@ def test_a_sample_that_has_ended_is_not_continued() -> None:
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
         received = Received()
-        reading = asyncio.ensure_future(read(replica_set(first, second).generate(PROMPT, TWO_SAMPLES), received))
+        reading = asyncio.ensure_future(
+            read(replica_set(first, second).generate(Submit(PROMPT, TWO_SAMPLES)), received)
+        )
         await settled()
         for _ in range(5):  # the first sample has five tokens, the second one six
             first.step()
@@ -87,9 +89,9 @@ def test_a_sample_that_has_ended_is_not_continued() -> None:
         assert received.finished == [0]
         first.kill()
         await settled()
-        assert second.sent[0].begun == Continuation(
-            [tokens_of(PROMPT, TWO_SAMPLES, 0), tokens_of(PROMPT, TWO_SAMPLES, 1)[:5]], [0]
-        )
+        rest = second.sent[0].submit
+        assert rest.generated == [tokens_of(PROMPT, TWO_SAMPLES, 0), tokens_of(PROMPT, TWO_SAMPLES, 1)[:5]]
+        assert rest.finished == [0] and rest.admitted
         second.step()
         (await reading).assert_whole(PROMPT, TWO_SAMPLES)
 
@@ -100,7 +102,7 @@ def test_a_stream_survives_many_ends_while_tokens_come() -> None:
     async def check() -> None:
         links = [FakeLink(), FakeLink(), FakeLink()]
         params = SamplingParams(seed=1, max_tokens=12)
-        reading = asyncio.ensure_future(read(replica_set(*links).generate(PROMPT, params)))
+        reading = asyncio.ensure_future(read(replica_set(*links).generate(Submit(PROMPT, params))))
         for _ in range(12):
             await settled()
             [runs] = [link for link in links if link.streams]
@@ -119,7 +121,7 @@ def test_a_stream_survives_many_ends_while_tokens_come() -> None:
 def test_one_replica_that_comes_back_continues_its_own_stream() -> None:
     async def check() -> None:
         link = FakeLink()
-        reading = asyncio.ensure_future(read(replica_set(link).generate(PROMPT, FIVE)))
+        reading = asyncio.ensure_future(read(replica_set(link).generate(Submit(PROMPT, FIVE))))
         await settled()
         link.step()
         await settled()
@@ -138,7 +140,7 @@ def test_one_replica_that_comes_back_continues_its_own_stream() -> None:
 def test_a_request_that_ends_every_engine_is_given_up() -> None:
     async def check() -> None:
         links = [FakeLink(), FakeLink()]
-        reading = asyncio.ensure_future(read(replica_set(*links).generate(PROMPT, FIVE)))
+        reading = asyncio.ensure_future(read(replica_set(*links).generate(Submit(PROMPT, FIVE))))
         for _ in range(20):
             await settled()
             for link in links:
@@ -155,7 +157,7 @@ def test_a_request_that_ends_every_engine_is_given_up() -> None:
 def test_engines_that_end_while_a_request_waits_in_their_queue_are_not_counted() -> None:
     async def check() -> None:
         links = [FakeLink(works=False), FakeLink(works=False)]
-        reading = asyncio.ensure_future(read(replica_set(*links).generate(PROMPT, FIVE)))
+        reading = asyncio.ensure_future(read(replica_set(*links).generate(Submit(PROMPT, FIVE))))
         for _ in range(4 * resume.MOST_BARREN):
             await settled()
             [runs] = [link for link in links if link.streams]
@@ -173,7 +175,7 @@ def test_engines_that_end_while_a_request_waits_in_their_queue_are_not_counted()
 def test_no_request_is_queued_for_ever() -> None:
     async def check() -> None:
         links = [FakeLink(works=False), FakeLink(works=False)]
-        reading = asyncio.ensure_future(read(replica_set(*links).generate(PROMPT, FIVE)))
+        reading = asyncio.ensure_future(read(replica_set(*links).generate(Submit(PROMPT, FIVE))))
         for _ in range(2 * resume.MOST_DEATHS):
             await settled()
             for link in links:
@@ -194,11 +196,11 @@ def test_only_the_request_that_ends_its_engines_is_given_up() -> None:
         links = [FakeLink(), FakeLink(), FakeLink()]
         replicas = replica_set(*links)
         prompts = [[number] for number in range(6)] + [killer]
-        reading = [asyncio.ensure_future(read(replicas.generate(prompt, FIVE))) for prompt in prompts]
+        reading = [asyncio.ensure_future(read(replicas.generate(Submit(prompt, FIVE)))) for prompt in prompts]
         for _ in range(400):
             await turns(5)
             for link in links:
-                if any(stream.prompt == killer for stream in link.streams):
+                if any(stream.submit.prompt == killer for stream in link.streams):
                     link.kill()
                     link.revive()
                 elif link.streams:
@@ -219,7 +221,7 @@ def test_suspects_run_one_by_one() -> None:
     async def check() -> None:
         first, second = FakeLink(), FakeLink(ready=False)
         replicas = replica_set(first, second, patience=0.01)
-        reading = [asyncio.ensure_future(read(replicas.generate([number], FIVE))) for number in range(3)]
+        reading = [asyncio.ensure_future(read(replicas.generate(Submit([number], FIVE)))) for number in range(3)]
         await settled()
         first.kill()
         first.revive()
@@ -241,7 +243,7 @@ def test_without_any_replica_a_stream_waits_and_then_ends_with_one_clear_error()
         link = FakeLink()
         replicas = replica_set(link, patience=0.05)
         received = Received()
-        reading = asyncio.ensure_future(read(replicas.generate(PROMPT, FIVE), received))
+        reading = asyncio.ensure_future(read(replicas.generate(Submit(PROMPT, FIVE)), received))
         await settled()
         link.step()
         await settled()
@@ -258,7 +260,9 @@ def test_without_any_replica_a_stream_waits_and_then_ends_with_one_clear_error()
 def test_the_deadline_goes_on_while_a_stream_waits() -> None:
     async def check() -> None:
         link = FakeLink()
-        reading = asyncio.ensure_future(read(replica_set(link).generate(PROMPT, FIVE, deadline=0.05)))
+        reading = asyncio.ensure_future(
+            read(replica_set(link).generate(Submit(PROMPT, FIVE, deadline=time.monotonic() + 0.05)))
+        )
         await settled()
         link.kill()
         with pytest.raises(DeadlineExceeded):
@@ -273,13 +277,14 @@ def test_the_deadline_goes_on_while_a_stream_waits() -> None:
 def test_another_replica_gets_the_rest_of_the_deadline() -> None:
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
-        stream = replica_set(first, second).generate(PROMPT, FIVE, deadline=100.0)
+        stream = replica_set(first, second).generate(Submit(PROMPT, FIVE, deadline=time.monotonic() + 100.0))
         reading = asyncio.ensure_future(read(stream))
         await asyncio.sleep(0.02)
         first.kill()
         await settled()
         [sent] = second.sent
-        assert sent.deadline is not None and 0 < sent.deadline <= 100.0 - 0.02
+        left = sent.submit.seconds_left()
+        assert left is not None and 0 < left <= 100.0 - 0.02
         reading.cancel()
 
     run(check())
@@ -290,7 +295,7 @@ def test_a_client_that_leaves_while_its_stream_waits_leaves_nothing_behind(how: 
     async def check() -> None:
         link = FakeLink()
         replicas = replica_set(link, patience=60.0)
-        stream = replicas.generate(PROMPT, FIVE)
+        stream = replicas.generate(Submit(PROMPT, FIVE))
         reading = asyncio.ensure_future(read(stream))
         await settled()
         link.kill()
@@ -313,7 +318,7 @@ def test_a_client_that_leaves_aborts_its_request_on_the_replica_that_runs_it_now
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
         replicas = replica_set(first, second)
-        stream: Any = replicas.generate(PROMPT, FIVE)
+        stream: Any = replicas.generate(Submit(PROMPT, FIVE))
         first.step()
         await anext(stream)
         first.kill()
@@ -342,11 +347,11 @@ def test_a_client_that_leaves_aborts_its_request_on_the_replica_that_runs_it_now
 def test_an_embedding_is_begun_anew() -> None:
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
-        reading = asyncio.ensure_future(read(replica_set(first, second).generate(PROMPT, FIVE, pool="last")))
+        reading = asyncio.ensure_future(read(replica_set(first, second).generate(Submit(PROMPT, FIVE, pool="last"))))
         await settled()
         first.kill()
         await settled()
-        assert second.sent[0].begun == Continuation([], [])
+        assert second.sent[0].submit.admitted and not second.sent[0].submit.begun
         second.step()
         [done] = (await reading).done
         assert done.embedding == [1.0]
@@ -358,11 +363,11 @@ def test_an_explained_request_continues_only_before_its_first_token() -> None:
     async def check() -> None:
         links = [FakeLink(), FakeLink()]
         replicas = replica_set(*links)
-        reading = asyncio.ensure_future(read(replicas.generate(PROMPT, FIVE, explain=True)))
+        reading = asyncio.ensure_future(read(replicas.generate(Submit(PROMPT, FIVE, explain=True))))
         await settled()
         links[0].kill()
         await settled()
-        assert links[1].sent[0].explain
+        assert links[1].sent[0].submit.explain
         links[1].step()
         await settled()
         links[0].revive()
@@ -379,7 +384,7 @@ def test_a_request_that_only_misses_its_end_gets_one() -> None:
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
         received = Received()
-        stream = replica_set(first, second).generate(PROMPT, FIVE)
+        stream = replica_set(first, second).generate(Submit(PROMPT, FIVE))
         [runs] = first.streams
         for _ in range(5):
             runs.step()
@@ -399,7 +404,7 @@ def test_a_request_that_only_misses_its_end_gets_one() -> None:
 def test_an_error_of_the_request_itself_is_not_tried_elsewhere(error: Exception) -> None:
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
-        stream = replica_set(first, second).generate(PROMPT, FIVE)
+        stream = replica_set(first, second).generate(Submit(PROMPT, FIVE))
         first.streams[0].fail(error)  # type: ignore[arg-type]
         with pytest.raises(type(error)):
             await read(stream)
@@ -412,7 +417,7 @@ def test_a_closing_server_resumes_nothing() -> None:
     async def check() -> None:
         first, second = FakeLink(), FakeLink()
         replicas = replica_set(first, second)
-        reading = asyncio.ensure_future(read(replicas.generate(PROMPT, FIVE)))
+        reading = asyncio.ensure_future(read(replicas.generate(Submit(PROMPT, FIVE))))
         await settled()
         await replicas.drain(0.0)
         with pytest.raises(Unavailable, match="shut down"):
@@ -427,7 +432,7 @@ def test_a_stream_that_waits_for_a_replica_ends_with_the_server() -> None:
     async def check() -> None:
         link = FakeLink()
         replicas = replica_set(link, patience=1000.0)
-        reading = asyncio.ensure_future(read(replicas.generate(PROMPT, FIVE)))
+        reading = asyncio.ensure_future(read(replicas.generate(Submit(PROMPT, FIVE))))
         await settled()
         link.kill()
         await settled()
@@ -455,7 +460,7 @@ def test_a_storm_of_ends_loses_no_token_and_doubles_none() -> None:
             await turns(pace.randrange(600))
             while True:
                 try:
-                    stream = replicas.generate(prompt, params)
+                    stream = replicas.generate(Submit(prompt, params))
                     break
                 except Unavailable:
                     await turns(2)

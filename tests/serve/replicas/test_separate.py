@@ -28,6 +28,7 @@ from bankfull.serve.replicas import transit
 from bankfull.serve.replicas.local import Separation, local_separate
 from bankfull.serve.replicas.separate_set import SeparateSet
 from bankfull.state.exchange import open_exchange
+from bankfull.submit import Submit
 from tests.serve.engine_kit import idle, until
 from tests.tiny import speaking_folder
 
@@ -95,7 +96,7 @@ class Separated:
         os.kill(pid, signal.SIGKILL)
 
     async def answer(self, prompt: list[int], params: SamplingParams = GREEDY, **how: Any) -> Items:
-        return await collect(self.set.generate(prompt, params, **how))
+        return await collect(self.set.generate(Submit(prompt, params, **how)))
 
     async def all_idle(self) -> None:
         await until(lambda: all(idle(link) for link in self.links))
@@ -249,7 +250,7 @@ def test_cancelled_requests_free_both_ends(separated: Separated, after: int) -> 
 
     async def leave(made: Separated) -> None:
         for number in range(6):
-            stream = made.set.generate(prompt_of(50 + 10 * after + number), GREEDY)
+            stream = made.set.generate(Submit(prompt_of(50 + 10 * after + number), GREEDY))
             for _ in range(after):
                 await anext(stream)
             await stream.aclose()
@@ -261,7 +262,7 @@ def test_cancelled_requests_free_both_ends(separated: Separated, after: int) -> 
 def test_a_stream_that_is_dropped_frees_both_ends(separated: Separated) -> None:
     async def drop(made: Separated) -> None:
         for number in range(4):
-            stream = made.set.generate(prompt_of(80 + number), GREEDY)
+            stream = made.set.generate(Submit(prompt_of(80 + number), GREEDY))
             if number % 2:
                 await anext(stream)
             del stream
@@ -385,7 +386,7 @@ def test_long_prompts_of_one_tenant_do_not_keep_another_from_its_second_token(
                 for i in range(24)
             ]
             await asyncio.sleep(0)
-            stream = made.set.generate(modest, GREEDY, tenant="modest", explain=True)
+            stream = made.set.generate(Submit(modest, GREEDY, tenant="modest", explain=True))
             assert len(asked) < 24, "prompts that wait ask for nothing"
             account = done_of(await collect(stream)).account
             assert account is not None
@@ -406,7 +407,7 @@ def test_many_requests_some_of_which_leave_get_their_own_tokens(separated: Separ
 
     async def ask(made: Separated, number: int) -> list[int]:
         await asyncio.sleep(0.01 * (number % 8))
-        stream = made.set.generate(prompts[number], GREEDY)
+        stream = made.set.generate(Submit(prompts[number], GREEDY))
         if (steps := leaves[number]) is None:
             return tokens_of(await collect(stream))
         items: Items = []

@@ -26,15 +26,17 @@ from bankfull.serve.guard.keys import Keyring
 from bankfull.serve.guard.layers import Protection
 from bankfull.cluster.local_replicas import local_replicas
 from bankfull.fleet.replica_range import ReplicaRange
-from bankfull.serve.run import run_server
+from bankfull.serve.run import Deployment, run_server
 from bankfull.serve.settings import Settings
 
 run_server(
-    sys.argv[1],
-    {"dtype": "float32", "memory": "1MiB", "page_tokens": 4, "threads": 1},
-    Settings(names=("tiny",), port=0),
-    protection=Protection(access=access_policy(Keyring(), host="127.0.0.1")),
-    replicas=local_replicas(ReplicaRange(int(sys.argv[2]), int(sys.argv[2])), "least-loaded"),
+    Deployment(
+        model=sys.argv[1],
+        options={"dtype": "float32", "memory": "1MiB", "page_tokens": 4, "threads": 1},
+        settings=Settings(names=("tiny",), port=0),
+        protection=Protection(access=access_policy(Keyring(), host="127.0.0.1")),
+        replicas=local_replicas(ReplicaRange(int(sys.argv[2]), int(sys.argv[2])), "least-loaded"),
+    )
 )
 """
 TOKENS = 150

@@ -14,10 +14,10 @@ from bankfull.serve.engine.backend import Unavailable
 from bankfull.serve.engine.link import OnRoom, OnShipped
 from bankfull.serve.engine.wire import RoomGranted, Shipped
 from bankfull.serve.replicas import transit as module
-from bankfull.serve.replicas.resume import SentParts
 from bankfull.serve.replicas.transit import Transit, TransitCounts
+from bankfull.submit import Submit
 
-PARTS = SentParts(list(range(20)), SamplingParams(), 0, "", None, False, "")
+SUBMIT = Submit(list(range(20)), SamplingParams())
 ADDRESS = ("10.0.0.7", 4000)
 NAMES = [b"\0a", b"\0b", b"\0c"]
 
@@ -60,7 +60,7 @@ class FakeEnd:
 class Way:
     def __init__(self) -> None:
         self.source, self.target, self.counts = FakeEnd(), FakeEnd(), TransitCounts()
-        self.transit = Transit(self.source, self.target, 1, PARTS, self.counts, ADDRESS)
+        self.transit = Transit(self.source, self.target, 1, SUBMIT, self.counts, ADDRESS)
         self.transit.begin()
 
     def room(self, *names: bytes, waiting: int = 0) -> None:
@@ -209,7 +209,7 @@ def test_closing_frees_both_ends_once() -> None:
 def test_a_target_without_an_engine_gets_nothing() -> None:
     async def go() -> None:
         source, counts = FakeEnd(), TransitCounts()
-        transit = Transit(source, FakeEnd(ready=False), 0, PARTS, counts)
+        transit = Transit(source, FakeEnd(ready=False), 0, SUBMIT, counts)
         transit.begin()
         assert transit.lost and transit.complete
         assert source.on_shipped is None and not counts.transits
@@ -220,12 +220,12 @@ def test_a_target_without_an_engine_gets_nothing() -> None:
 def test_places_are_asked_for_when_the_prompt_is_begun() -> None:
     async def go() -> None:
         source, target, counts = FakeEnd(), FakeEnd(), TransitCounts()
-        transit = Transit(source, target, 0, PARTS, counts)
+        transit = Transit(source, target, 0, SUBMIT, counts)
         assert target.on_room is None and transit.complete, "a prompt that waits asks for nothing"
         transit.begin()
         transit.begin()
         assert target.on_room is not None and not transit.complete and counts.transits == 1
-        early = Transit(source, FakeEnd(), 0, PARTS, counts)
+        early = Transit(source, FakeEnd(), 0, SUBMIT, counts)
         early.close()
         early.begin()
         assert counts.transits == 1, "its client has left"

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -31,6 +30,7 @@ from bankfull.serve.telemetry.replica_metrics import replica_families
 from bankfull.serve.telemetry.separation_metrics import separation_families
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
+from bankfull.submit import Submit
 from tests.serve.scripted import Scripted
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -98,9 +98,7 @@ class FakeBackend:
     async def reset_cache(self) -> int:
         return 3
 
-    async def generate(
-        self, prompt: list[int], params: SamplingParams, **how: Any
-    ) -> AsyncIterator[list[Delta | RequestDone]]:
+    async def generate(self, submit: Submit) -> AsyncIterator[list[Delta | RequestDone]]:
         yield [Delta(1, 0, "a", [5])]
         if self._error is not None:
             raise self._error
@@ -123,7 +121,7 @@ def numbers(text: str) -> dict[str, float]:
 
 def run(backend: WatchedBackend, trace: Trace | None = None, steps: int = 9) -> None:
     async def use() -> None:
-        answer = backend.generate([1, 2, 3], SamplingParams())
+        answer = backend.generate(Submit([1, 2, 3], SamplingParams()))
         for _ in range(steps):
             try:
                 await anext(answer)
@@ -321,7 +319,7 @@ def test_batch_tokens_are_counted_in_the_total_and_separately() -> None:
     backend = WatchedBackend(FakeBackend(), metrics, Keyring())
 
     async def ask(priority: int) -> None:
-        async for _ in backend.generate([1, 2, 3], SamplingParams(), priority=priority):
+        async for _ in backend.generate(Submit([1, 2, 3], SamplingParams(), priority=priority)):
             pass
 
     for priority in (0, BATCH_PRIORITY, BATCH_PRIORITY - 1):

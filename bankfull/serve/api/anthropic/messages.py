@@ -21,6 +21,7 @@ from bankfull.serve.api.own_names import own_names
 from bankfull.serve.api.sse import EventStream, event
 from bankfull.serve.api.switches import Switches
 from bankfull.serve.settings import Settings
+from bankfull.submit import Submit
 
 # -- the answer
 
@@ -160,7 +161,7 @@ class CountTokens:
             call = decode(body, _count_decoder)
             check_model(self._settings, call.model)
             breakpoints_of(call)
-            prompt = await self._chat.prompt(prompt_of(call, SamplingParams(), self._switches), fits=False)
+            prompt = await self._chat.prompt(prompt_of(call, Submit([], SamplingParams()), self._switches), fits=False)
         return _encode(TokenCount(len(prompt)))
 
     def spell(self, problem: Problem) -> bytes:

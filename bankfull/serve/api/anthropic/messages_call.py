@@ -7,24 +7,22 @@ from typing import Any, Literal
 
 import msgspec
 
-from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.anthropic.breakpoints import breakpoints_of, tools_with_sentinel, with_sentinel
 from bankfull.serve.api.calls import (
     Caller,
     JsonSchema,
     ResponseFormat,
-    deadline_of,
     params_over,
-    priority_of,
     refuse_parts,
-    salt_of,
     structured_output,
+    submit_of,
     text_of,
 )
 from bankfull.serve.api.chat import Ask, CacheMark, NamedTool, ToolChoice
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.api.openai.chat_completions import MAX_MESSAGES, Function, Tool, template_tools
 from bankfull.serve.api.switches import Switches
+from bankfull.submit import Submit
 
 #: Parameter names of the core -> of this API.
 NAMES = {
@@ -202,25 +200,22 @@ def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], swit
         "seed": call.seed,
         "structured": _structured(call.output_config),
     }
-    ask = prompt_of(call, params_over(defaults, given), switches)
-    ask.priority = caller.ranked(priority_of(call))
-    ask.salt = caller.salted(salt_of(call))
-    ask.deadline = deadline_of(call)
-    ask.explain = bool(call.explain)
+    submit = submit_of(call, caller, params_over(defaults, given), explain=bool(call.explain))
+    ask = prompt_of(call, submit, switches)
     for mark in breakpoints_of(call):
         beyond = conversation_of(with_sentinel(call, mark))
         ask.marks.append(CacheMark(beyond, tools_with_sentinel(ask.tools, mark), mark.seconds))
     return ask
 
 
-def prompt_of(call: CountTokensCall, params: SamplingParams, switches: Switches) -> Ask:
+def prompt_of(call: CountTokensCall, submit: Submit, switches: Switches) -> Ask:
     choice, parallel = _tool_choice(call.tool_choice)
     options = switches.thinking(isinstance(call.thinking, ThinkingEnabled | ThinkingAdaptive), "thinking")
     if call.output_config is not None and call.output_config.effort is not None:
         options |= switches.effort(call.output_config.effort, "output_config.effort")
     return Ask(
         messages=conversation_of(call),
-        params=params,
+        submit=submit,
         tools=_tools(call.tools),
         tool_choice=choice,
         parallel_tools=parallel,

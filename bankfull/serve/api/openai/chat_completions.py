@@ -14,13 +14,11 @@ from bankfull.serve.api.calls import (
     SamplingFields,
     StreamOptions,
     check_model,
-    deadline_of,
     decode,
     new_id,
-    priority_of,
     refuse_parts,
-    salt_of,
     sampling_params,
+    submit_of,
     truncation_of,
 )
 from bankfull.serve.api.chat import Answer, AnswerStream, Ask, Chat, NamedTool, ToolChoice, WholeSample, collect
@@ -254,17 +252,13 @@ class ChatCompletions:
             options |= self._switches.effort(call.reasoning_effort, "reasoning_effort")
         return Ask(
             messages=template_messages(call.messages),
-            params=params,
+            submit=submit_of(call, caller, params, explain=bool(call.explain)),
             tools=template_tools(call.tools),
             tool_choice=tool_choice_of(call.tool_choice),
             parallel_tools=call.parallel_tool_calls is not False,
             reasoning=call.include_reasoning is not False,
             template_options=options,
             truncate=truncation_of(call.truncate_prompt_tokens),
-            priority=caller.ranked(priority_of(call)),
-            salt=caller.salted(salt_of(call)),
-            deadline=deadline_of(call),
-            explain=bool(call.explain),
         )
 
 

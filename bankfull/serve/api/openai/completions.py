@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
@@ -17,12 +18,10 @@ from bankfull.serve.api.calls import (
     SamplingFields,
     StreamOptions,
     check_model,
-    deadline_of,
     decode,
     new_id,
-    priority_of,
-    salt_of,
     sampling_params,
+    submit_of,
     truncation_of,
 )
 from bankfull.serve.api.chat import facts_of
@@ -46,6 +45,7 @@ from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.prompt_lines import unpack_lines
 from bankfull.serve.engine.wire import RequestDone
 from bankfull.serve.settings import Settings
+from bankfull.submit import Submit
 from bankfull.text.tokenizer import Tokenizer
 
 Made = TypeVar("Made")
@@ -116,18 +116,15 @@ class CompletionJob:
     """The parameters that all prompts of one call share."""
 
     call: CompletionCall
-    params: SamplingParams
+    submit: Submit
+    """The request of each prompt, without the prompt."""
     kept: int
     """Samples of each prompt in the answer: fewer than are generated, with best_of."""
     echo: bool
-    priority: int
-    salt: str
-    ends: float | None
-    """The deadline of the whole call, on the monotonic clock."""
 
     @property
-    def seconds_left(self) -> float | None:
-        return None if self.ends is None else max(0.0, self.ends - time.monotonic())
+    def params(self) -> SamplingParams:
+        return self.submit.params
 
 
 class Accounts:
@@ -171,20 +168,13 @@ class Completions:
         return openai_error(problem)
 
     def generate(self, job: CompletionJob, prompt: list[int]) -> AsyncIterator[list[Delta | RequestDone]]:
-        return self._backend.generate(
-            prompt,
-            job.params,
-            priority=job.priority,
-            salt=job.salt,
-            deadline=job.seconds_left,
-            explain=bool(job.call.explain),
-        )
+        return self._backend.generate(replace(job.submit, prompt=prompt))
 
     def text_of(self, prompt: list[int]) -> str:
         return self._texts.tokenizer.decode(prompt, skip_special=False)
 
     def turns(self, job: CompletionJob) -> PromptGate:
-        return PromptGate(self._settings.prompts_at_once, job.ends)
+        return PromptGate(self._settings.prompts_at_once, job.submit.deadline)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -192,7 +182,6 @@ class Completions:
 
     def _job(self, call: CompletionCall, caller: Caller) -> CompletionJob:
         _refuse_contradictions(call)
-        started, seconds = time.monotonic(), deadline_of(call)
         kept = 1 if call.n is None else call.n
         made = kept if call.best_of is None else call.best_of
         if made < kept:
@@ -207,19 +196,12 @@ class Completions:
         params = sampling_params(
             call, defaults, n=made, logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens
         )
-        return CompletionJob(
-            call,
-            params,
-            kept,
-            bool(call.echo),
-            caller.ranked(priority_of(call)),
-            caller.salted(salt_of(call)),
-            ends=None if seconds is None else started + seconds,
-        )
+        submit = submit_of(call, caller, params, explain=bool(call.explain))
+        return CompletionJob(call, submit, kept, bool(call.echo))
 
     async def _prompts(self, job: CompletionJob) -> list[list[int]]:
         call, facts = job.call, facts_of(self._backend)
-        self._backend.expect(job.params.n, job.priority)
+        self._backend.expect(job.params.n, job.submit.priority)
         truncate = truncation_of(call.truncate_prompt_tokens)
         prompts: list[list[int]] = []
         entries = 0

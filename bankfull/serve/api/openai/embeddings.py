@@ -5,23 +5,24 @@ from __future__ import annotations
 import base64
 import math
 import sys
-import time
 from array import array
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.api.calls import Caller, check_model, deadline_of, decode, priority_of, salt_of, truncation_of
+from bankfull.serve.api.calls import Caller, check_model, decode, submit_of, truncation_of
 from bankfull.serve.api.chat import facts_of
 from bankfull.serve.api.errors import GenerationFailed, Problem, Refusal, openai_error
 from bankfull.serve.api.openai.completions import gather
 from bankfull.serve.api.openai.prompts import Prompts, encode_prompt, split_prompts
-from bankfull.serve.api.openai.turns import PromptGate, Steps
+from bankfull.serve.api.openai.turns import PromptGate
 from bankfull.serve.api.texts import Texts, fit
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import RequestDone
 from bankfull.serve.settings import Settings
+from bankfull.submit import Submit
 
 PARAMS = SamplingParams(max_tokens=0, detokenize=False)
 
@@ -67,9 +68,8 @@ class Embeddings:
         self._backend, self._texts, self._settings = backend, texts, settings
 
     async def answer(self, body: bytes, caller: Caller) -> bytes:
-        started = time.monotonic()
         call = decode(body, _decoder)
-        seconds = deadline_of(call)
+        submit = submit_of(call, caller, PARAMS, pool=call.pooling)
         model = check_model(self._settings, call.model)
         facts = facts_of(self._backend)
         truncate = truncation_of(call.truncate_prompt_tokens)
@@ -77,9 +77,8 @@ class Embeddings:
         for given in split_prompts(call.input, self._settings.max_prompts, "input"):
             ids = await encode_prompt(self._texts, given, facts, truncate, param="input")
             prompts.append(fit(ids, facts.max_len, PARAMS, truncate, "input"))
-        ends = None if seconds is None else started + seconds
-        turns = PromptGate(self._settings.prompts_at_once, ends)
-        vectors = await gather([self._vector(turns, prompt, call, caller, ends) for prompt in prompts])
+        turns = PromptGate(self._settings.prompts_at_once, submit.deadline)
+        vectors = await gather([self._vector(turns, replace(submit, prompt=prompt)) for prompt in prompts])
         if call.dimensions is not None and call.dimensions != len(vectors[0]):
             raise Refusal(
                 f"dimensions is {call.dimensions}, but this model's embeddings have {len(vectors[0])}: leave it out.",
@@ -94,21 +93,9 @@ class Embeddings:
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
 
-    async def _vector(
-        self, turns: PromptGate, prompt: list[int], call: EmbeddingCall, caller: Caller, ends: float | None
-    ) -> list[float]:
-        def begin() -> Steps:
-            return self._backend.generate(
-                prompt,
-                PARAMS,
-                priority=caller.ranked(priority_of(call)),
-                salt=caller.salted(salt_of(call)),
-                pool=call.pooling,
-                deadline=None if ends is None else max(0.0, ends - time.monotonic()),
-            )
-
+    async def _vector(self, turns: PromptGate, submit: Submit) -> list[float]:
         vector: list[float] | None = None
-        async with turns.turn(begin) as steps:
+        async with turns.turn(lambda: self._backend.generate(submit)) as steps:
             async for items in steps:
                 for item in items:
                     if isinstance(item, RequestDone):

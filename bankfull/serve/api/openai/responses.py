@@ -148,15 +148,14 @@ class Responses:
             defaults = self._chat.texts.defaults if self._settings.use_generation_config else {}
             ask = ask_of(call, caller, defaults, self._switches)
             answer = await self._chat.answer(ask)
-        reply = _opened(call, model, ask.params.temperature, ask.params.top_p)
+        params, explain = ask.submit.params, ask.submit.explain
+        reply = _opened(call, model, params.temperature, params.top_p)
         output = ResponseOutput(self._chat.texts.tokenizer, call.top_logprobs or 0)
         if call.stream:
-            return ResponseStream(answer, reply, output, explain=ask.explain)
+            return ResponseStream(answer, reply, output, explain=explain)
         await output.blocks.add_all(answer)
-        lines = entries_of(answer.usage, None, ask.params.logprobs)
-        return await self._chat.texts.run_if(
-            lines, lambda: _encode(_closed(reply, output, answer, explain=ask.explain))
-        )
+        lines = entries_of(answer.usage, None, params.logprobs)
+        return await self._chat.texts.run_if(lines, lambda: _encode(_closed(reply, output, answer, explain=explain)))
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)

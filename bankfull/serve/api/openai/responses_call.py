@@ -12,13 +12,11 @@ from bankfull.serve.api.calls import (
     Caller,
     JsonSchema,
     ResponseFormat,
-    deadline_of,
     explained,
     params_over,
-    priority_of,
     refuse_parts,
-    salt_of,
     structured_output,
+    submit_of,
     text_of,
 )
 from bankfull.serve.api.chat import Ask, NamedTool, ToolChoice
@@ -188,16 +186,12 @@ def ask_of(call: ResponsesCall, caller: Caller, defaults: Mapping[str, Any], swi
         options |= switches.effort(call.reasoning.effort, "reasoning.effort")
     return Ask(
         messages=conversation_of(call),
-        params=_params(call, defaults),
+        submit=submit_of(call, caller, _params(call, defaults), explain=bool(call.explain)),
         tools=_tools(call.tools),
         tool_choice=_tool_choice(call.tool_choice),
         parallel_tools=call.parallel_tool_calls is not False,
         template_options=options,
         truncate=-1 if call.truncation == "auto" else None,
-        priority=caller.ranked(priority_of(call)),
-        salt=caller.salted(salt_of(call)),
-        deadline=deadline_of(call),
-        explain=bool(call.explain),
     )
 
 
