@@ -22,10 +22,10 @@ from bankfull.synthetic.ahead import ahead
 from bankfull.synthetic.checkpoint import WrittenModel, new_folder
 from bankfull.synthetic.random_weights import RandomWeights, Shape, random_model
 from bankfull.synthetic.vocabulary import END, END_OF_TURN, MERGE, TEMPLATE, ByteVocabulary
-from bankfull.weights import gguf_names
 from bankfull.weights.fetch import Report
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.mxfp4 import BLOCK, MXFP4, from_values
+from bankfull.weights.gguf import names
 from bankfull.weights.quantize import quantize
 from bankfull.weights.writing import gguf_fields
 from bankfull.weights.writing.gguf_header import Field, StoredTensor, planned_gguf
@@ -89,7 +89,7 @@ def stored_tensors(config: Mapping[str, Any], source: RandomWeights, kind: str) 
     for name in source.names():
         experts.setdefault(EXPERT.sub(".experts.", name), []).append(name)
     for whole, parts in experts.items():
-        found = gguf_names.gguf_name(whole, config["model_type"])
+        found = names.gguf_name(whole, config["model_type"])
         if found is None:
             raise ConfigError(
                 f"A .gguf file of architecture {config['model_type']!r} has no place for the tensor {whole}."

@@ -85,9 +85,9 @@ def _open_directory(path: Path) -> ModelFiles:
 
 
 def _open_gguf(path: Path) -> ModelFiles:
-    from bankfull.weights.gguf import open_container
-    from bankfull.weights.gguf_config import config_from, generation_from
-    from bankfull.weights.gguf_names import GGUFSource
+    from bankfull.weights.gguf.config import config_from, generation_from
+    from bankfull.weights.gguf.file import open_container
+    from bankfull.weights.gguf.names import GGUFSource
 
     container = open_container(path)
     config = config_from(container)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bankfull.errors import ModelError
-from bankfull.weights.gguf_header import open_header
+from bankfull.weights.gguf.header import open_header
 from bankfull.weights.hf_config import normalize_config, read_json
 
 

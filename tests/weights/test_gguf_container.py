@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bankfull.errors import ModelError
-from bankfull.weights.gguf import open_container
+from bankfull.weights.gguf.file import open_container
 from bankfull.weights.source import open_model
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError
-from bankfull.weights.gguf import open_container
+from bankfull.weights.gguf.file import open_container
 from bankfull.weights.source import open_model
 from tests.quick import examples
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from bankfull.errors import ConfigError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.groups import as_blocks, unpack_pairs
-from bankfull.weights.gguf_names import gguf_name, interleaved_rows
+from bankfull.weights.gguf.names import gguf_name, interleaved_rows
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
 from bankfull.weights.source import ModelFiles

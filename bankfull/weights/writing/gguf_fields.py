@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file from a Hugging Face configuration: the inverse of `gguf_config`, for some architectures."""
+"""Metadata of a GGUF file from a Hugging Face configuration: the inverse of `gguf.config`, for some architectures."""
 
 from __future__ import annotations
 

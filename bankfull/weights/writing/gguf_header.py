@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from bankfull.weights.formats import READ_ONLY, SCHEMES
-from bankfull.weights.gguf import DEFAULT_ALIGNMENT, READ_TYPES
+from bankfull.weights.gguf.file import DEFAULT_ALIGNMENT, READ_TYPES
 from bankfull.weights.writing.output import Place, PlannedFile
 
 VERSION = 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bankfull.errors import ModelError
-from bankfull.weights.gguf_values import Cursor, Metadata, find_values
+from bankfull.weights.gguf.values import Cursor, Metadata, find_values
 
 MAGIC = b"GGUF"
 

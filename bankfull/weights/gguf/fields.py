@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 from bankfull.errors import ModelError
-from bankfull.weights.gguf import Container
+from bankfull.weights.gguf.file import Container
 
 Config = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"

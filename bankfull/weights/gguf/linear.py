@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bankfull.weights.gguf_experts import LAYERS as EXPERT_LAYERS
-from bankfull.weights.gguf_experts import TRANSLATE as EXPERT_TRANSLATE
-from bankfull.weights.gguf_fields import FULL, Config, Fields
+from bankfull.weights.gguf.experts import LAYERS as EXPERT_LAYERS
+from bankfull.weights.gguf.experts import TRANSLATE as EXPERT_TRANSLATE
+from bankfull.weights.gguf.fields import FULL, Config, Fields
 
 LINEAR = "linear_attention"
 LAYERS: dict[str, dict[str, str]] = {

@@ -18,8 +18,8 @@ import torch
 from bankfull.errors import ModelError
 from bankfull.weights.formats import READ_ONLY, SCHEMES
 from bankfull.weights.formats.dense import DTYPES
-from bankfull.weights.gguf_header import open_header
-from bankfull.weights.gguf_values import Cursor, Metadata
+from bankfull.weights.gguf.header import open_header
+from bankfull.weights.gguf.values import Cursor, Metadata
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
 

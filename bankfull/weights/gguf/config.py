@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bankfull.errors import ModelError
-from bankfull.weights import gguf_classic, gguf_experts, gguf_latent, gguf_linear, gguf_state_space
-from bankfull.weights.gguf import Container
-from bankfull.weights.gguf_fields import (
+from bankfull.weights.gguf import classic, experts, latent, linear, state_space
+from bankfull.weights.gguf.fields import (
     FULL,
     MAX_SIZE,
     Config,
@@ -18,6 +17,7 @@ from bankfull.weights.gguf_fields import (
     transformer_config,
     window_of,
 )
+from bankfull.weights.gguf.file import Container
 
 
 def config_from(container: Container) -> Config:
@@ -29,10 +29,10 @@ def config_from(container: Container) -> Config:
     fields = Fields(container, architecture)
     with_experts = architecture in (
         "llama",
-        *gguf_experts.TRANSLATE,
-        *gguf_latent.TRANSLATE,
-        *gguf_linear.TRANSLATE,
-        *gguf_state_space.WITH_EXPERTS,
+        *experts.TRANSLATE,
+        *latent.TRANSLATE,
+        *linear.TRANSLATE,
+        *state_space.WITH_EXPERTS,
     )
     if fields.size("expert_count", 0, least=0) and not with_experts:
         raise ModelError(f"{fields.name} is a mixture of experts, which is not supported for '{architecture}' files")
@@ -84,7 +84,7 @@ def _llama(fields: Fields, config: Config) -> Config:
     made = transformer_config(fields, config) | {"model_type": "llama"}
     # In the Hugging Face naming, a llama with a window is a mistral, and one with experts a mixtral.
     made = made if window is None else made | {"model_type": "mistral", "sliding_window": window}
-    return gguf_experts.mixtral(fields, made) if fields.size("expert_count", 0, least=0) else made
+    return experts.mixtral(fields, made) if fields.size("expert_count", 0, least=0) else made
 
 
 def _smollm3(fields: Fields, config: Config) -> Config:
@@ -182,9 +182,9 @@ _TRANSLATE: dict[str, Callable[[Fields, Config], Config]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "mamba": _mamba,
-    **gguf_classic.TRANSLATE,
-    **gguf_experts.TRANSLATE,
-    **gguf_linear.TRANSLATE,
-    **gguf_state_space.TRANSLATE,
-    **gguf_latent.TRANSLATE,
+    **classic.TRANSLATE,
+    **experts.TRANSLATE,
+    **linear.TRANSLATE,
+    **state_space.TRANSLATE,
+    **latent.TRANSLATE,
 }

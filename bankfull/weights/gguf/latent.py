@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bankfull.weights.gguf_fields import Config, Fields, refuse_window
+from bankfull.weights.gguf.fields import Config, Fields, refuse_window
 
 SOFTMAX, SIGMOID = 1, 2
 """Values of `expert_gating_func`."""

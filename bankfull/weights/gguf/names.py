@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from bankfull.errors import ModelError
-from bankfull.weights import gguf_classic, gguf_experts, gguf_latent, gguf_linear, gguf_state_space
-from bankfull.weights.gguf import Container, TensorInfo
+from bankfull.weights.gguf import classic, experts, latent, linear, state_space
+from bankfull.weights.gguf.file import Container, TensorInfo
 from bankfull.weights.qtensor import QTensor, Scheme
 
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z0-9_]+)(?:\.(weight|bias))?")
@@ -26,11 +26,11 @@ _OUTER_OF: dict[str, dict[str, str]] = (
     {
         "mamba": {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
     }
-    | gguf_classic.OUTER
-    | gguf_state_space.OUTER
+    | classic.OUTER
+    | state_space.OUTER
 )
 """Names outside of the layers, of architectures that differ from `_OUTER`."""
-_PREFIX = {"mamba": "backbone.layers"} | gguf_classic.PREFIX | gguf_state_space.PREFIX
+_PREFIX = {"mamba": "backbone.layers"} | classic.PREFIX | state_space.PREFIX
 """Prefix of the layers, of architectures where it is not model.layers."""
 
 _ATTENTION = {
@@ -68,12 +68,12 @@ _LAYERS: dict[str, dict[str, str]] = {
     "gemma3_text": _GEMMA,
     "phi3": _PHI3,
     "mamba": _MAMBA,
-} | gguf_classic.LAYERS
-_EXPERTS = gguf_experts.LAYERS | gguf_latent.LAYERS | gguf_linear.LAYERS
+} | classic.LAYERS
+_EXPERTS = experts.LAYERS | latent.LAYERS | linear.LAYERS
 _LAYERS |= {kind: _ATTENTION | names for kind, names in _EXPERTS.items()}
-_LAYERS |= gguf_state_space.LAYERS
+_LAYERS |= state_space.LAYERS
 # Their RoPE rotates adjacent pairs, so the converter interleaved the two halves of each head.
-_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", *gguf_classic.INTERLEAVED, *gguf_state_space.INTERLEAVED)
+_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", *classic.INTERLEAVED, *state_space.INTERLEAVED)
 # Already in the config: `rope_scaling` holds these values.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -155,10 +155,10 @@ class GGUFSource:
             if name.endswith(".shared_expert_gate.weight") and len(info.shape) == 1:
                 self._shapes[name] = (1, *info.shape)
                 self._transforms[name] = lambda tensor: tensor.reshape_leading(1)
-            convolved = model_type in (*gguf_state_space.CONVOLVED, *gguf_linear.LAYERS)
+            convolved = model_type in (*state_space.CONVOLVED, *linear.LAYERS)
             if len(info.shape) == 2 and convolved and name.endswith(".conv1d.weight"):
                 self._restore_conv(name, info)
-            if info.scheme.is_dense and model_type in gguf_state_space.WITH_HEADS:
+            if info.scheme.is_dense and model_type in state_space.WITH_HEADS:
                 self._flatten(name, info)
 
     def names(self) -> list[str]:
@@ -209,7 +209,7 @@ class GGUFSource:
 
     def _flatten(self, name: str, info: TensorInfo) -> None:
         """Vectors of Mamba-2 that the file stores with two dimensions."""
-        if len(info.shape) == 2 and name.endswith(gguf_state_space.FLATTENED):
+        if len(info.shape) == 2 and name.endswith(state_space.FLATTENED):
             self._shapes[name] = (prod(info.shape),)
             self._transforms[name] = QTensor.flattened
 

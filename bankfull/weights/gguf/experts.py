@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bankfull.weights.gguf_fields import (
+from bankfull.weights.gguf.fields import (
     FULL,
     Config,
     Fields,

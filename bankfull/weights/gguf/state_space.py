@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bankfull.errors import ModelError
-from bankfull.weights.gguf_fields import Config, Fields, transformer_config
+from bankfull.weights.gguf.fields import Config, Fields, transformer_config
 
 
 def _heads(fields: Fields) -> tuple[int, int]:
