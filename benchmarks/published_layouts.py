@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from bankfull.bench.load.slo import Slo
 from bankfull.bench.load.sweep import Search
 from bankfull.limits.layout.measured import dims_of
 from bankfull.limits.machine import catalogue
@@ -32,6 +31,7 @@ from bankfull.plan.simulate import Run, simulate
 from bankfull.plan.sites import sites_of
 from bankfull.plan.step_times import StepTimes
 from bankfull.plan.traffic import TraceRequest, parse_traffic
+from bankfull.traffic.slo import Slo
 
 LLAMA_2_7B: Config = {
     "model_type": "llama",

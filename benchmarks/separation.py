@@ -22,7 +22,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bankfull.bench.load.slo import Slo, parse_slo
 from bankfull.cluster.local_replicas import local_replicas
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
@@ -35,6 +34,7 @@ from bankfull.serve.replicas.local import Separation, local_separate
 from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.replicas.separate_set import SeparateSet
 from bankfull.submit import Submit
+from bankfull.traffic.slo import Slo, parse_slo
 
 READY_SECONDS = 600.0
 PHASE_SECONDS = 900.0

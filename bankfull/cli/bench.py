@@ -280,12 +280,12 @@ def sweep(
     uses new prompts and arrival times.
     """
 
-    from bankfull.bench.load.arrivals import Arrivals
     from bankfull.bench.load.run import LoadRunner
     from bankfull.bench.load.sweep import Search
     from bankfull.bench.report.json_fields import as_vllm
     from bankfull.bench.report.sweep import answer, hopeless, sweep_html, sweep_table
     from bankfull.cli.terminal import print_table, progress
+    from bankfull.traffic.arrivals import Arrivals
 
     if work.trace is not None or work.requests is not None:
         raise ConfigError(

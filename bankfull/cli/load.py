@@ -92,11 +92,11 @@ class ArrivalOptions:
 
 
 def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> LoadTest:
-    from bankfull.bench.load.arrivals import MOST_ARRIVALS, Arrivals
     from bankfull.bench.load.client import RequestOptions
     from bankfull.bench.load.run import LoadTest
-    from bankfull.bench.load.slo import Slo, parse_slo
     from bankfull.bench.load.workloads import RecordedTrace, ShareGpt, Synthetic, Workload, parse_lengths
+    from bankfull.traffic.arrivals import MOST_ARRIVALS, Arrivals
+    from bankfull.traffic.slo import Slo, parse_slo
 
     if work.sharegpt is not None and work.trace is not None:
         raise ConfigError("--sharegpt and --trace exclude each other; give one of the two.")

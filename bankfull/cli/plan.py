@@ -151,7 +151,6 @@ def plan(
     Step times come from the model's roofline, scaled by an efficiency factor for each kind of operation; short runs
     calibrate the factors of this machine once. The engine's own scheduler simulates queueing.
     """
-    from bankfull.bench.load.slo import Slo, parse_slo
     from bankfull.cli.terminal import print_table, progress
     from bankfull.errors import ConfigError
     from bankfull.familiar import configure
@@ -163,6 +162,7 @@ def plan(
     from bankfull.plan.planner import Planner, PlanRequest
     from bankfull.plan.sites import sites_of
     from bankfull.plan.traffic import parse_traffic
+    from bankfull.traffic.slo import Slo, parse_slo
 
     if simulate is None:
         given = {

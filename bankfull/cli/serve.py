@@ -116,10 +116,10 @@ def serve(
         raise ConfigError(
             f"Serving needs the package {error.name!r}, which is not installed: pip install 'bankfull[serve]'."
         ) from None
-    from bankfull.bench.load.slo import parse_slo
     from bankfull.fleet.attainment import SloMeter
     from bankfull.serve.api.prices import parse_prices
     from bankfull.serve.settings import Settings
+    from bankfull.traffic.slo import parse_slo
 
     if data_dir is None and port:
         data_dir = paths.data_dir() / "serve" / str(port)

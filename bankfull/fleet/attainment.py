@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from bankfull.bench.load.slo import Slo
+from bankfull.traffic.slo import Slo
 
 
 class SloMeter:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bankfull.bench.load.slo import Slo
 from bankfull.fleet.replica_range import ReplicaRange
+from bankfull.traffic.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)

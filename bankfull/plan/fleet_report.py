@@ -11,10 +11,10 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from bankfull.bench.load.slo import Slo
 from bankfull.limits.charts import Axis, Chart, Mark, Point, Series
 from bankfull.limits.units import duration
 from bankfull.plan.fleet_ledger import FleetLedger, Floats
+from bankfull.traffic.slo import Slo
 
 BINS = 96
 """Points of the curves over a day: quarters of an hour."""

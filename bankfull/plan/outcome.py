@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bankfull.bench.load.slo import Slo
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.statistics import quantile
 from bankfull.plan.configurations import Configuration
 from bankfull.plan.pareto import Axes
 from bankfull.plan.simulate import RequestTimes, Run
 from bankfull.plan.traffic import TrafficSpec
+from bankfull.traffic.slo import Slo
 
 WORTH_TELLING = 0.01
 PILING = 0.2

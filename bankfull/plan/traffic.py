@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from random import Random
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import Arrivals
 
 NAMES = ("rate", "in", "out", "shared", "arrivals", "burstiness")
 EXAMPLE = '"rate=5/s, in=1000, out=200"'

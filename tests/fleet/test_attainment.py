@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bankfull.bench.load.slo import parse_slo
 from bankfull.fleet.attainment import SloMeter
+from bankfull.traffic.slo import parse_slo
 
 
 class Clock:

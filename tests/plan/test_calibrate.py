@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bankfull.bench.load.slo import Slo
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.limits.machine.ceilings import Ceilings
@@ -23,6 +22,7 @@ from bankfull.plan.sites import Site
 from bankfull.plan.step_timer import ShapeTooLarge, StepTimer
 from bankfull.plan.traffic import TraceRequest, parse_traffic
 from bankfull.runtime.device import open_device
+from bankfull.traffic.slo import Slo
 from bankfull.weights.source import ModelFiles
 from tests.kit import Bench, device_of
 from tests.plan.machines import MACHINE

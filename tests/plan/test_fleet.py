@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bankfull.bench.load.arrivals import Arrivals
-from bankfull.bench.load.slo import Slo
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import POLICIES
@@ -32,6 +30,8 @@ from bankfull.runtime.memory import Sizes
 from bankfull.sched.policies import POLICIES as SCHEDULING
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec, layout_of
+from bankfull.traffic.arrivals import Arrivals
+from bankfull.traffic.slo import Slo
 from bankfull.types import Work
 from tests.quick import examples
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bankfull.bench.load.slo import Slo
 from bankfull.errors import ConfigError
 from bankfull.limits.layout.measured import dims_of
 from bankfull.limits.machine.links import Interconnect
@@ -29,6 +28,7 @@ from bankfull.plan.separate import PlannedPools, SeparatedSpec, simulate_separat
 from bankfull.plan.simulate import simulate
 from bankfull.plan.step_times import TERMS, StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest
+from bankfull.traffic.slo import Slo
 from bankfull.types import Work
 from tests.limits.models import LLAMA
 from tests.plan.machines import LINK, LINKS, MACHINE

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from bankfull.bench.load.slo import Slo
 from bankfull.errors import ConfigError
 from bankfull.limits.model.recipe import files_for_config
 from bankfull.plan.configurations import QUANTIZE, Configuration, Stored, ways_to_store
@@ -20,6 +19,7 @@ from bankfull.plan.planner import DeploymentPlan, Planner, PlanRequest
 from bankfull.plan.report import later_table, pareto_table, plan_chart, sentences
 from bankfull.plan.sites import Site, sites_of
 from bankfull.plan.traffic import parse_traffic
+from bankfull.traffic.slo import Slo
 from bankfull.weights.requantized import Requantized, parse_quantization
 from tests.limits.models import LLAMA, RECURRENT
 from tests.plan.machines import LINKS, MACHINE

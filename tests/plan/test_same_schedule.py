@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.limits.meter.closed_form import forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
@@ -18,6 +17,7 @@ from bankfull.plan.simulate import Replica, ReplicaSpec, RequestTimes
 from bankfull.plan.step_times import TERMS, Efficiency, StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest, TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
+from bankfull.traffic.arrivals import Arrivals
 from bankfull.types import Output, StepPlan, StepResult
 from bankfull.weights.source import open_model
 from tests.kit import Bench, device_of

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.plan.fake_runner import Clock, FakeRunner
 from bankfull.plan.simulate import ReplicaSpec, Run, simulate
@@ -14,6 +13,7 @@ from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest, TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
 from bankfull.state.spec import Paged, TensorSpec, layout_of
+from bankfull.traffic.arrivals import Arrivals
 from bankfull.types import Enter, StepPlan, Work
 
 LAYOUT = layout_of([(Paged((TensorSpec("k", (1, 4), "float32"),)),)], 4)

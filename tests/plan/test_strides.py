@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.engine import Engine
 from bankfull.limits.meter.closed_form import forms_by_operation
@@ -21,6 +20,7 @@ from bankfull.plan.step_times import TERMS, Efficiency, StepTimes
 from bankfull.plan.traffic import TraceRequest, TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
 from bankfull.state.spec import Paged, TensorSpec, layout_of
+from bankfull.traffic.arrivals import Arrivals
 from bankfull.weights.source import open_model
 from tests.plan.machines import MACHINE
 from tests.quick import examples

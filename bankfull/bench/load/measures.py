@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from bankfull.bench.load.client import Outcome
-from bankfull.bench.load.slo import Slo
 from bankfull.errors import ConfigError
+from bankfull.traffic.slo import Slo
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 SCALES = tuple(round(10 ** (step / 20), 4) for step in range(-20, 21))

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.client import Advance, LoadClient, RequestOptions, ask_once
 from bankfull.bench.load.energy import EnergyMeter
 from bankfull.bench.load.measures import Measured
 from bankfull.bench.load.request_limits import RequestLimits, request_limits
 from bankfull.bench.load.server import ServerUnderTest
-from bankfull.bench.load.slo import Slo
 from bankfull.bench.load.utilization import NO_DRAFTS, parse_counters, utilization
 from bankfull.bench.load.workloads import (
     Conversation,
@@ -28,6 +26,8 @@ from bankfull.bench.load.workloads import (
 )
 from bankfull.bench.report.report import LoadReport, Price, Setting
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import Arrivals
+from bankfull.traffic.slo import Slo
 
 WARM_UP_TOKENS, ALONE = 8, 3
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bankfull.bench.load.arrivals import check_count
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import check_count
 
 Prompt = str | list[int]
 MOST_TOKENS = 1 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from bankfull.bench.load.arrivals import Arrivals, check_count
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import Arrivals, check_count
 
 DIGITS = 3
 """Tokens of a prompt that tell its job from others."""

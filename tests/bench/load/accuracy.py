@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic, process_time, sleep
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.client import LoadClient, LoopMain, Outcome, RequestOptions
 from bankfull.bench.load.clock import run_precisely
 from bankfull.bench.load.stalls import Stall, sums, worst_at
 from bankfull.limits.statistics import quantile
+from bankfull.traffic.arrivals import Arrivals
 from tests.bench.load.kit import figures, make_conversations, notes_of, off, stamped
 
 EVERY = 0.2

@@ -8,9 +8,9 @@ from time import monotonic, process_time
 
 import pytest
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.client import LoadClient, RequestOptions
 from bankfull.bench.load.stalls import Stall
+from bankfull.traffic.arrivals import Arrivals
 from tests.bench.load.kit import make_conversations, notes_of, off, simulated, stamped, stamps
 from tests.bench.load.stamped_server import Line
 

@@ -17,11 +17,11 @@ from bankfull.bench.compare.servers import (
     parse_contender,
 )
 from bankfull.bench.compare.turns import in_pairs
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.run import LoadTest
-from bankfull.bench.load.slo import parse_slo
 from bankfull.bench.load.workloads import Synthetic, parse_lengths
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import Arrivals
+from bankfull.traffic.slo import parse_slo
 from tests.bench.load.kit import SERVER, stamped
 
 LOAD = LoadTest(

@@ -11,17 +11,17 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.request_limits import RequestLimits
 from bankfull.bench.load.run import LoadRunner, LoadTest
 from bankfull.bench.load.server import ServerUnderTest, parse_address
-from bankfull.bench.load.slo import parse_slo
 from bankfull.bench.load.utilization import Ceiling, CountedWork, parse_counters, utilization
 from bankfull.bench.load.workloads import Synthetic, parse_lengths
 from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops.cost import Rates
+from bankfull.traffic.arrivals import Arrivals
+from bankfull.traffic.slo import parse_slo
 from tests.bench.load.kit import outcome
 from tests.limits.models import LLAMA
 from tests.tiny import speaking_folder

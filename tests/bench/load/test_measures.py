@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bankfull.bench.load.measures import Measured, distribution
-from bankfull.bench.load.slo import Slo, parse_slo
 from bankfull.errors import ConfigError
+from bankfull.traffic.slo import Slo, parse_slo
 from tests.bench.load.kit import outcome
 
 RUN = [

@@ -11,8 +11,8 @@ from statistics import fmean, quantiles
 
 import pytest
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.client import LoadClient, RequestOptions
+from bankfull.traffic.arrivals import Arrivals
 from tests.bench.load.kit import make_conversations, simulated, stamped
 from tests.bench.load.stamped_server import Line
 

@@ -11,7 +11,6 @@ import pytest
 
 from bankfull.bench.load.energy import Energy
 from bankfull.bench.load.measures import Measured
-from bankfull.bench.load.slo import parse_slo
 from bankfull.bench.load.sweep import Search
 from bankfull.bench.load.utilization import Ceiling, CountedWork, Utilization
 from bankfull.bench.report.charts import MOST_POINTS, thinned
@@ -20,6 +19,7 @@ from bankfull.bench.report.json_fields import DETAILS, as_vllm
 from bankfull.bench.report.report import LoadReport, Price, Setting
 from bankfull.bench.report.sweep import sweep_html
 from bankfull.bench.report.text import as_markdown, tables
+from bankfull.traffic.slo import parse_slo
 from tests.bench.load.kit import outcome
 
 HOSTILE = "<script>alert(1)</script>|[bold]"

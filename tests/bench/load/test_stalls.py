@@ -12,9 +12,9 @@ import pytest
 from bankfull.bench.load import stalls
 from bankfull.bench.load.clock import SWITCH, PreciseLoop, run_precisely
 from bankfull.bench.load.measures import Measured
-from bankfull.bench.load.slo import Slo
 from bankfull.bench.load.stalls import Stall, StallWatch, sums, worst_at
 from bankfull.bench.report.report import LoadReport
+from bankfull.traffic.slo import Slo
 from tests.bench.load.kit import outcome
 from tests.bench.load.test_reports import report
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.client import RequestOptions
 from bankfull.bench.load.run import LoadRunner, LoadTest
 from bankfull.bench.load.server import ServerUnderTest, parse_address
 from bankfull.bench.load.workloads import Synthetic, parse_lengths
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import Arrivals
 
 BATCH = 4
 LONGEST_WAIT = 20.0

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.bench.load.sweep import Found, Search
 from bankfull.bench.report.sweep import answer
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import Arrivals
 
 
 @pytest.mark.parametrize("limit", [0.02, 0.3, 1.0, 17.3, 640.0])

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bankfull.bench.load.slo import parse_slo
 from bankfull.fleet.attainment import SloMeter
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
@@ -31,6 +30,7 @@ from bankfull.serve.telemetry.separation_metrics import separation_families
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
 from bankfull.submit import Submit
+from bankfull.traffic.slo import parse_slo
 from tests.serve.scripted import Scripted
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 import pytest
 import scipy
 
-from bankfull.bench.load.arrivals import Arrivals
 from bankfull.errors import ConfigError
+from bankfull.traffic.arrivals import Arrivals
 
 COUNT = 20_000
 
