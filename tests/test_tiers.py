@@ -194,9 +194,9 @@ def test_a_disk_that_never_answers_is_given_up(
     again = made(tmp_path)
     scheduler = again.loaded.engine.scheduler
     now = [time.monotonic()]
-    scheduler.aside._clock = lambda: now.__setitem__(0, now[0] + 0.5) or now[0]  # type: ignore[func-returns-value]
+    scheduler.parking._clock = lambda: now.__setitem__(0, now[0] + 0.5) or now[0]  # type: ignore[func-returns-value]
     assert answer(again) == (expected, 0)
-    assert scheduler.aside.counts.late == 1
+    assert scheduler.parking.counts.late == 1
     go.set()
     flush(again)
 
@@ -211,9 +211,9 @@ def test_a_prefix_that_is_computed_faster_than_read_is_not_read(tmp_path: Path, 
         def prefill(self, start: int, end: int) -> float:
             return 1e-9
 
-    again.loaded.engine.scheduler.aside.prices = Fast()
+    again.loaded.engine.scheduler.parking.prices = Fast()
     assert answer(again) == (expected, 0)
-    assert again.loaded.engine.scheduler.aside.counts.refused == 1
+    assert again.loaded.engine.scheduler.parking.counts.refused == 1
     assert tiers_of(again).lower[0].traffic.read == 0
     flush(again)
 

@@ -182,5 +182,5 @@ def tier_figures(scheduler: Scheduler) -> tuple[list[TierLoad], MoveLoad | None]
         )
         for tier in tiers.lower
     ]
-    counts = scheduler.aside.counts
+    counts = scheduler.parking.counts
     return loads, MoveLoad(**{field.name: getattr(counts, field.name) for field in fields(counts)})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bankfull.config import SchedConfig
-from bankfull.sched.aside import Aside
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue
+from bankfull.sched.parking import Parking
 from bankfull.sched.policy import Policy
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import StateManager
@@ -18,11 +18,11 @@ class AdmissionRoom:
         config: SchedConfig,
         state: StateManager,
         policy: Policy,
-        aside: Aside,
+        parking: Parking,
         running: list[Sequence],
         canvas: Canvas | None,
     ) -> None:
-        self._config, self._state, self._policy, self._aside = config, state, policy, aside
+        self._config, self._state, self._policy, self._parking = config, state, policy, parking
         self._running, self._canvas = running, canvas
 
     def match(self, seq: Sequence) -> Match:
@@ -41,13 +41,13 @@ class AdmissionRoom:
     def fitting(self, seq: Sequence, waiting: WaitingQueue, overtakes: bool) -> Match | None:
         """What it starts from, if it has room; if need be, those that wait give back what they hold, itself last. One
         that overtakes others leaves them what they hold, and what is on its way to them."""
-        aside = self._aside
-        if self._state.tiers is not None and aside.lacks_room(seq, waiting, bool(self._running)):
+        parking = self._parking
+        if self._state.tiers is not None and parking.lacks_room(seq, waiting, bool(self._running)):
             return None
-        promised = aside.promised() if overtakes else 0
+        promised = parking.promised() if overtakes else 0
         while (lack := self.lack(seq, match := self.match(seq), promised)) != (0, 0):
             if overtakes or not (
-                aside.yield_memory(waiting, seq) or aside.yield_memory(waiting) or self._unpinned(*lack)
+                parking.yield_memory(waiting, seq) or parking.yield_memory(waiting) or self._unpinned(*lack)
             ):
                 return None
         return match

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from bankfull.errors import RequestError
 from bankfull.sched.sequence import Sequence
-from bankfull.sched.sketch import Sketch
+from bankfull.sched.step_builder import StepBuilder
 from bankfull.state.manager import StateManager
 from bankfull.state.sequence_state import Reserved
 from bankfull.types import CanvasShape, Request, Work
@@ -59,7 +59,9 @@ class Canvas:
         waiting = self.border(len(seq.tokens)) - seq.start
         return self.shape.sight if waiting >= self.shape.sight else self.end(seq) - seq.start
 
-    def serve(self, seq: Sequence, step: Sketch, insist: Callable[[Sequence, int, Sketch], Reserved | None]) -> bool:
+    def serve(
+        self, seq: Sequence, step: StepBuilder, insist: Callable[[Sequence, int, StepBuilder], Reserved | None]
+    ) -> bool:
         """Give a sequence a step; False when it could use one but memory is short. `insist` reserves its places up to a
         token. Its next step depends on the result of the one in flight."""
         work = None if seq.flying else self.work(seq, step.budget)

@@ -9,6 +9,7 @@ from bankfull.sched.gates import Gate
 from bankfull.types import Request, StepPlan
 
 if TYPE_CHECKING:
+    from bankfull.sched.queue_facts import QueueFacts
     from bankfull.sched.sequence import Sequence
     from bankfull.sched.shares import Holdings
 
@@ -16,24 +17,8 @@ BATCH_PRIORITY = 1_000_000
 """Requests of this priority number and above are batch work: no user waits for their next token."""
 
 
-class Outlook(Protocol):
-    """What a policy may ask beside the sequences."""
-
-    def prefill(self, start: int, end: int) -> float | None:
-        """Predicted seconds to compute the tokens from `start` to `end` of one sequence; None if nothing is known."""
-        ...
-
-    def cached(self, sequence: Sequence) -> int:
-        """Leading tokens of a waiting sequence whose state is on the device."""
-        ...
-
-    def waiting(self) -> Iterable[Sequence]:
-        """The sequences that wait for a row, in their order."""
-        ...
-
-
 class Policy(Protocol):
-    """Decides from sequences and the outlook; the scheduler owns queues, memory and token budgets."""
+    """Decides from sequences and what it may ask of the queue; the scheduler owns queues, memory and token budgets."""
 
     gate: Gate
     """How many sequences may be admitted in a step."""
@@ -47,7 +32,7 @@ class Policy(Protocol):
     """Whether `after_plain` needs the seconds of every step."""
     predicts: bool
     """Whether it asks for predicted prefill times, so that steps have to be timed."""
-    outlook: Outlook
+    facts: QueueFacts
     """Set by the scheduler."""
 
     def is_batch(self, request: Request) -> bool:

@@ -17,18 +17,18 @@ from itertools import count
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
 from bankfull.sched.admission import AdmissionRoom
-from bankfull.sched.aside import Aside
 from bankfull.sched.blocked import Blocking
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.isolation import Isolation
-from bankfull.sched.outlook import SchedulerOutlook
 from bankfull.sched.pace import Pace, kinds_of
+from bankfull.sched.parking import Parking
 from bankfull.sched.policies import policy_of
+from bankfull.sched.preemption import Preemption
+from bankfull.sched.queue_facts import QueueFacts
 from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence, share_of, siblings_of, unsampled
 from bankfull.sched.shares import COMPANY_STEPS, Tenants, batch_share
-from bankfull.sched.sketch import Sketch
-from bankfull.sched.way import Way
+from bankfull.sched.step_builder import StepBuilder
 from bankfull.state.manager import StateManager
 from bankfull.state.sequence_state import Reserved, SequenceState
 from bankfull.types import Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
@@ -57,15 +57,15 @@ class Scheduler:
         self.stuck = False
         """Whether the last `plan` found nothing to run, and only an arrival or the time of `wake_at` changes that."""
         self.pace, self._clock = Pace(config.step_ms / 1e3), clock
-        self.aside = Aside(state, self.pace, clock)
+        self.parking = Parking(state, self.pace, clock)
         self.pace.measured |= self.predicts
         self._waiting = WaitingQueue(self.policy.gate)
-        self.aside.next_turn = self.policy.next_turn
+        self.parking.next_turn = self.policy.next_turn
         state.pins.clock = clock
-        self.policy.outlook = SchedulerOutlook(state, self.aside, self._waiting)
+        self.policy.facts = QueueFacts(state, self.parking, self._waiting)
         self._seconds = 0.0  # the device's time for the step that settles next
         self._running = OrderedSequences()
-        self._room = AdmissionRoom(config, state, self.policy, self.aside, self._running, canvas)
+        self._room = AdmissionRoom(config, state, self.policy, self.parking, self._running, canvas)
         self._free_rows = list(range(config.rows - 1, -1, -1))
         self._leaving: list[int] = []
         self._inflight: deque[tuple[int, list[Sequence]]] = deque()
@@ -74,8 +74,8 @@ class Scheduler:
         self._filling: list[Sequence] = []  # those of which the newest step computes several tokens
         self._tenants, self._blocking = Tenants(self.policy.fair), Blocking(clock)
         lists = self._waiting, self._running, self._free_rows
-        self._way = Way(config, state, self.policy, self._room, self._tenants, *lists, self.pace)
-        self._way.preempt = self._preempt
+        self._preemption = Preemption(config, state, self.policy, self._room, self._tenants, *lists, self.pace)
+        self._preemption.preempt = self._preempt
         self._arrivals, self._steps = count(), count()
         self._company = -COMPANY_STEPS  # the last step at which there was online work
 
@@ -165,7 +165,7 @@ class Scheduler:
         quota = self._waiting.quota(self.running, self._clock(), self.sealed) if self._waiting else 0
         alone = self._waiting.only = self._isolation.alone
         tokens = self._isolation.budget(self.config.step_tokens)
-        step = Sketch(StepPlan(next(self._steps)), tokens, quota, *self._prompt_limits)
+        step = StepBuilder(StepPlan(next(self._steps)), tokens, quota, *self._prompt_limits)
         able = self._running if alone is None else [seq for seq in self._running if seq.request.id == alone]
         self._filling.clear()
         preemptions = self.preemptions
@@ -176,9 +176,9 @@ class Scheduler:
         if self.state.pins.all:
             self.state.pins.advance()
         if self.state.tiers is not None:
-            self.aside.advance(self._waiting, len(self._free_rows))
+            self.parking.advance(self._waiting, len(self._free_rows))
         if alone is None:
-            self._way.make(step)
+            self._preemption.for_waiting(step)
         if any(not line[0].batch for line in (self._running, self._waiting) if line):
             self._company = step.plan.step
         if not any(line[-1].batch for line in (self._running, self._waiting) if line):  # batch work is last in order
@@ -206,7 +206,7 @@ class Scheduler:
                 seq.state.chain.extend(seq.tokens, min(seq.start, len(seq.tokens)))
         self._filling.clear()
 
-    def _fill(self, running: list[Sequence], step: Sketch, drafts: Drafts) -> bool:
+    def _fill(self, running: list[Sequence], step: StepBuilder, drafts: Drafts) -> bool:
         """Serve these, decodes first, then admit more of their kind; False when one of them lacks memory."""
         decoding, filling = list[Sequence](), list[Sequence]()
         for seq in running if self.stages == 1 else unsampled(running):
@@ -242,7 +242,7 @@ class Scheduler:
         with step.budget_of(step.budget if step.room is None else step.room.tokens(False)):
             return self._fill_fairly(filling, step, drafts, stalled)
 
-    def _fill_fairly(self, filling: list[Sequence], step: Sketch, drafts: Drafts, stalled: bool) -> bool:
+    def _fill_fairly(self, filling: list[Sequence], step: StepBuilder, drafts: Drafts, stalled: bool) -> bool:
         """Continue running prompts and admit others so that each tenant gets its share of the step's tokens."""
         decodes = len(step.served)
         waiting = [seq for seq in self._waiting if seq.parent is None and seq.batch == step.batch]
@@ -262,7 +262,7 @@ class Scheduler:
             self._tenants.served(seq.tenant, step.plan.step)
         return not stalled
 
-    def _admit_in_turn(self, shares: dict[str, int], step: Sketch, unserved: list[Sequence]) -> None:
+    def _admit_in_turn(self, shares: dict[str, int], step: StepBuilder, unserved: list[Sequence]) -> None:
         """Each tenant gets its share of the budget and what those before it have left, then what all have left. Its
         running sequences come first: an admitted one could take the memory that they wait for."""
         later = sum(shares.values())
@@ -273,7 +273,7 @@ class Scheduler:
                 if self._serve_each(own, step, 0):
                     self._admit(step, tenant)
 
-    def _serve_each(self, line: list[Sequence], step: Sketch, drafts: Drafts, most: int | None = None) -> bool:
+    def _serve_each(self, line: list[Sequence], step: StepBuilder, drafts: Drafts, most: int | None = None) -> bool:
         """Serve sequences of the line until the budget or `most` is reached; False when one of them lacks memory."""
         able = True
         last = len(step.served) + (len(line) if most is None else most)
@@ -284,7 +284,7 @@ class Scheduler:
                 able &= self._serve(seq, step, drafts)
         return able
 
-    def _serve(self, seq: Sequence, step: Sketch, drafts: Drafts) -> bool:
+    def _serve(self, seq: Sequence, step: StepBuilder, drafts: Drafts) -> bool:
         """Give `seq` its share of the step; False when it could use one but memory is short."""
         if self.canvas is not None:
             return self.canvas.serve(seq, step, self._insist)
@@ -320,20 +320,20 @@ class Scheduler:
             timed.take(size, scored)
         return True
 
-    def _insist(self, seq: Sequence, upto: int, step: Sketch) -> Reserved | None:
+    def _insist(self, seq: Sequence, upto: int, step: StepBuilder) -> Reserved | None:
         """Pages and slots for `seq`, by preemption if need be; None when it has to wait."""
         assert seq.state is not None
         while (reserved := self.state.reserve(seq.state, upto)) is None:
             pages, slots = self.state.shortage(seq.state, upto, 1)
-            if self._way.coming(pages, slots):
+            if self._preemption.coming(pages, slots):
                 return None
-            if self.aside.yield_memory(self._waiting):
+            if self.parking.yield_memory(self._waiting):
                 continue
             if self.state.pins.all and self.state.pins.relieve(pages, slots):
                 continue
             able = [s for s in self._running if s.row not in step.fixed]
             contested = self._tenants.compete and not slots
-            victim = self.policy.victim(seq, able, self._way.holdings(self._running) if contested else None)
+            victim = self.policy.victim(seq, able, self._preemption.holdings(self._running) if contested else None)
             if victim is None:
                 return None
             self._preempt(victim, for_memory=True)
@@ -341,7 +341,7 @@ class Scheduler:
 
     # -- admission
 
-    def _admit(self, step: Sketch, tenant: str | None = None) -> None:
+    def _admit(self, step: StepBuilder, tenant: str | None = None) -> None:
         """Admit waiting sequences, of this tenant or of any, in their order. The first that does not fit ends it: no
         sequence overtakes another."""
         if step.batch and any(not seq.batch and seq.parent is None for seq in self._waiting):
@@ -356,7 +356,7 @@ class Scheduler:
                 return
             if step.room is not None and step.room.tokens(seq.request.scored) <= 0:
                 return
-            if self.state.tiers is not None and self.aside.awaits(seq):  # others may overtake it
+            if self.state.tiers is not None and self.parking.awaits(seq):  # others may overtake it
                 self._blocking.end(seq)
                 index, overtakes = index + 1, True
                 continue
@@ -371,14 +371,14 @@ class Scheduler:
             if not self._serve(seq, step, 0):
                 return
 
-    def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
+    def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: StepBuilder) -> None:
         """Give `seq` a row, and describe it to the runner."""
         self._waiting.leave(seq)
         self._blocking.end(seq)
         if not self._running:
             self._blocking.occupied()
         if seq.parked is not None or seq.fetch is not None:
-            self.aside.forget(seq)
+            self.parking.forget(seq)
         if not seq.admitted:
             seq.admitted = True
             step.quota -= 1
@@ -390,7 +390,7 @@ class Scheduler:
         plan.pages.extend(PageEdit(g, seq.row, 0, tuple(table)) for g, table in enumerate(state.tables) if table)
         step.fixed.add(seq.row)
 
-    def _fork_children(self, seq: Sequence, step: Sketch) -> None:
+    def _fork_children(self, seq: Sequence, step: StepBuilder) -> None:
         """When all but the last prompt token has settled, siblings start on copies; those without room are scheduled
         on their own. Only a few start in each step: each costs the runner time that all other rows wait for."""
         if seq.computed != seq.prompt_len - 1:  # no work is in flight then: with children, none goes beyond that token
@@ -411,7 +411,7 @@ class Scheduler:
     # -- preemption and ends
 
     def _preempt(self, seq: Sequence, for_memory: bool = False, kept: bool = True) -> None:
-        self.aside.park(seq, kept and self.canvas is None and not self._ahead, for_memory)  # a drafter may lag
+        self.parking.park(seq, kept and self.canvas is None and not self._ahead, for_memory)  # a drafter may lag
         self._leave_row(seq)
         self._waiting.enter(seq)
         self._blocking.begin(seq)
@@ -432,7 +432,7 @@ class Scheduler:
         else:
             self._waiting.leave(seq)
             self._blocking.end(seq)
-            self.aside.forget(seq)
+            self.parking.forget(seq)
         adopt(seq.children)
         self._expect(seq.children)
         if seq.parent is not None:

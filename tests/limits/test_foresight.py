@@ -58,7 +58,7 @@ def test_a_long_prompt_skips_queues_before_any_prompt_was_timed_and_by_the_pace_
 
 def test_the_cost_of_recomputing_parked_state_is_foreseen(known: None, tmp_path: Path) -> None:
     llm = fresh(kv_disk=f"4MiB:{tmp_path}")
-    assert (llm.loaded.engine.scheduler.aside.prices.prefill(0, 50) or 0.0) > 0
+    assert (llm.loaded.engine.scheduler.parking.prices.prefill(0, 50) or 0.0) > 0
 
 
 def test_without_ceilings_a_policy_that_predicts_says_so(

@@ -117,7 +117,7 @@ def test_prefixes_and_parked_state_come_back_from_the_host_memory_of_all_ranks(
     both = llm.generate([[*prompt, 5, 6] for prompt in prompts], GREEDY)
     fresh = alone.generate([[*prompt, 5, 6] for prompt in prompts], GREEDY)
     assert [one.outputs[0].token_ids for one in both] == [one.outputs[0].token_ids for one in fresh]
-    assert preempted and scheduler.aside.counts.parked > 0
+    assert preempted and scheduler.parking.counts.parked > 0
     end(llm)
 
 

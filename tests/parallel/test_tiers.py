@@ -114,10 +114,10 @@ def test_parked_state_and_prefixes_come_back_on_every_rank(
         ask(bench, shape, asked, random.Random(4))
         assert bench.manager.tiers is not None
         traffic = [tier.traffic for tier in bench.manager.tiers.lower]
-        assert bench.engine.scheduler.aside.counts.fetched_tokens > 0 and sum(one.read for one in traffic) > 0
+        assert bench.engine.scheduler.parking.counts.fetched_tokens > 0 and sum(one.read for one in traffic) > 0
         assert not any(one.failed for one in traffic)
         if host:
-            assert bench.engine.scheduler.aside.counts.parked > 0, "preemption has copied state to the host"
+            assert bench.engine.scheduler.parking.counts.parked > 0, "preemption has copied state to the host"
             assert tier_of(bench, Tier.HOST).traffic.read > 0
 
 
@@ -125,7 +125,7 @@ def test_parked_state_and_prefixes_come_back_on_every_rank(
 def test_tiers_of_ranks_work_beside_devices_that_are_late(mesh: str, tmp_path: Path) -> None:
     with engine("hybrid", mesh, True, tmp_path, device=partial(Late, 5, apart=True)) as made:
         ask(made.bench, "hybrid", prompts(), random.Random(3))
-        assert made.bench.engine.scheduler.aside.counts.parked > 0
+        assert made.bench.engine.scheduler.parking.counts.parked > 0
 
 
 @pytest.mark.covering(1)

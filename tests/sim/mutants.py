@@ -10,10 +10,10 @@ from pytest import MonkeyPatch
 from bankfull.sched import scheduler
 from bankfull.sched.admission import AdmissionRoom
 from bankfull.sched.pace import Pace, Room
+from bankfull.sched.preemption import Preemption
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
-from bankfull.sched.sketch import Sketch
-from bankfull.sched.way import Way
+from bankfull.sched.step_builder import StepBuilder
 from bankfull.state.manager import StateManager
 from bankfull.state.moves import Moves
 from bankfull.state.pages import Pool
@@ -45,7 +45,7 @@ def quarantine_asks_only_the_last_holder(patch: MonkeyPatch) -> None:
 
 
 def pages_are_published_before_they_settle(patch: MonkeyPatch) -> None:
-    def serve(sched: Scheduler, seq: Sequence, step: Sketch, drafts: int) -> bool:
+    def serve(sched: Scheduler, seq: Sequence, step: StepBuilder, drafts: int) -> bool:
         served = original(sched, seq, step, drafts)
         if seq.state is not None:
             sched.state.publish(seq.state, seq.tokens, min(seq.start, len(seq.tokens)), seq.prompt_len)
@@ -192,7 +192,7 @@ def release_keeps_a_page(patch: MonkeyPatch) -> None:
 
 
 def waiting_for_memory_never_ends(patch: MonkeyPatch) -> None:
-    patch.setattr(Way, "coming", lambda *_: True)
+    patch.setattr(Preemption, "coming", lambda *_: True)
 
 
 def the_last_prompt_token_is_reused(patch: MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def the_last_prompt_token_is_reused(patch: MonkeyPatch) -> None:
 
 
 def drafts_take_the_budget_of_decodes(patch: MonkeyPatch) -> None:
-    def serve(sched: Scheduler, seq: Sequence, step: Sketch, drafts: int) -> bool:
+    def serve(sched: Scheduler, seq: Sequence, step: StepBuilder, drafts: int) -> bool:
         step.spare = step.budget - 1
         return original(sched, seq, step, drafts)
 
@@ -233,7 +233,7 @@ def a_parent_starts_behind_the_fork(patch: MonkeyPatch) -> None:
 
 
 def batch_work_gives_no_way(patch: MonkeyPatch) -> None:
-    def serve(sched: Scheduler, seq: Sequence, step: Sketch, drafts: int) -> bool:
+    def serve(sched: Scheduler, seq: Sequence, step: StepBuilder, drafts: int) -> bool:
         served = original(sched, seq, step, drafts)
         step.prompts = False
         return served

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from bankfull.config import SchedConfig
 from bankfull.sched.gates import gate_of
-from bankfull.sched.policy import Outlook
+from bankfull.sched.queue_facts import QueueFacts
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.shares import Holdings
 from bankfull.types import Request, StepPlan
@@ -20,7 +20,7 @@ class FirstCome:
     reserves_limit = False
     counting = False
     predicts = False
-    outlook: Outlook
+    facts: QueueFacts
 
     def __init__(self, config: SchedConfig) -> None:
         self.gate = gate_of(config)

@@ -29,10 +29,10 @@ class LongestPrefix(FirstCome):
     def rank(self, sequence: Sequence, now: float) -> float:
         if sequence.admitted or now - sequence.queued_at >= self.starvation:
             return -float("inf")  # what it has computed must not be for nothing
-        return -float(self.outlook.cached(sequence))
+        return -float(self.facts.cached(sequence))
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
-        return list(islice(self.outlook.waiting(), MOST_RANKED))
+        return list(islice(self.facts.waiting(), MOST_RANKED))
 
     def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        return list(islice(self.outlook.waiting(), MOST_RANKED))  # only the last order admits
+        return list(islice(self.facts.waiting(), MOST_RANKED))  # only the last order admits

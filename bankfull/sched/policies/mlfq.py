@@ -153,7 +153,7 @@ class Mlfq(FirstCome):
         if any(seq.fruitless and _fruitless(seq) for seq in running):
             return 1  # with its next token it may give way
         until = self._oldest + self.starvation
-        head = next((seq for seq in self.outlook.waiting() if seq.parent is None), None)
+        head = next((seq for seq in self.facts.waiting() if seq.parent is None), None)
         if head is not None and (level := self._jobs[head].level) < DEEPEST:
             for job in map(self._jobs.__getitem__, running):
                 until = min(until, begun + self._stays_above(job, level))
@@ -236,8 +236,8 @@ class SkipJoinMlfq(Mlfq):
 
     def first_level(self, sequence: Sequence) -> int:
         """The first queue whose quantum covers the predicted prefill."""
-        cached = self.outlook.cached(sequence)
-        seconds = self.outlook.prefill(cached, len(sequence.tokens)) or 0.0
+        cached = self.facts.cached(sequence)
+        seconds = self.facts.prefill(cached, len(sequence.tokens)) or 0.0
         level = 0
         while level < DEEPEST and self.quantum_of(level) < seconds:
             level += 1

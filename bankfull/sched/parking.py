@@ -49,7 +49,7 @@ class MoveCounts:
     recompute_seconds: float = 0.0
 
 
-class Aside:
+class Parking:
     def __init__(self, state: StateManager, prices: Prices, clock: Callable[[], float]) -> None:
         self._state, self.prices, self._clock = state, prices, clock
         self.next_turn: Callable[[Sequence, float], float] = lambda seq, now: 0.0

@@ -13,7 +13,7 @@ from bankfull.types import PageEdit, StepPlan, Work
 
 
 @dataclass(slots=True)
-class Sketch:
+class StepBuilder:
     plan: StepPlan
     budget: int
     """Tokens that may still be given out."""

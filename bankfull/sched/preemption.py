@@ -1,4 +1,4 @@
-"""Making way: which running sequences are preempted so that waiting ones can be admitted."""
+"""Preemption: which running sequences are preempted so that waiting ones can be admitted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bankfull.sched.pace import Pace
 from bankfull.sched.policy import Policy
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.shares import Holdings, Tenants, first_of_each
-from bankfull.sched.sketch import Sketch
+from bankfull.sched.step_builder import StepBuilder
 from bankfull.state.manager import StateManager
 from bankfull.state.sequence_state import Match
 
 
-class Way:
+class Preemption:
     preempt: Callable[[Sequence], None]
     """Set by the scheduler."""
 
@@ -36,21 +36,21 @@ class Way:
         self._config, self._state, self._policy, self._room, self._tenants = config, state, policy, room, tenants
         self._waiting, self._running, self._free_rows, self._pace = waiting, running, free_rows, pace
 
-    def make(self, step: Sketch) -> None:
+    def for_waiting(self, step: StepBuilder) -> None:
         """Before running sequences are served, preempt those that give way to a waiting one, if that admits it."""
         if not self._policy.preemptive or (index := self._waiting.admissible(0, step.quota)) is None:
             return
         if not self._tenants.compete:
             head = self._waiting[index]
-            return self._make_for(head) if self._would_run(head, step) else None
+            return self._preempt_for(head) if self._would_run(head, step) else None
         fresh = step.quota > 0
         able = (seq for seq in self._waiting[index:] if seq.parent is None and (seq.admitted or fresh))
         for head in list(first_of_each(able)):
-            self._make_for(head)
+            self._preempt_for(head)
             if self._entitled(head):
                 step.claims.append(head)
 
-    def _would_run(self, head: Sequence, step: Sketch) -> bool:
+    def _would_run(self, head: Sequence, step: StepBuilder) -> bool:
         """Whether the step has tokens for `head` after the running prompts before it in order. If not, a sequence that
         gave way now would lose its turns for nothing."""
         if head.parked is not None and head.parked.computed >= len(head.tokens) - 1:
@@ -64,7 +64,7 @@ class Way:
             tokens = min(tokens, room.tokens(False))
         return len(before) < step.prompt_rows and sum(before) < tokens
 
-    def _make_for(self, head: Sequence) -> None:
+    def _preempt_for(self, head: Sequence) -> None:
         match: Match | None = None
         while giving := self._giving_way_to(head):
             if match is None:  # else it is as before: preemption evicts nothing
