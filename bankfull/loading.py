@@ -34,8 +34,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
-from bankfull.models.registry import family_of
-from bankfull.models.splitting import stages_of
+from bankfull.models.registry import family_of, stages_of
 from bankfull.ops import Kit, native
 from bankfull.ops.activations import INT8
 from bankfull.ops.ranks import RankGroup

@@ -29,10 +29,10 @@ from bankfull.layers.ssd import GatedNorm, Mamba2Mixer, Mamba2Shape
 from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.blocks import LayerPlan, MixerPlan, plans_of
 from bankfull.models.common import decoder, tied_head
+from bankfull.models.composed_split import split_composed, split_plan
 from bankfull.models.fields import ConfigFields
 from bankfull.models.kinds import DEFAULTS, ROPE, AttentionShape, FeedShape, RopeShape
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_plan
 
 
 class _Composer:
@@ -174,4 +174,4 @@ def build_composed(config: Config, build: Build) -> Decoder:
     return _Composer(config, build).model()
 
 
-FAMILY = Family(build_composed, tied_head)
+FAMILY = Family(build_composed, tied_head, split=split_composed)

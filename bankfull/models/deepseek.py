@@ -16,6 +16,7 @@ from bankfull.layers.rope import Rope
 from bankfull.models.common import TRANSFORMER, decoder, gated_mlp, rope_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 
 LATENT = TRANSFORMER | {
     "kv_lora_rank": 512,
@@ -180,4 +181,12 @@ def prediction_modules(fields: ConfigFields) -> int:
     return int(count)
 
 
-FAMILY = Family(build_deepseek, ignored)
+def _split(s: Splitting) -> None:
+    heads = s.size("num_attention_heads")
+    s.own |= {"num_attention_heads": s.divided(heads, "num_attention_heads")}
+    if s.whole.get("num_key_value_heads"):
+        s.own["num_key_value_heads"] = s.own["num_attention_heads"]
+    s.widths()
+
+
+FAMILY = Family(build_deepseek, ignored, split=_split)

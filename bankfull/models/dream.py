@@ -10,6 +10,7 @@ from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_dec
 from bankfull.models.diffusion import denoising, seeing_blocks
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 DREAM = TRANSFORMER | {"mask_token_id": 151666}
 
@@ -27,4 +28,4 @@ def build_dream(config: Config, build: Build) -> Decoder:
     return denoising(prenorm_decoder(fields, build, heads, mixer), fields, shifted=True)
 
 
-FAMILY = Family(build_dream, tied_head)
+FAMILY = Family(build_dream, tied_head, split=split_transformer)

@@ -22,7 +22,7 @@ from bankfull.layers.norm import AddThen, RMSNorm
 from bankfull.layers.shard import Shard
 from bankfull.models.common import TRANSFORMER, gated_mlp, heads_of, rope_of
 from bankfull.models.fields import ConfigFields
-from bankfull.models.splitting import rank_config
+from bankfull.models.registry import rank_config
 from bankfull.models.spreading import spread_tokens
 from bankfull.weights.eagle import EagleFiles, EagleSource, usual_taps
 from bankfull.weights.qtensor import QTensor
@@ -132,6 +132,6 @@ def _rank_config(files: EagleFiles, ranks: int) -> Mapping[str, Any]:
     if ranks == 1:
         return files.config
     try:
-        return rank_config({**files.config, "model_type": "llama"}, ranks, ranks, spread=False).values
+        return rank_config({**files.config, "model_type": "llama"}, ranks, ranks, spread=False).own
     except ConfigError as error:
         raise ConfigError(f"The heads in {files.name} do not suit the layout: {error}") from None

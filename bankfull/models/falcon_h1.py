@@ -22,6 +22,7 @@ from bankfull.models.fields import ConfigFields
 from bankfull.models.granite import positive
 from bankfull.models.mamba2 import OPEN_LIMITS, mamba2_shape
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_hybrid_mamba2
 from bankfull.ops import scale_columns
 
 FALCON_H1 = TRANSFORMER | {
@@ -129,4 +130,4 @@ def build_falcon_h1(config: Config, build: Build) -> Decoder:
     )
 
 
-FAMILY = Family(build_falcon_h1, tied_head)
+FAMILY = Family(build_falcon_h1, tied_head, split=split_hybrid_mamba2)

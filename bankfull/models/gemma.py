@@ -18,6 +18,7 @@ from bankfull.layers.rope import Rope
 from bankfull.models import common
 from bankfull.models.fields import FULL, SLIDING, ConfigFields, lacking
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 GEMMA = common.TRANSFORMER | {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -139,4 +140,4 @@ def ignored(config: Config) -> tuple[str, ...]:
     return (*common.tied_head(config), *(NOT_TEXT if config["model_type"] == "gemma3" else ()))
 
 
-FAMILY = Family(build_gemma, ignored)
+FAMILY = Family(build_gemma, ignored, split=split_transformer)

@@ -14,6 +14,7 @@ from bankfull.models.common import TRANSFORMER, decoder, heads_of, partial_rope,
 from bankfull.models.fields import ConfigFields
 from bankfull.models.phi3 import fused_mlp
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 
 GLM = TRANSFORMER | {
     "rms_norm_eps": 1.5625e-7,
@@ -70,4 +71,9 @@ def halves_of_pairs(count: int, size: int, rotated: int) -> Tensor:
     return (torch.arange(count)[:, None] * size + own).flatten()
 
 
-FAMILY = Family(build_glm, tied_head)
+def _split(s: Splitting) -> None:
+    s.heads()
+    s.fused[r"\.gate_up_proj\.weight$"] = [s.feed_width("intermediate_size")] * 2
+
+
+FAMILY = Family(build_glm, tied_head, split=_split)

@@ -15,6 +15,7 @@ from bankfull.layers.norm import AddThen, LayerNorm
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 from bankfull.ops import add
 
 GPT2 = {
@@ -86,4 +87,10 @@ def _heads(fields: ConfigFields, hidden: int) -> tuple[int, int]:
     return count, size or hidden // count
 
 
-FAMILY = Family(build_gpt2, tied_head)
+def _split(s: Splitting) -> None:
+    query, _ = s.heads()
+    s.feed_width("intermediate_size", 4 * s.size("hidden_size"))
+    s.fused[r"\.c_attn\.(weight|bias)$"] = [query] * 3
+
+
+FAMILY = Family(build_gpt2, tied_head, split=_split)

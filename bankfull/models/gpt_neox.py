@@ -16,6 +16,7 @@ from bankfull.layers.norm import AddThen, LayerNorm
 from bankfull.models.common import head_of, partial_rope
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 from bankfull.ops import add
 
 GPT_NEOX = {
@@ -93,4 +94,11 @@ def ignored(config: Config) -> tuple[str, ...]:
     return (r"^embed_out\.weight$", r"\.attention\.(masked_)?bias$")
 
 
-FAMILY = Family(build_gpt_neox, ignored)
+def _split(s: Splitting) -> None:
+    query, _ = s.heads()
+    s.widths()
+    if s.whole.get("qkv_by_head") is False:
+        s.fused[r"\.query_key_value\.(weight|bias)$"] = [query] * 3
+
+
+FAMILY = Family(build_gpt_neox, ignored, split=_split)

@@ -11,6 +11,7 @@ from bankfull.layers.experts import CLAMPED_SWIGLU, ExpertNames, Experts, Expert
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head, windows_of
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_experts
 from bankfull.ops.reference.experts import SWIGLU_LIMIT, SWIGLU_SLOPE
 
 GPT_OSS = TRANSFORMER | {
@@ -49,4 +50,4 @@ def build_gpt_oss(config: Config, build: Build) -> Decoder:
     return prenorm_decoder(fields, build, heads, mixer, feed_of=feed_of)
 
 
-FAMILY = Family(build_gpt_oss, tied_head)
+FAMILY = Family(build_gpt_oss, tied_head, split=split_experts)

@@ -15,6 +15,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 MULTIPLIERS = {
     "embedding_multiplier": 1.0,
@@ -52,4 +53,4 @@ def positive(fields: ConfigFields, name: str) -> float:
     return value
 
 
-FAMILY = Family(build_granite, tied_head)
+FAMILY = Family(build_granite, tied_head, split=split_transformer)

@@ -15,6 +15,7 @@ from bankfull.models.fields import ConfigFields
 from bankfull.models.granite import MULTIPLIERS, multiplied, positive
 from bankfull.models.mamba2 import OPEN_LIMITS, mamba2_shape
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_hybrid_mamba2
 
 MAMBA, ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
 """Both names of a layer's kind in files."""
@@ -99,4 +100,4 @@ def build_granite_hybrid(config: Config, build: Build) -> Decoder:
     return decoder(fields, build, blocks, ropes, **scales)
 
 
-FAMILY = Family(build_granite_hybrid, tied_head)
+FAMILY = Family(build_granite_hybrid, tied_head, split=split_hybrid_mamba2)

@@ -24,6 +24,7 @@ from bankfull.layers.shared import SharedAttention, owner_of
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 HUNYUAN = TRANSFORMER | {"rms_norm_eps": 1e-5, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 1}
 
@@ -96,4 +97,4 @@ def stretched_rope(fields: ConfigFields, build: Build, heads: Heads) -> Rope:
     return Rope(build, heads.size, theta, scaling, made_for)
 
 
-FAMILY = Family(build_hunyuan, tied_head)
+FAMILY = Family(build_hunyuan, tied_head, split=split_transformer)

@@ -15,6 +15,7 @@ from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.common import TRANSFORMER, attention, decoder, gated_mlp, heads_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import EXPERT_WIDTH, Splitting
 
 JAMBA = TRANSFORMER | {
     "num_experts": 16,
@@ -84,4 +85,13 @@ def every(fields: ConfigFields, name: str) -> Callable[[int], bool]:
     return lambda layer: layer % period == offset
 
 
-FAMILY = Family(build_jamba, tied_head)
+def _split(s: Splitting) -> None:
+    s.heads()
+    s.widths()
+    if s.spread:  # dense layers and experts have the same width in the file
+        s.own[EXPERT_WIDTH] = s.size("intermediate_size")
+    inner = s.width("mamba_inner", s.size("mamba_expand", 2) * s.size("hidden_size"))
+    s.fused[r"\.in_proj\.(weight|bias)$"] = [inner, inner]
+
+
+FAMILY = Family(build_jamba, tied_head, split=_split)

@@ -15,6 +15,7 @@ from bankfull.models.common import head_of, heads_of, rope_of
 from bankfull.models.diffusion import denoising, seeing_blocks
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 
 LLADA: dict[str, Any] = {
     "activation_type": "silu",
@@ -104,4 +105,16 @@ def _embedded(fields: ConfigFields) -> int:
     return rows
 
 
-FAMILY = Family(build_llada)
+def _split(s: Splitting) -> None:
+    for usual, own in (
+        ("num_attention_heads", "n_heads"),
+        ("num_key_value_heads", "n_kv_heads"),
+        ("hidden_size", "d_model"),
+    ):
+        s.whole = {**s.whole, usual: s.whole.get(usual) or s.whole.get(own)}
+    s.heads()
+    s.own |= {"n_heads": s.own["num_attention_heads"], "n_kv_heads": s.own["num_key_value_heads"]}
+    s.feed_width("mlp_hidden_size", int(s.whole.get("mlp_ratio", 4) * s.size("hidden_size")))
+
+
+FAMILY = Family(build_llada, split=_split)

@@ -8,6 +8,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, same_window, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 MISTRAL = TRANSFORMER | {"sliding_window": 4096}
 
@@ -25,4 +26,4 @@ def build_llama(config: Config, build: Build) -> Decoder:
     return prenorm_decoder(fields, build, heads, mixer)
 
 
-FAMILY = Family(build_llama, tied_head)
+FAMILY = Family(build_llama, tied_head, split=split_transformer)

@@ -18,6 +18,7 @@ from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 
 MAMBA = {
     "state_size": 16,
@@ -73,4 +74,9 @@ def backbone(fields: ConfigFields, build: Build, mixer: Callable[[Build], Mixer]
     )
 
 
-FAMILY = Family(build_mamba, tied_head)
+def _split(s: Splitting) -> None:
+    inner = s.width("intermediate_size", int(s.whole.get("expand", 2) * s.size("hidden_size")))
+    s.fused[r"\.in_proj\.(weight|bias)$"] = [inner, inner]
+
+
+FAMILY = Family(build_mamba, tied_head, split=_split)

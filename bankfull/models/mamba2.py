@@ -12,6 +12,7 @@ from bankfull.models.common import tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.mamba import backbone
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 
 OPEN_LIMITS = (0.0, inf)
 MAMBA2 = {
@@ -71,4 +72,8 @@ def mamba2_shape(fields: ConfigFields, inner: int) -> Mamba2Shape:
     )
 
 
-FAMILY = Family(build_mamba2, tied_head)
+def _split(s: Splitting) -> None:
+    s.mamba2("num_heads", s.size("head_dim", 64), "n_groups", "norm_groups", s.size("state_size", 128))
+
+
+FAMILY = Family(build_mamba2, tied_head, split=_split)

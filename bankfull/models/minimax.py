@@ -23,6 +23,7 @@ from bankfull.layers.rope import Rope
 from bankfull.models.common import TRANSFORMER, attention, decoder, heads_of, tied_head
 from bankfull.models.fields import FULL, LINEAR, ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_experts
 from bankfull.ops import scale_columns
 
 MINIMAX = TRANSFORMER | {
@@ -101,4 +102,4 @@ def ignored(config: Config) -> tuple[str, ...]:
     return (*tied_head(config), *BUFFERS)
 
 
-FAMILY = Family(build_minimax, ignored)
+FAMILY = Family(build_minimax, ignored, split=split_experts)

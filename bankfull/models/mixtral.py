@@ -9,6 +9,7 @@ from bankfull.layers.experts import MIXTRAL_NAMES, Experts, ExpertsShape, Routin
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, same_window, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_experts
 
 MIXTRAL = TRANSFORMER | {
     "rms_norm_eps": 1e-5,
@@ -33,4 +34,4 @@ def build_mixtral(config: Config, build: Build) -> Decoder:
     return prenorm_decoder(fields, build, heads, mixer, feed_of=feed_of)
 
 
-FAMILY = Family(build_mixtral, tied_head)
+FAMILY = Family(build_mixtral, tied_head, split=split_experts)

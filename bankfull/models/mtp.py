@@ -15,8 +15,7 @@ from bankfull.layers.eagle import DraftLogits, EagleHead
 from bankfull.layers.gathered import gathered_linear
 from bankfull.layers.norm import RMSNorm
 from bankfull.models.deepseek import block_of, fields_of, prediction_modules
-from bankfull.models.registry import Config
-from bankfull.models.splitting import rank_config
+from bankfull.models.registry import Config, rank_config
 from bankfull.models.spreading import spread_tokens
 
 FAMILIES_WITH_MODULES = ("deepseek_v3",)
@@ -35,7 +34,7 @@ def build_mtp(config: Config, target: Decoder) -> EagleHead:
             f"is a {kind!r}; choose another way of speculative decoding."
         )
     if build.shard is not None:
-        config = rank_config(config, *build.split, build.experts is not None).values
+        config = rank_config(config, *build.split, build.experts is not None).own
     fields = fields_of(config)
     if not prediction_modules(fields) or not at.has("eh_proj.weight"):
         raise ModelError(

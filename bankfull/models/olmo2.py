@@ -10,6 +10,7 @@ from bankfull.layers.norm import AddThen, RMSNorm
 from bankfull.models import common
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 OLMO2 = common.TRANSFORMER | {"rms_norm_eps": 1e-5}
 
@@ -55,4 +56,4 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
-FAMILY = Family(build_olmo2, common.tied_head)
+FAMILY = Family(build_olmo2, common.tied_head, split=split_transformer)

@@ -12,6 +12,7 @@ from bankfull.layers.norm import RMSNorm
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_experts
 
 OLMOE = TRANSFORMER | {
     "rms_norm_eps": 1e-5,
@@ -54,4 +55,4 @@ def build_olmoe(config: Config, build: Build) -> Decoder:
     return prenorm_decoder(fields, build, heads, mixer, feed_of=feed_of)
 
 
-FAMILY = Family(build_olmoe, tied_head)
+FAMILY = Family(build_olmoe, tied_head, split=split_experts)

@@ -15,6 +15,7 @@ from bankfull.layers.norm import AddThen, LayerNorm
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 from bankfull.ops import add
 
 OPT = {
@@ -98,4 +99,9 @@ def in_turn(*modules: Module | None) -> Module:
     return run
 
 
-FAMILY = Family(build_opt, tied_head)
+def _split(s: Splitting) -> None:
+    s.heads()
+    s.feed_width("ffn_dim")
+
+
+FAMILY = Family(build_opt, tied_head, split=_split)

@@ -10,6 +10,7 @@ from bankfull.layers.mlp import GatedMLP
 from bankfull.models.common import TRANSFORMER, heads_of, partial_rope, prenorm_decoder, same_window, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 
 PHI3 = TRANSFORMER | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 
@@ -35,4 +36,10 @@ def fused_mlp(fields: ConfigFields, build: Build) -> GatedMLP:
     return GatedMLP(build, gate, up, down, fields.text("hidden_act"))
 
 
-FAMILY = Family(build_phi3, tied_head)
+def _split(s: Splitting) -> None:
+    query, kv = s.heads()
+    s.fused[r"\.qkv_proj\.weight$"] = [query, kv, kv]
+    s.fused[r"\.gate_up_proj\.weight$"] = [s.feed_width("intermediate_size")] * 2
+
+
+FAMILY = Family(build_phi3, tied_head, split=_split)

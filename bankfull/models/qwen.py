@@ -10,6 +10,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, head_norms, heads_of, prenorm_decoder, tied_head, windows_of
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 QWEN2 = TRANSFORMER | {"sliding_window": 4096, "max_window_layers": 28}
 QWEN3 = QWEN2 | {"head_dim": 128}
@@ -40,4 +41,4 @@ def qwen_windows(fields: ConfigFields) -> list[int | None]:
     return windows_of(fields, [SLIDING if i >= first else FULL for i in range(layers)])
 
 
-FAMILY = Family(build_qwen, tied_head)
+FAMILY = Family(build_qwen, tied_head, split=split_transformer)

@@ -17,6 +17,7 @@ from bankfull.models.common import TRANSFORMER, decoder, gated_mlp, head_norms, 
 from bankfull.models.fields import FULL, LINEAR, ConfigFields
 from bankfull.models.qwen_moe import experts_shape, experts_with_shared, sparse_layers
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import Splitting
 
 QWEN3_NEXT = TRANSFORMER | {
     "head_dim": 256,
@@ -109,4 +110,15 @@ def ignored(config: Config) -> tuple[str, ...]:
     return (*tied_head(config), r"^mtp\.")
 
 
-FAMILY = Family(build_qwen3_next, ignored)
+def _split(s: Splitting) -> None:
+    s.heads()
+    s.widths()
+    keys, values = s.width("linear_num_key_heads"), s.width("linear_num_value_heads")
+    key, value = s.size("linear_key_head_dim"), s.size("linear_value_head_dim")
+    queries = (keys[0] * key, keys[1] * key)
+    channels = [queries, queries, (values[0] * value, values[1] * value)]
+    s.fused[r"\.conv1d\.weight$"] = channels
+    s.fused[r"\.in_proj_qkv\.weight$"] = channels
+
+
+FAMILY = Family(build_qwen3_next, ignored, split=_split)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from bankfull.errors import ModelError
+from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.stage import LAYER
 from bankfull.layers.staged import staged
+from bankfull.models.splitting import Splitting
 
 Config = Mapping[str, Any]
 
@@ -64,6 +65,8 @@ class Family:
     build: Callable[[Config, Build], Decoder]
     ignored: Callable[[Config], tuple[str, ...]] = lambda config: ()
     """Patterns of tensors that this model leaves unread on purpose (a tied head, a vision tower)."""
+    split: Callable[[Splitting], None] | None = None
+    """Divides the fields of a configuration over ranks; None: the model runs in stages only."""
 
 
 def family_of(config: Config) -> Family:
@@ -81,14 +84,48 @@ def family_of(config: Config) -> Family:
     return family
 
 
+def rank_config(config: Config, ranks: int, feed_ranks: int, spread: bool) -> Splitting:
+    """The configuration that a rank builds its model from; arguments as of `Splitting`."""
+    splitting, kind = Splitting(config, ranks, feed_ranks, spread), config.get("model_type")
+    split = family_of(config).split if kind in FAMILIES else None
+    if split is not None:
+        split(splitting)
+    elif ranks > 1 or feed_ranks > 1:
+        raise ConfigError(
+            f"Architecture {str(kind)[:80]!r} cannot be split over tensor ranks or feed-forward ranks yet; use pp, or "
+            "say in its Family how (CONTRIBUTING.md has the recipe)."
+        )
+    return splitting
+
+
+def stages_of(config: Config, stages: int) -> int:
+    """The layers of a model that can be cut into so many stages."""
+    layers = layer_count(config)
+    if stages > layers:
+        raise ConfigError(f"The layout has {stages} stages, but the model has only {layers} layers; lower pp.")
+    return layers
+
+
+def layer_count(config: Config) -> int:
+    """The layers of a model."""
+    if config.get("model_type") == "bankfull":
+        from bankfull.models.blocks import plans_of  # it imports the layers of every kind
+
+        return len(plans_of(config))
+    nested = config.get("text_config")
+    for fields in (config, nested if isinstance(nested, dict) else {}):
+        for name in ("num_hidden_layers", "n_layers"):
+            if isinstance(fields.get(name), int):
+                return int(fields[name])
+    raise ConfigError("The model's configuration does not say how many layers it has, so that no stages can be made.")
+
+
 def build_model(config: Config, build: Build) -> Decoder:
     """The model with all its weights. A missing tensor, or one that the model does not read, is an error naming it."""
     family = family_of(config)
     if build.shard is not None:
-        from bankfull.models.splitting import rank_config  # it imports the families' shapes
-
         mine = rank_config(config, *build.split, build.experts is not None)
-        config, build = mine.values, replace(build, shard=replace(build.shard, fused=mine.fused))
+        config, build = mine.own, replace(build, shard=replace(build.shard, fused=mine.fused))
     try:
         model = family.build(config, build)
     except KeyError as missing:

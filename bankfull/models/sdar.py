@@ -10,6 +10,7 @@ from bankfull.models.common import TRANSFORMER, attention, head_norms, heads_of,
 from bankfull.models.diffusion import denoising, seeing_blocks
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
+from bankfull.models.splitting import split_transformer
 
 SDAR = TRANSFORMER | {"head_dim": 128, "block_size": 4, "mask_token_id": 151669}
 
@@ -26,4 +27,4 @@ def build_sdar(config: Config, build: Build) -> Decoder:
     return denoising(prenorm_decoder(fields, build, heads, mixer), fields, block)
 
 
-FAMILY = Family(build_sdar, tied_head)
+FAMILY = Family(build_sdar, tied_head, split=split_transformer)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bankfull.config import RunConfig, SpeculativeChoice, StateConfig
 from bankfull.errors import ConfigError
-from bankfull.models.registry import Config, family_of
-from bankfull.models.splitting import rank_config, stages_of
+from bankfull.models.registry import Config, family_of, rank_config, stages_of
 
 STREAMS = ("streaming", "tree-streaming")
 """Speculation that runs the model's top layers again, for its streams."""

@@ -13,8 +13,8 @@ from bankfull.config import RunConfig, StateConfig
 from bankfull.errors import ConfigError, ModelError
 from bankfull.models import registry
 from bankfull.models.fields import ConfigFields
-from bankfull.models.registry import Config, family_of
-from bankfull.models.splitting import rank_config
+from bankfull.models.llama import build_llama
+from bankfull.models.registry import Config, family_of, rank_config
 from bankfull.models.unsupported import why_unsupported
 from bankfull.parallel.refused import refuse_layout
 from bankfull.weights.source import open_model
@@ -100,12 +100,11 @@ def test_a_family_whose_split_nobody_has_said_runs_in_stages_and_refuses_tensor_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {"model_type": "toy", "num_hidden_layers": 2, "hidden_size": 8}
-    assert rank_config(config, 1, 1, False).values == config
-    monkeypatch.setitem(registry.FAMILIES, "toy", "llama")
+    assert rank_config(config, 1, 1, False).own == config
+    monkeypatch.setitem(registry.FAMILIES, "toy", "toy")
+    monkeypatch.setattr(registry, "family_of", lambda config: registry.Family(build_llama))
     for layout in ("tp=2", "ffn=2"):
-        with pytest.raises(
-            ConfigError, match=r"Architecture 'toy' cannot be split .* use pp, or say in models/splitting"
-        ):
+        with pytest.raises(ConfigError, match=r"Architecture 'toy' cannot be split .* use pp, or say in its Family"):
             refuse_layout(RunConfig(parallel=layout), StateConfig(), config)
     refuse_layout(RunConfig(parallel="pp=2"), StateConfig(), config)
 

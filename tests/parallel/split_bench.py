@@ -25,8 +25,7 @@ from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.layers.staged import StageDecoder
 from bankfull.mesh import MeshSpec
-from bankfull.models.registry import build_model
-from bankfull.models.splitting import layer_count
+from bankfull.models.registry import build_model, layer_count
 from bankfull.ops import Sides, kit_for
 from bankfull.ops.ranks import RankGroup
 from bankfull.parallel.following import FeedRunner, feed, follow

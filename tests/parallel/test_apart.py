@@ -16,8 +16,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Shard
 from bankfull.mesh import MeshSpec
-from bankfull.models.registry import build_model
-from bankfull.models.splitting import rank_config
+from bankfull.models.registry import build_model, rank_config
 from bankfull.ops import Sides, Unnormed, cross, kit_for
 from bankfull.weights.source import open_model
 from tests.models.cases import CASES

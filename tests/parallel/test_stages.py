@@ -17,8 +17,7 @@ from bankfull.layers.shard import Shard
 from bankfull.layers.stage import Stage
 from bankfull.layers.staged import StageDecoder
 from bankfull.mesh import MeshSpec
-from bankfull.models.registry import build_model
-from bankfull.models.splitting import layer_count
+from bankfull.models.registry import build_model, layer_count
 from bankfull.ops import kit_for
 from bankfull.runtime import naive
 from bankfull.runtime.forward import plan_mixers
