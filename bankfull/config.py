@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from bankfull.errors import ConfigError
 from bankfull.mesh import ALONE, MeshSpec
+from bankfull.speculation import SPECULATIVE, SpeculativeChoice
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -245,7 +246,7 @@ class RunConfig:
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order of their arrival."""
     speculative: str = field(default_factory=lambda: os.environ.get(SPECULATIVE_VARIABLE, "auto"))
-    """Speculative decoding: `NAME[:MODEL][,key=value...]` (`SpeculativeChoice`). It changes the speed; the tokens are
+    """Speculative decoding: `NAME[:MODEL][,key=value...]` (`speculation`). It changes the speed; the tokens are
     the same where a row's arithmetic does not depend on the number of rows, as in float32 on a CPU. The option `rule`
     may choose the same distribution instead (rejection), or a lossy rule (typical)."""
     diffusion: str = ""
@@ -373,117 +374,3 @@ MOST_DENOISED = 65536
 
 SPECULATIVE_VARIABLE = "BANKFULL_SPECULATIVE"
 """The environment variable with the default of `speculative`, instead of auto."""
-SpeculativeOptions = dict[str, int | bool | str]
-TREES = {"medusa": ("sparse", "chain"), "eagle": ("dynamic", "chain")}
-"""Values of the option `tree`."""
-
-SPECULATIVE: dict[str, SpeculativeOptions] = {
-    "off": {},
-    "auto": {},
-    "ngram": {"width": 8, "least": 2, "most": 4, "adaptive": True},
-    "suffix": {"width": 12, "least": 2, "adaptive": True},
-    "jacobi": {"width": 4, "adaptive": True},
-    "lookahead": {"window": 4, "ngram": 3, "guesses": 4, "adaptive": True},
-    "draft": {"depth": 4, "breadth": 1, "quantize": "", "rule": "same", "adaptive": True},
-    "medusa": {"nodes": 8, "tree": "sparse", "rule": "same", "adaptive": True},
-    "eagle": {"depth": 4, "nodes": 12, "branch": 4, "tree": "dynamic", "adaptive": True},
-    "mtp": {"width": 2, "adaptive": True},
-    "streaming": {"nodes": 8, "tree": "sparse", "adaptive": True},
-    "tree-streaming": {"nodes": 8, "adaptive": True},
-    "chain": {},
-}
-"""Names of speculative decoding, with their options and the options' defaults. `width`: the most draft tokens of a
-sequence in a step. `least`, `most`: tokens of a match. `adaptive`: choose the width of each step by its expected gain,
-down to 0. `depth`, `breadth`: draft tokens along the best path, and at each of its places. `nodes`, `tree`: draft
-tokens of a tree, or of a chain. `branch`: candidates of a node, and nodes of a depth that are continued. `window`,
-`ngram`, `guesses`: columns of the lookahead window, tokens of an n-gram, n-grams of the pool in a step. `chain` looks
-up first, as `suffix` does, and else drafts as the way that it names. `rule`: which drafts are accepted (RULES_OF)."""
-RULES_OF = {"draft": ("same", "rejection", "typical"), "medusa": ("same", "typical")}
-"""Rules that accept drafts. `same`: the tokens of plain decoding. `rejection`: its distribution; drafts must be
-sampled, which those of heads are not. `typical`: lossy."""
-CHAIN = "chain"
-WITH_MODEL = {
-    "draft": "a model",
-    "medusa": "heads",
-    "eagle": "heads",
-    "streaming": "streams",
-    "tree-streaming": "streams",
-}
-"""Names that need a model or a directory of a trained drafter, with what they need."""
-BUNDLED = ("medusa", "eagle")
-"""Names among them for which the package has heads for the default model, if none are given."""
-MOST_DRAFTS = 63
-"""Draft tokens of one sequence that a step can verify."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculativeChoice:
-    """A way of speculative decoding and its options."""
-
-    name: str
-    options: SpeculativeOptions
-    model: str = ""
-    then: SpeculativeChoice | None = None
-    """Of a chain: the way that drafts where lookup finds nothing."""
-
-    def number(self, key: str) -> int:
-        return int(self.options[key])
-
-    def ways(self, lookup: bool) -> dict[str, bool | None]:
-        """The names that a request may choose: those that run, with whether its drafts then come from lookup alone
-        (True), never from there (False), or from what there is (None). `lookup`: whether the host looks up."""
-        if self.name == "auto":
-            return {"suffix": None} if lookup else {}
-        if self.then is not None:
-            return {CHAIN: None, "suffix": True, self.then.name: False}
-        return {} if self.name == "off" else {self.name: None}
-
-    @staticmethod
-    def parse(text: str) -> SpeculativeChoice:
-        """From `NAME[:MODEL][,key=value...]`."""
-        first, *given = (part.strip() for part in text.split(","))
-        name, _, model = first.partition(":")
-        shown = f"speculative={text[:80]!r}"
-        if name == CHAIN:
-            then = SpeculativeChoice.parse(",".join((model or "off", *given)))
-            if then.name not in WITH_MODEL:
-                raise ConfigError(f"{shown} must name what drafts where lookup finds nothing: chain:medusa:PATH.")
-            if then.options.get("rule") == "rejection":
-                raise ConfigError(
-                    f"{shown}: rule=rejection needs sampled drafts, and those of a lookup are not; drop it."
-                )
-            return SpeculativeChoice(name, then.options, model, then)
-        if name not in SPECULATIVE:
-            raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
-        if bool(model) != (name in WITH_MODEL) and (model or name not in BUNDLED):
-            needed = f"needs {WITH_MODEL.get(name)}: {name}:PATH"
-            reason = f"takes no model; leave out {model[:40]!r}" if model else needed
-            raise ConfigError(f"{shown} {reason}.")
-        options = dict(SPECULATIVE[name])
-        for part in given:
-            key, _, value = (side.strip() for side in part.partition("="))
-            if key not in options:
-                known = f"its options are {', '.join(options)}" if options else "it has none"
-                raise ConfigError(f"{shown} has no option {key[:40]!r}; {known}.")
-            options[key] = _option(shown, name, key, value, options[key])
-        if int(options.get("most", MOST_DRAFTS)) < int(options.get("least", 1)):
-            raise ConfigError(f"{shown} is contradictory: most must not be less than least.")
-        if (rule := options.get("rule")) is not None and rule not in RULES_OF[name]:
-            why = "; heads do not sample their drafts" if rule == "rejection" else ""
-            raise ConfigError(f"{shown}: rule must be {' or '.join(RULES_OF[name])}, not {str(rule)[:40]!r}{why}.")
-        return SpeculativeChoice(name, options, model)
-
-
-def _option(shown: str, name: str, key: str, value: str, usual: int | bool | str) -> int | bool | str:
-    """The value of an option, which has the type of its default."""
-    if isinstance(usual, bool):
-        if value not in ("true", "false"):
-            raise ConfigError(f"{shown}: {key} must be true or false, not {value[:40]!r}.")
-        return value == "true"
-    if isinstance(usual, str):
-        if key == "tree" and value not in TREES[name]:
-            raise ConfigError(f"{shown}: tree must be {' or '.join(TREES[name])}, not {value[:40]!r}.")
-        return value
-    if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= MOST_DRAFTS:
-        raise ConfigError(f"{shown}: {key} must be a whole number from 1 to {MOST_DRAFTS}, not {value[:40]!r}.")
-    return int(value)

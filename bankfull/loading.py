@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -14,30 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from bankfull.building import build_weights, plan_build, ran_out_of_memory
-from bankfull.config import BUNDLED, CHAIN, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
-from bankfull.decode.adaptive import AdaptiveWidth, halved
-from bankfull.decode.draft import DraftModel, check_branching
-from bankfull.decode.drafting import Drafting
-from bankfull.decode.eagle import Eagle
-from bankfull.decode.lookahead import Jacobi, Lookahead
-from bankfull.decode.medusa import Medusa
-from bankfull.decode.mtp import MultiTokenPrediction
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.decode.adaptive import halved
 from bankfull.decode.plain import Plain
-from bankfull.decode.rules import RULES, TYPICAL, AcceptanceRule
-from bankfull.decode.strategy import OwnModel, Strategy
-from bankfull.decode.streaming import Streaming, TreeStreaming
+from bankfull.decode.strategy import Strategy
+from bankfull.drafters import adaptive_width, device_strategy, host_drafting, no_automatic_drafts
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
 from bankfull.frontend import Frontend
 from bankfull.layers.apart import Feeds, with_remote_feeds
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.models.eagle import build_eagle
-from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import family_of, stages_of
 from bankfull.ops import Kit, native
 from bankfull.ops.activations import INT8
-from bankfull.ops.ranks import RankGroup
 from bankfull.precision import choose_dtype
 from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
@@ -58,18 +48,15 @@ from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.runtime.tiering import add_tiers, begun_fingerprint, state_facts
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
+from bankfull.speculation import SpeculativeChoice
 from bankfull.state.manager import StateManager
-from bankfull.state.spec import Layout, Recurrent, joined_states, layout_of
+from bankfull.state.spec import Layout, joined_states, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
-from bankfull.weights.bundled import bundled
-from bankfull.weights.eagle import read_eagle
 from bankfull.weights.locate import locate
-from bankfull.weights.medusa import read_heads
 from bankfull.weights.requantized import inner_weights
 from bankfull.weights.source import ModelFiles, open_model
-from bankfull.weights.streams import read_streams
 
 if TYPE_CHECKING:
     from bankfull.parallel.following import FeedRunner
@@ -79,8 +66,6 @@ log = logging.getLogger("bankfull")
 
 OFFERED = frozenset[str]()
 """Features that a strategy may need beyond hidden states and logits: none so far."""
-AUTO_GAIN = 1.05
-"""Expected gain from which on `speculative=auto` verifies draft tokens."""
 
 
 @dataclass(slots=True)
@@ -226,7 +211,7 @@ def assemble(
     choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
     fingerprint = begun_fingerprint(files, state)
     pages = None if ranks is None else ranks.pages
-    strategy = strategy or own_strategy(choice, files, run, device, pages) or Plain()
+    strategy = strategy or device_strategy(choice, files, run, device, pages) or Plain()
     files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
     if missing := ", ".join(sorted(strategy.needs - OFFERED)):
         raise ConfigError(f"{type(strategy).__name__} needs {missing}, which is not offered; choose another strategy.")
@@ -329,114 +314,6 @@ def assemble(
     if engine.no_drafts and choice.name == "auto":
         engine.no_drafts = no_automatic_drafts(device, layout) or engine.no_drafts
     return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
-
-
-def own_strategy(
-    choice: SpeculativeChoice, target: ModelFiles, run: RunConfig, device: Device, pages: RankGroup | None = None
-) -> Strategy | None:
-    """The strategy that a choice names for the model `target`, if it is one that runs on the device. `pages`: the ranks
-    that the pages of a sequence go round, those of a draft model, too."""
-    if choice.then is not None:
-        return own_strategy(choice.then, target, run, device, pages)
-    if choice.name in BUNDLED and not choice.model:
-        choice = replace(choice, model=str(bundled(choice.name, target.config, target.path.name)))
-    rule = RULES[str(choice.options.get("rule", "same"))]()
-    if choice.options.get("rule") == TYPICAL:
-        log.warning("rule=typical is lossy: sampled requests get tokens of another distribution than without drafts.")
-    if choice.name == "draft":
-        own = replace(run, quantize=str(choice.options["quantize"]) or None, speculative="off")
-        branching = [choice.number("breadth")] * choice.number("depth")
-        return load_draft(choice.model, target, own, branching, device=device, rule=rule, pages=pages)
-    if choice.name == "medusa":
-        return Medusa(read_heads(choice.model), choice.number("nodes"), str(choice.options["tree"]), rule)
-    if choice.name == "eagle":
-        sizes = choice.number("depth"), str(choice.options["tree"]), choice.number("nodes"), choice.number("branch")
-        return Eagle(partial(build_eagle, read_eagle(choice.model)), *sizes)
-    if choice.name == "mtp":
-        return MultiTokenPrediction(partial(build_mtp, target.config), choice.number("width"))
-    if choice.name == "lookahead":
-        return Lookahead(*(choice.number(key) for key in ("window", "ngram", "guesses")))
-    if choice.name == "jacobi":
-        return Jacobi(choice.number("width"))
-    if choice.name == "streaming":
-        return Streaming(read_streams(choice.model), choice.number("nodes"), str(choice.options["tree"]))
-    if choice.name == "tree-streaming":
-        return TreeStreaming(read_streams(choice.model), choice.number("nodes"))
-    return None
-
-
-def no_automatic_drafts(device: Device, layout: Layout) -> str:
-    """Why `auto` verifies no drafts, as a clause; empty if it may."""
-    if device.kind != "cpu":
-        return "auto does not draft on a GPU"
-    if layout.recurrent is not None:
-        return "auto does not draft for models with recurrent state"
-    return "" if native.status() is None else "auto needs the native kernels"
-
-
-def host_drafting(choice: SpeculativeChoice, device: Device, layout: Layout, depth: int) -> Drafting | None:
-    """Draft tokens found by lookup, if the choice is one that finds them so. `auto` leaves out a GPU, where its gain is
-    not measured yet, and models with recurrent state, which would need memory for a state after each draft."""
-    if choice.name == "auto":
-        if no_automatic_drafts(device, layout):
-            return None
-        choice, least_gain = SpeculativeChoice.parse("suffix"), AUTO_GAIN
-    elif choice.name == CHAIN:
-        adaptive = str(choice.options["adaptive"]).lower()
-        choice, least_gain = SpeculativeChoice.parse(f"suffix,adaptive={adaptive}"), 1.0
-    elif choice.name in ("ngram", "suffix"):
-        least_gain = 1.0
-    else:
-        return None
-    if (missing := native.status()) is not None:
-        raise ConfigError(f"speculative={choice.name!r} needs the native kernels: {missing}")
-    from bankfull.ops.native.lookup import SuffixLookup
-
-    lookup = SuffixLookup(choice.number("least"), int(choice.options.get("most", 0)))
-    return Drafting(lookup, choice.number("width"), depth, least_gain if choice.options["adaptive"] else None)
-
-
-def adaptive_width(choice: SpeculativeChoice, strategy: Strategy) -> AdaptiveWidth | None:
-    """What chooses the number of the strategy's drafts, unless the choice has a fixed number."""
-    if strategy.idle or not choice.options.get("adaptive", False):
-        return None
-    return AdaptiveWidth(strategy.widths(), strategy.share, strategy.late)
-
-
-def load_draft(
-    name: str,
-    target: ModelFiles,
-    run: RunConfig,
-    branching: Sequence[int] = (1, 1, 1, 1),
-    *,
-    device: Device | None = None,
-    tokenizer: Tokenizer | None = None,
-    rule: AcceptanceRule | None = None,
-    pages: RankGroup | None = None,
-) -> DraftModel:
-    """The strategy that drafts with the model `name` for the model `target`. `run`: the draft model's own options
-    (dtype, quantize, activations, kv_dtype, ...). `branching`, `rule`: as for `DraftModel`. `tokenizer`: the target's,
-    if it is read already. `pages`: as for `own_strategy`."""
-    check_branching(branching)
-    files = open_model(locate(name))
-    family_of(files.config)
-    wanted = tokenizer or load_tokenizer(target)[0]
-    own, _ = load_tokenizer(files)
-    if (other := wanted.first_other_token(own)) is not None:
-        raise ConfigError(
-            f"{name!r} cannot draft for {target.path.name!r}: their vocabularies differ, first in token {other}; "
-            "choose a draft model with the target's tokenizer."
-        )
-    device = device or open_device(run.device)
-    files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
-    build = replace(plan_build(files, run, device), context=pages)
-    model = build_weights(files, build, device)
-    if any(isinstance(spec, Recurrent) for states in model.states() for spec in states):
-        raise ConfigError(
-            f"{name!r} cannot draft: it has recurrent state, from which rejected drafts cannot be taken back; choose a "
-            "draft model of attention layers only."
-        )
-    return DraftModel(OwnModel(model, build.kit), branching, rule)
 
 
 class Phases:

@@ -18,12 +18,12 @@ from statistics import median, quantiles
 from typing import Any
 
 from bankfull.bench.prompt_sets import prompt_set
-from bankfull.config import SpeculativeChoice
 from bankfull.decode.gain import StepCosts
 from bankfull.decode.speculating import Speculating
+from bankfull.drafters import adaptive_width
 from bankfull.llm import LLM
-from bankfull.loading import adaptive_width
 from bankfull.sample.params import SamplingParams
+from bankfull.speculation import SpeculativeChoice
 from bankfull.types import StepPlan
 
 ADVERSARIAL = (

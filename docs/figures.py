@@ -3,7 +3,8 @@
 A page marks a block with `<!-- figures: NAME -->` and `<!-- /figures -->`; only this program writes between the two.
 NAME is a set of figures, which becomes a table with its command, date and machine, or a view: a text in which
 {SET.ROW.FIELD} or {SET.ROW.FIELD:FORMAT} is a figure, {SET.*.FIELD} the sum over all rows, and {SET.date},
-{SET.machine}, {SET.on} (the machine's name) or {SET.command} the origin.
+{SET.machine}, {SET.on} (the machine's name) or {SET.command} the origin. Blocks named in TABLES are written from the
+package's own declarations.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
+
+from bankfull.speculation import option_rows
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "docs" / "figures.toml"
@@ -76,6 +79,8 @@ class Source:
         """The text between the markers; a table has lines of its own."""
         if name in self.sets:
             return f"\n{self.sets[name].table()}\n"
+        if name in TABLES:
+            return f"\n{TABLES[name]()}\n"
         if name not in self.views:
             raise FiguresError(f"{SOURCE.name} has no figures and no view {name!r}.")
         text = REFERENCE.sub(self._written, self.views[name])
@@ -134,6 +139,14 @@ def main() -> None:
         if after != before:
             path.write_text(after)
             print(f"{path.relative_to(ROOT)}: new figures")
+
+
+def speculative_options() -> str:
+    rows = [_line([f"`{way}`", options]) for way, options in option_rows()]
+    return "\n".join([_line(["way", "options with their usual values"]), "|---|---|", *rows])
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"speculative-options": speculative_options}
 
 
 def _cell(form: str, row: Row) -> str:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from bankfull import LLM, SamplingParams
-from bankfull.config import SpeculativeChoice
 from bankfull.errors import ConfigError, RequestError
 from bankfull.familiar import configure, engine_options, sampling_options
 from bankfull.runtime.refused import refuse_other_format
+from bankfull.speculation import SpeculativeChoice
 from bankfull.weights.source import ModelFiles
 from tests.tiny import speaking_folder
 

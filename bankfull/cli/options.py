@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from bankfull import speculation
 from bankfull.cli.scheduling import USUAL_SCHEDULING, SchedulingOptions
 from bankfull.errors import ConfigError
 
@@ -193,15 +194,8 @@ class EngineOptions:
         typer.Option(
             metavar="NAME[:MODEL][,KEY=VALUE]",
             show_default="BANKFULL_SPECULATIVE, or auto; off in `bankfull bench`",
-            help="Speculative decoding: off; ngram or suffix (draft tokens are looked up in the sequence itself; "
-            "options width, least, adaptive); draft:MODEL (a smaller model with the same vocabulary; depth, breadth, "
-            "quantize, rule); medusa:DIR (trained heads; nodes, tree, rule); eagle:DIR (a trained layer; depth, nodes, "
-            "branch, tree); mtp (the checkpoint's own multi-token-prediction module; width); streaming:DIR (trained "
-            "streams in the top layers; nodes, tree); tree-streaming:DIR (the same with trees by confidence; nodes); "
-            "lookahead (the model's own n-grams; window, ngram, guesses); "
-            "jacobi (width); chain:NAME:MODEL (suffix first, else NAME); auto (suffix on a CPU, where its expected "
-            "gain exceeds 5%). rule=same keeps the tokens of plain decoding, rule=rejection (draft) its distribution; "
-            "rule=typical is lossy.",
+            help=f"Speculative decoding: off, or {speculation.summary()}. rule=same keeps the tokens of plain "
+            "decoding, rule=rejection their distribution; rule=typical is lossy.",
         ),
     ] = None
     diffusion: Annotated[

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bankfull.cli.options import EngineOptions
-from bankfull.config import SpeculativeChoice
+from bankfull.speculation import SpeculativeChoice
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from bankfull.config import RunConfig, SpeculativeChoice, StateConfig
+from bankfull.config import RunConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.models.registry import Config, family_of, rank_config, stages_of
-
-STREAMS = ("streaming", "tree-streaming")
-"""Speculation that runs the model's top layers again, for its streams."""
+from bankfull.speculation import SpeculativeChoice
 
 
 def refuse_layout(run: RunConfig, state: StateConfig, config: Config) -> None:
     """Refuse what a model over several ranks cannot do yet, and sizes that do not divide, before a rank is started."""
     mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
     named = speculative.then or speculative
-    if mesh.pp > 1 and speculative.name not in ("off", "auto", "suffix", "ngram"):
+    if mesh.pp > 1 and speculative.way.reads_hidden:
         raise ConfigError(
             f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
             "stages does not have; use suffix or ngram."
@@ -24,7 +22,7 @@ def refuse_layout(run: RunConfig, state: StateConfig, config: Config) -> None:
             f"kv_host and kv_disk give each rank its part of every page, but {mesh} deals whole pages out to ranks; "
             "use tp, pp or sp=ulysses, or leave out the tiers."
         )
-    if named.name in STREAMS:
+    if named.way.runs_top_layers:
         raise ConfigError(
             f"speculative={named.name} runs streams through the model's top layers, which the layout {mesh} spreads "
             "over ranks; use suffix, ngram, lookahead, medusa, eagle or a draft model."

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, SpeculativeChoice, StateConfig
+from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, StateConfig
 from bankfull.decode.diffusion import Denoising
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
 from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.speculation import SpeculativeChoice
 
 log = logging.getLogger("bankfull")
 

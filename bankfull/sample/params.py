@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
-from bankfull.config import SPECULATIVE
 from bankfull.errors import RequestError
 from bankfull.familiar import sampling_options
+from bankfull.speculation import SPECULATIVE
 
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64

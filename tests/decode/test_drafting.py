@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bankfull import LLM, SamplingParams
-from bankfull.config import SPECULATIVE, RunConfig, SpeculativeChoice
+from bankfull.config import RunConfig
 from bankfull.decode.drafting import Drafting
 from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.ops import native
+from bankfull.speculation import SPECULATIVE, SpeculativeChoice
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.medusa import write_heads
 from tests.decode.test_medusa import random_heads
@@ -160,7 +161,8 @@ def test_adaptive_drafts_only_where_they_pay() -> None:
 
 
 def test_options_are_read_from_one_text() -> None:
-    assert SpeculativeChoice.parse("suffix").options == SPECULATIVE["suffix"]
+    usual = {"width": 12, "least": 2, "adaptive": True}
+    assert SpeculativeChoice.parse("suffix").options == usual
     found = SpeculativeChoice.parse(" ngram , width=3, least = 1,most=2,adaptive=false")
     assert found.options == {"width": 3, "least": 1, "most": 2, "adaptive": False}
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.drafters import load_draft
 from bankfull.errors import BankfullError
-from bankfull.loading import Loaded, load, load_draft
+from bankfull.loading import Loaded, load
 from bankfull.runtime.taped import Taped
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.locate import locate

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from bankfull.config import MOST_DRAFTS, SPECULATIVE
 from bankfull.decode.candidate_tree import USUAL_ACCEPTANCE, CandidateTree, best_tree, chain_tree
 from bankfull.errors import ConfigError
 from bankfull.layers.adapted import narrows_own, own_operands
@@ -28,6 +27,7 @@ from bankfull.limits.model.speculation import (
     Seconds,
 )
 from bankfull.ops.cost import Cost
+from bankfull.speculation import MOST_DRAFTS, SPECULATIVE
 from bankfull.weights.eagle import EagleFiles, read_eagle
 from bankfull.weights.medusa import MOST_HEADS, MOST_LAYERS, MedusaHeads, read_heads
 
@@ -102,7 +102,7 @@ def parse_drafter(text: str, acceptance: str | None) -> DrafterChoice | None:
         elif key in numbers:
             numbers[key] = _whole(shown, key, value, FORECAST[name][key][1], 0 if key == "vocabulary" else 1)
             given.add(key)
-        elif key not in SPECULATIVE.get(name, {}):  # the engine's other options change no cost
+        elif key not in SPECULATIVE[name].options:  # the engine's other options change no cost
             raise ConfigError(f"{shown} has no option {key[:40]!r}; its options are {', '.join(numbers)}.")
     depth = DEPTH_OPTION[name]
     if chances is not None:

@@ -1,0 +1,253 @@
+"""Ways of speculative decoding as data: what each is called, takes, needs and cannot be combined with.
+
+The configuration, the command line's help, the refusals of layouts and docs/speculation.md read this table;
+`drafters.OPENERS` makes the strategies that run on the device. A new way is an entry in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bankfull.errors import ConfigError
+
+Value = int | bool | str
+MOST_DRAFTS = 63
+"""Draft tokens of one sequence that a step can verify."""
+CHAIN = "chain"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    usual: Value
+    help: str
+    values: tuple[str, ...] = ()
+    """Of a text: what it may be; empty = anything."""
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """Values of other ways -> why this one cannot have them."""
+
+    def parse(self, shown: str, name: str, text: str) -> Value:
+        """The value, which has the type of the usual one. `shown`: the whole choice, for messages."""
+        if isinstance(self.usual, bool):
+            if text not in ("true", "false"):
+                raise ConfigError(f"{shown}: {name} must be true or false, not {text[:40]!r}.")
+            return text == "true"
+        if isinstance(self.usual, str):
+            if self.values and text not in self.values:
+                known, why = " or ".join(self.values), self.why_not.get(text, "")
+                raise ConfigError(f"{shown}: {name} must be {known}, not {text[:40]!r}{why}.")
+            return text
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MOST_DRAFTS:
+            raise ConfigError(f"{shown}: {name} must be a whole number from 1 to {MOST_DRAFTS}, not {text[:40]!r}.")
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWay:
+    drafts_from: str
+    """Where its draft tokens come from."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    needs: str = ""
+    """What is named behind a colon; empty: nothing."""
+    bundled: bool = False
+    """Whether the package has it for the default model, if nothing is named."""
+    reads_hidden: bool = True
+    """Whether drafts come from the target's last hidden states, which only its last stage has."""
+    runs_top_layers: bool = False
+    """Whether it runs layers of the target beside the target's own step."""
+
+    def spelled(self, name: str) -> str:
+        """As the command line takes it."""
+        if not self.needs:
+            return name
+        what = "MODEL" if self.needs == MODEL else "DIR"
+        return f"{name}[:{what}]" if self.bundled else f"{name}:{what}"
+
+
+MODEL, HEADS, STREAMS = "a model", "heads", "streams"
+
+_ADAPTIVE = Option(True, "choose the drafts of each step by their expected gain, down to none")
+_WIDTH = "draft tokens of a sequence in a step, at most"
+_LEAST = Option(2, "tokens of a match, at least")
+_NODES = "draft tokens of a tree"
+_SAME, _TYPICAL = "same", "typical"
+_RULE = "which drafts are accepted: `same` keeps the tokens of plain decoding"
+_LOSSY = "`typical` is lossy"
+
+
+def _tree(usual: str) -> Option:
+    return Option(usual, "the shape of the drafts", (usual, CHAIN))
+
+
+SPECULATIVE: dict[str, DraftWay] = {
+    "off": DraftWay(drafts_from="nothing", reads_hidden=False),
+    "auto": DraftWay(
+        drafts_from="`suffix` on a CPU, where its expected gain exceeds 5%, without recurrent state", reads_hidden=False
+    ),
+    "ngram": DraftWay(
+        drafts_from="the last occurrence of the newest tokens",
+        options={
+            "width": Option(8, _WIDTH),
+            "least": _LEAST,
+            "most": Option(4, "tokens of a match, at most"),
+            "adaptive": _ADAPTIVE,
+        },
+        reads_hidden=False,
+    ),
+    "suffix": DraftWay(
+        drafts_from="the longest suffix of the sequence that occurred before",
+        options={"width": Option(12, _WIDTH), "least": _LEAST, "adaptive": _ADAPTIVE},
+        reads_hidden=False,
+    ),
+    "jacobi": DraftWay(
+        drafts_from="the model's own guesses for the next places",
+        options={"width": Option(4, _WIDTH), "adaptive": _ADAPTIVE},
+    ),
+    "lookahead": DraftWay(
+        drafts_from="n-grams that the model generates in a window beside the text",
+        options={
+            "window": Option(4, "columns of the window"),
+            "ngram": Option(3, "tokens of an n-gram"),
+            "guesses": Option(4, "n-grams of the pool in a step"),
+            "adaptive": _ADAPTIVE,
+        },
+    ),
+    "draft": DraftWay(
+        drafts_from="a smaller model with the same vocabulary",
+        needs=MODEL,
+        options={
+            "depth": Option(4, "draft tokens along the best path"),
+            "breadth": Option(1, "draft tokens at each of its places"),
+            "quantize": Option("", "type of the draft model's weights, at load"),
+            "rule": Option(
+                _SAME,
+                f"{_RULE}, `rejection` their distribution, {_LOSSY}",
+                (_SAME, "rejection", _TYPICAL),
+            ),
+            "adaptive": _ADAPTIVE,
+        },
+    ),
+    "medusa": DraftWay(
+        drafts_from="trained heads on the last hidden state",
+        needs=HEADS,
+        bundled=True,
+        options={
+            "nodes": Option(8, _NODES),
+            "tree": _tree("sparse"),
+            "rule": Option(
+                _SAME, f"{_RULE}, {_LOSSY}", (_SAME, _TYPICAL), {"rejection": "; heads do not sample their drafts"}
+            ),
+            "adaptive": _ADAPTIVE,
+        },
+    ),
+    "eagle": DraftWay(
+        drafts_from="a trained layer that continues the hidden states",
+        needs=HEADS,
+        bundled=True,
+        options={
+            "depth": Option(4, "draft tokens along the best path"),
+            "nodes": Option(12, _NODES),
+            "branch": Option(4, "candidates of a node, and nodes of a depth that are continued"),
+            "tree": _tree("dynamic"),
+            "adaptive": _ADAPTIVE,
+        },
+    ),
+    "mtp": DraftWay(
+        drafts_from="the checkpoint's own module for multi-token prediction",
+        options={"width": Option(2, _WIDTH), "adaptive": _ADAPTIVE},
+    ),
+    "streaming": DraftWay(
+        drafts_from="trained streams in the top layers, a tree of one shape",
+        needs=STREAMS,
+        options={"nodes": Option(8, _NODES), "tree": _tree("sparse"), "adaptive": _ADAPTIVE},
+        runs_top_layers=True,
+    ),
+    "tree-streaming": DraftWay(
+        drafts_from="the same streams, a tree of each row's own shape",
+        needs=STREAMS,
+        options={"nodes": Option(8, _NODES), "adaptive": _ADAPTIVE},
+        runs_top_layers=True,
+    ),
+    CHAIN: DraftWay(drafts_from="`suffix` where it finds something, else the way that is named: chain:NAME:DIR"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeChoice:
+    """A way of speculative decoding and its options."""
+
+    name: str
+    options: Mapping[str, Value]
+    model: str = ""
+    then: SpeculativeChoice | None = None
+    """Of a chain: the way that drafts where lookup finds nothing."""
+
+    @property
+    def way(self) -> DraftWay:
+        return SPECULATIVE[self.name]
+
+    def number(self, key: str) -> int:
+        return int(self.options[key])
+
+    def ways(self, lookup: bool) -> dict[str, bool | None]:
+        """The names that a request may choose: those that run, with whether its drafts then come from lookup alone
+        (True), never from there (False), or from what there is (None). `lookup`: whether the host looks up."""
+        if self.name == "auto":
+            return {"suffix": None} if lookup else {}
+        if self.then is not None:
+            return {CHAIN: None, "suffix": True, self.then.name: False}
+        return {} if self.name == "off" else {self.name: None}
+
+    @staticmethod
+    def parse(text: str) -> SpeculativeChoice:
+        """From `NAME[:MODEL][,key=value...]`."""
+        first, *given = (part.strip() for part in text.split(","))
+        name, _, model = first.partition(":")
+        shown = f"speculative={text[:80]!r}"
+        if name == CHAIN:
+            then = SpeculativeChoice.parse(",".join((model or "off", *given)))
+            if not then.way.needs:
+                raise ConfigError(f"{shown} must name what drafts where lookup finds nothing: chain:medusa:PATH.")
+            if then.options.get("rule") == "rejection":
+                raise ConfigError(
+                    f"{shown}: rule=rejection needs sampled drafts, and those of a lookup are not; drop it."
+                )
+            return SpeculativeChoice(name, then.options, model, then)
+        if (way := SPECULATIVE.get(name)) is None:
+            raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
+        if bool(model) != bool(way.needs) and (model or not way.bundled):
+            needed = f"needs {way.needs}: {name}:PATH"
+            reason = f"takes no model; leave out {model[:40]!r}" if model else needed
+            raise ConfigError(f"{shown} {reason}.")
+        options = {key: option.usual for key, option in way.options.items()}
+        for part in given:
+            key, _, value = (side.strip() for side in part.partition("="))
+            if (option := way.options.get(key)) is None:
+                known = f"its options are {', '.join(options)}" if options else "it has none"
+                raise ConfigError(f"{shown} has no option {key[:40]!r}; {known}.")
+            options[key] = option.parse(shown, key, value)
+        if int(options.get("most", MOST_DRAFTS)) < int(options.get("least", 1)):
+            raise ConfigError(f"{shown} is contradictory: most must not be less than least.")
+        return SpeculativeChoice(name, options, model)
+
+
+def summary() -> str:
+    """All ways in one text, for the help of an option."""
+    told = []
+    for name, way in SPECULATIVE.items():
+        options = f" ({', '.join(way.options)})" if way.options else ""
+        if name != "off":
+            told.append(f"{way.spelled(name)}: {way.drafts_from.replace('`', '')}{options}")
+    return "; ".join(told)
+
+
+def option_rows() -> Iterator[tuple[str, str]]:
+    """Each way that has options, as the command line takes it, and its options with their usual values and meanings."""
+    for name, way in SPECULATIVE.items():
+        told = []
+        for key, option in way.options.items():
+            usual = str(option.usual).lower() if isinstance(option.usual, bool) else str(option.usual)
+            values = f" ({' or '.join(option.values)})" if option.values else ""
+            told.append(f"`{key}={usual}` {option.help}{values}")
+        if told:
+            yield way.spelled(name), "; ".join(told)
