@@ -22,8 +22,8 @@ def simulate_day(
     chart: str | None,
     json: bool,
 ) -> None:
+    from bankfull.charts import check_path, save_svg
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.limits.charts import check_path, save_svg
     from bankfull.limits.model.recipe import open_model_or_config
     from bankfull.plan.fleet_plan import check_day, check_options, configuration_for, policies_of, simulate_fleet
     from bankfull.plan.fleet_report import fleet_charts, fleet_table, stacked_svg

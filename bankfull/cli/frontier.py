@@ -26,10 +26,10 @@ def frontier(
     from bankfull.bench.frontier.measure import judge_of, measure
     from bankfull.bench.frontier.report import check_cost, frontier_chart, frontier_table, pareto
     from bankfull.bench.frontier.ways import default_ways, parse_ways
+    from bankfull.charts import check_path, print_chart, save
     from bankfull.cli.terminal import print_table, progress, say
     from bankfull.errors import ConfigError, ModelError
-    from bankfull.limits.charts import check_path, print_chart, save
-    from bankfull.limits.quality.windows import WINDOW
+    from bankfull.quality.windows import WINDOW
     from bankfull.runtime.device import open_device
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model

@@ -11,7 +11,7 @@ import typer
 from bankfull.cli.options import Json, Threads
 
 if TYPE_CHECKING:
-    from bankfull.limits.charts import Chart
+    from bankfull.charts import Chart
     from bankfull.limits.machine.ceilings import Ceilings
     from bankfull.limits.machine.levels import Levels
 
@@ -142,8 +142,8 @@ def check_pictures(svg: Path | None, png: Path | None) -> None:
     """Check the file names before anything is measured."""
     if svg is None and png is None:
         return
+    from bankfull.charts import check_path
     from bankfull.errors import ConfigError
-    from bankfull.limits.charts import check_path
 
     for path, suffix in ((svg, ".svg"), (png, ".png")):
         if path is not None:
@@ -153,7 +153,7 @@ def check_pictures(svg: Path | None, png: Path | None) -> None:
 
 
 def write_pictures(chart: Chart, *paths: Path | None) -> None:
-    from bankfull.limits.charts import save
+    from bankfull.charts import save
 
     for path in paths:
         if path is not None:
@@ -161,7 +161,7 @@ def write_pictures(chart: Chart, *paths: Path | None) -> None:
 
 
 def show_charts(*charts: Chart) -> None:
-    from bankfull.limits.charts import print_chart
+    from bankfull.charts import print_chart
 
     for chart in charts:
         print()

@@ -13,7 +13,7 @@ from bankfull.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from bankfull.limits.charts import Chart
+    from bankfull.charts import Chart
     from bankfull.plan.memory import MemoryOutcome, MemoryRequest, MemoryWorld
 
 USUAL = "rate=20/s, in=20-1000, out=10-1000"
@@ -28,8 +28,8 @@ def measure(
     chart: Path | None,
     json: bool,
 ) -> None:
+    from bankfull.charts import check_path, save
     from bankfull.cli.terminal import print_table
-    from bankfull.limits.charts import check_path, save
     from bankfull.plan.memory import compare
 
     if traffic is not None and trace is not None:
@@ -95,7 +95,7 @@ def memory_table(outcomes: Sequence[MemoryOutcome], title: str) -> Table:
 
 
 def memory_chart(outcomes: Sequence[MemoryOutcome]) -> Chart:
-    from bankfull.limits.charts import Axis, Chart, Series
+    from bankfull.charts import Axis, Chart, Series
     from bankfull.plan.memory import PARTS
 
     series = [

@@ -226,7 +226,7 @@ def plan(
     with progress("simulations", None) as advance:
         found = Planner(subject, sites, request, advance).plan()
     if chart is not None and found.pareto:
-        from bankfull.limits.charts import save
+        from bankfull.charts import save
         from bankfull.plan.report import plan_chart
 
         save(plan_chart(found), chart)

@@ -129,9 +129,9 @@ def policies(
     the same jobs run on the model, in real time. The recorded step times are fitted, and simulated on a machine that is
     always equally fast; and simulated at the speed that the machine had under each policy, to compare both.
     """
+    from bankfull.charts import save
+    from bankfull.charts.output import check_path
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.limits.charts import save
-    from bankfull.limits.charts.output import check_path
     from bankfull.plan.policies.compare import agreement, contenders, figures, policy_chart, policy_table, unsteady
     from bankfull.plan.policies.meaning import equal_policies, mark_overloaded
     from bankfull.plan.policies.simulator import SimulatedEngine, saturation
@@ -368,10 +368,10 @@ def tradeoff(
     Each point is one simulated run of the same traffic. Few prompt tokens per step keep decode steps short and let
     prompts wait; few decode rows do the opposite.
     """
+    from bankfull.charts import print_chart, save
+    from bankfull.charts.output import check_path
     from bankfull.cli.terminal import print_table, progress
     from bankfull.config import SchedConfig
-    from bankfull.limits.charts import print_chart, save
-    from bankfull.limits.charts.output import check_path
     from bankfull.plan.policies.compare import TradeoffPoint, figures, tradeoff_chart, tradeoff_table
     from bankfull.plan.policies.simulator import SimulatedEngine, saturation
     from bankfull.plan.policies.step_model import StepModel

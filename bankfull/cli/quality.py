@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from bankfull.layers.decoder import Decoder
-    from bankfull.limits.quality.evaluate import Quality
+    from bankfull.quality.evaluate import Quality
     from bankfull.state.spec import Layout
     from bankfull.text.tokenizer import Tokenizer
 
@@ -112,7 +112,7 @@ def quality(
 
         raise ConfigError("--ways, --reps, --cost and --chart belong to --frontier; give it, too.")
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.limits.quality.evaluate import CHUNKS, across_chunks, evaluate, samples_of
+    from bankfull.quality.evaluate import CHUNKS, across_chunks, evaluate, samples_of
 
     pair = _prepare(model, options)
     size = pair.window
@@ -182,11 +182,11 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.building import plan_build
     from bankfull.config import RunConfig, StateConfig
     from bankfull.errors import ConfigError
-    from bankfull.limits.quality.evaluate import dequantized
-    from bankfull.limits.quality.windows import WINDOW
     from bankfull.models.registry import build_model
     from bankfull.ops.reference.rounded_pages import pages_name
     from bankfull.precision import choose_dtype
+    from bankfull.quality.evaluate import dequantized
+    from bankfull.quality.windows import WINDOW
     from bankfull.quantize.at_load import refuse_unknown, requantized, suited_sparsity
     from bankfull.runtime.device import open_device
     from bankfull.runtime.refused import refuse_eviction_without_use, refuse_pages_without_use
@@ -259,7 +259,7 @@ def _eviction_facts(
 ) -> dict[str, Any]:
     """What eviction costs beside perplexity, and what it saves: recall in prompts of the window's length, and bytes of
     state at the window's end, computed token by token."""
-    from bankfull.limits.quality.recall import recall, recall_prompts
+    from bankfull.quality.recall import recall, recall_prompts
     from bankfull.state.spec import PagedGroup
 
     def bytes_of(group: PagedGroup, seen: bool) -> int:
@@ -278,7 +278,7 @@ def _eviction_facts(
 
 def _texts(path: Path | None) -> list[str]:
     from bankfull.errors import RequestError
-    from bankfull.limits.quality.windows import bundled_texts
+    from bankfull.quality.windows import bundled_texts
 
     if path is None:
         return list(bundled_texts().values())

@@ -10,7 +10,7 @@ import typer
 from bankfull.cli.options import Activations, Dtype, ForecastAcceptance, ForecastSpeculative, Json, KvDtype
 
 if TYPE_CHECKING:
-    from bankfull.limits.charts import Chart
+    from bankfull.charts import Chart
     from bankfull.limits.meter.step import StepShape
     from bankfull.limits.model.bounds import ModelRoofline
     from bankfull.plan.layout_forecast import LayoutForecast
@@ -167,7 +167,7 @@ def _compare(
 def _draw(made: dict[str, Chart], draw: bool, folder: str | None, picture: str) -> None:
     """In the terminal, in files, or both."""
     if draw:
-        from bankfull.limits.charts import print_chart
+        from bankfull.charts import print_chart
 
         for chart in made.values():
             print_chart(chart)
@@ -207,9 +207,9 @@ def _show_layout(forecast: LayoutForecast, steps: list[tuple[str, StepShape]], c
 def _keep(made: dict[str, Chart], folder: str, picture: str) -> None:
     from pathlib import Path
 
+    from bankfull.charts import save
     from bankfull.cli.terminal import say
     from bankfull.errors import ConfigError
-    from bankfull.limits.charts import save
 
     place = Path(folder)
     try:

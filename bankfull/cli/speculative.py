@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from bankfull.bench.speculative import SetReport
-    from bankfull.limits.charts import Chart
+    from bankfull.charts import Chart
 
 USUAL = ("suffix", "ngram", "auto")
 SHOWN_POSITIONS = 4
@@ -35,7 +35,7 @@ def measure(
     json: bool,
 ) -> None:
     from bankfull.bench.prompt_sets import SETS, prompt_set
-    from bankfull.limits.charts import check_path, save
+    from bankfull.charts import check_path, save
 
     ways, sets = list(ways or USUAL), list(sets or SETS)
     for way in ways:
@@ -121,7 +121,7 @@ def table_of(reports: Sequence[SetReport], title: str) -> Table:
 
 def gain_chart(reports: Sequence[SetReport]) -> Chart:
     """Bars of the gains, one group for each prompt set."""
-    from bankfull.limits.charts import Axis, Chart, Series
+    from bankfull.charts import Axis, Chart, Series
 
     sets = list(dict.fromkeys(one.prompts for one in reports))
     ways = list(dict.fromkeys(one.name for one in reports))

@@ -5,8 +5,7 @@
 | `bankfull limits` | `machine`: measured and catalogued ceilings |
 | `bankfull info`, `roofline` | `model`: what a model needs, and what bounds it on a machine, without its weights |
 | `bankfull explain` | `explain`: a run compared with its limit |
-| `bankfull quality` | `quality`: what quantization and other options cost in accuracy |
 | `bankfull tune` | `tune`: the fastest kernel configuration for each linear layer |
 
-`meter` counts the bytes and operations of a step; `charts` draws.
+`meter` counts the bytes and operations of a step.
 """

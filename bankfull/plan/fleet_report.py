@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from bankfull.limits.charts import Axis, Chart, Mark, Point, Series
+from bankfull.charts import Axis, Chart, Mark, Point, Series
 from bankfull.limits.units import duration
 from bankfull.plan.fleet_ledger import FleetLedger, Floats
 from bankfull.traffic.slo import Slo

@@ -18,12 +18,12 @@ import torch
 
 from bankfull.layers.build import Build
 from bankfull.limits.machine import cache_file
-from bankfull.limits.quality.evaluate import KeptReference, dequantized, evaluate_kept, keep_reference
-from bankfull.limits.quality.windows import bundled_texts
 from bankfull.models.registry import Config, build_model
 from bankfull.ops import kit_for
 from bankfull.ops.activations import EXACT
 from bankfull.precision import choose_kv_dtype
+from bankfull.quality.evaluate import KeptReference, dequantized, evaluate_kept, keep_reference
+from bankfull.quality.windows import bundled_texts
 from bankfull.runtime.host import available_memory
 from bankfull.text.load import load_tokenizer
 from bankfull.weights.fingerprint import weights_fingerprint

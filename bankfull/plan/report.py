@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from bankfull.limits.charts import Axis, Chart, Mark, Point, Series
+from bankfull.charts import Axis, Chart, Mark, Point, Series
 from bankfull.limits.units import duration, scaled
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The text that a method is calibrated on: a bundled one, a file, or one that the model writes itself.
 
-The bundled text has two parts, and no eight successive words in common with the evaluation texts of `limits.quality`:
+The bundled text has two parts, and no eight successive words in common with the evaluation texts of `quality`:
 texts/sampled.txt was written by the default model (SmolLM2-135M-Instruct, at temperature 0.7) after openings of many
 kinds, and texts/manual.txt is taken from pages of this project's own documentation.
 """

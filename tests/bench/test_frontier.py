@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from bankfull.bench.frontier.measure import WayFigures
 from bankfull.bench.frontier.report import frontier_chart, frontier_table, pareto
 from bankfull.bench.frontier.ways import RunWay
-from bankfull.limits.quality.evaluate import Quality, evaluate, evaluate_kept, keep_reference
-from bankfull.limits.quality.recall import MOST_PAIRS, PROMPTS, recall, recall_prompts
+from bankfull.quality.evaluate import Quality, evaluate, evaluate_kept, keep_reference
+from bankfull.quality.recall import MOST_PAIRS, PROMPTS, recall, recall_prompts
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.train.lm.vocabulary import byte_tokenizer, word_tokenizer
 from tests.quick import examples
@@ -78,7 +78,7 @@ class Oracle:
 
 
 def test_recall_counts_answers_that_only_the_prompt_tells(monkeypatch: object) -> None:
-    import bankfull.limits.quality.recall as module
+    import bankfull.quality.recall as module
 
     byte = tokenizer_of(byte_tokenizer())
     prompts = recall_prompts(byte, 10_000)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from bankfull.limits.charts import Mark
+from bankfull.charts import Mark
 from bankfull.limits.machine import ceilings, disk, levels
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.machine.charts import chart_of, curve_chart, roofline_chart

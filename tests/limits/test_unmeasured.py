@@ -17,10 +17,10 @@ from rich.console import Console
 
 from bankfull.bench.load.utilization import Ceiling, CountedWork, Utilization, parse_counters
 from bankfull.bench.offline_tables import notes
+from bankfull.charts import print_chart
 from bankfull.cli.app import run_command
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
-from bankfull.limits.charts import print_chart
 from bankfull.limits.explain.explain import explain
 from bankfull.limits.explain.recorder import DECODE, Story, StoryPart
 from bankfull.limits.machine import cache_file, ceilings, cpu_ceilings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bankfull.errors import ConfigError
-from bankfull.limits.quality.windows import bundled_texts
+from bankfull.quality.windows import bundled_texts
 from bankfull.quantize.calibration import bundled_text, own_text, sequences_of, text_of
 
 WORDS = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bankfull.limits.quality.evaluate import dequantized, evaluate
+from bankfull.quality.evaluate import dequantized, evaluate
 from bankfull.quantize.awq import Awq
 from bankfull.quantize.calibration import bundled_text, sequences_of
 from bankfull.quantize.gptq import Gptq

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from bankfull.limits.quality.windows import bundled_texts
+from bankfull.quality.windows import bundled_texts
 from bankfull.train.lm.model import TrainedModel
 from bankfull.train.lm.tasks import TextWindows
 from bankfull.train.lm.vocabulary import byte_tokenizer

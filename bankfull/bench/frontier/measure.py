@@ -16,11 +16,11 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import BankfullError, ModelError, RequestError
 from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
-from bankfull.limits.quality.evaluate import KeptReference, Quality, dequantized, evaluate_kept, keep_reference
-from bankfull.limits.quality.recall import RecallPrompt, recall, recall_prompts
 from bankfull.limits.statistics import per_second
 from bankfull.loading import Assembled, assemble
 from bankfull.ops.reference.rounded_pages import pages_name
+from bankfull.quality.evaluate import KeptReference, Quality, dequantized, evaluate_kept, keep_reference
+from bankfull.quality.recall import RecallPrompt, recall, recall_prompts
 from bankfull.runtime.device import Device
 from bankfull.runtime.refused import refuse_pages_without_use
 from bankfull.sample.params import SamplingParams

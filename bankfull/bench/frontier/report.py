@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.bench.frontier.measure import WayFigures
+from bankfull.charts import Axis, Chart, Mark, Series
 from bankfull.errors import ConfigError
-from bankfull.limits.charts import Axis, Chart, Mark, Series
 from bankfull.limits.units import scaled
 
 LEAST_KL = 1e-7

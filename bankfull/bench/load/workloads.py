@@ -147,7 +147,7 @@ class TextPrompts:
 def pool() -> list[str]:
     """Words of the evaluation texts."""
     if not _pool:
-        folder = package_files("bankfull.limits.quality") / "texts"
+        folder = package_files("bankfull.quality") / "texts"
         texts = " ".join((folder / name).read_text() for name in ("story.txt", "papers.txt", "lesson.txt"))
         _pool.extend(sorted({word for word in re.findall(r"[a-z]+", texts.lower()) if len(word) > 2}))
     return _pool

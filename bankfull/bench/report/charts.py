@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bankfull.bench.load.measures import Measured
 from bankfull.bench.report.report import LoadReport
-from bankfull.limits.charts import Axis, Chart, Mark, Series
+from bankfull.charts import Axis, Chart, Mark, Series
 
 MOST_POINTS = 400
 """Points of a series; more are indistinguishable and enlarge the file."""

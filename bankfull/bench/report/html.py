@@ -10,7 +10,7 @@ from bankfull import __version__
 from bankfull.bench.report.charts import charts_of
 from bankfull.bench.report.report import LoadReport
 from bankfull.bench.report.text import HEADINGS, figure_cells, heading, latency_cells
-from bankfull.limits.charts import Chart
+from bankfull.charts import Chart
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --faint: #667; --line: #d5d9de; --page: #fff; --warn: #a40; }

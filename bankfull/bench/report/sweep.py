@@ -9,7 +9,7 @@ from bankfull.bench.load.sweep import Found, Search
 from bankfull.bench.report.html import Section, page, sections, table
 from bankfull.bench.report.report import LoadReport
 from bankfull.bench.report.text import TITLES, heading
-from bankfull.limits.charts import Axis, Chart, Mark, Series
+from bankfull.charts import Axis, Chart, Mark, Series
 
 if TYPE_CHECKING:
     from rich.table import Table

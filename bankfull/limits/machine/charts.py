@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from bankfull.limits.charts import Axis, Chart, Mark, Series
+from bankfull.charts import Axis, Chart, Mark, Series
 
 if TYPE_CHECKING:
     from bankfull.limits.machine.ceilings import Ceilings

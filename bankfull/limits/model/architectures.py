@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.table import Table
 
+from bankfull.charts import Axis, Chart, Series
 from bankfull.errors import ConfigError
-from bankfull.limits.charts import Axis, Chart, Series
 from bankfull.limits.machine.targets import TargetMachine
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.roofline import roofline

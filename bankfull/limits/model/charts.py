@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bankfull.limits.charts import Axis, Chart, Mark, Series
+from bankfull.charts import Axis, Chart, Mark, Series
 from bankfull.limits.machine.charts import roofline_chart
 from bankfull.limits.meter.roofline import RooflineEntry
 from bankfull.limits.model.bounds import ModelRoofline

@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from bankfull.charts import Axis, Chart, Series
 from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
-from bankfull.limits.charts import Axis, Chart, Series
 from bankfull.limits.statistics import quantile
 from bankfull.limits.units import duration, scaled
 from bankfull.plan.policies.simulator import JobRun

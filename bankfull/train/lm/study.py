@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bankfull.charts import Axis, Chart, Series
 from bankfull.errors import ConfigError, ModelError
-from bankfull.limits.charts import Axis, Chart, Series
 from bankfull.train.lm.run import LmReport, LmTraining, train_lm
 from bankfull.train.lm.tasks import RecallTask
 from bankfull.train.lm.vocabulary import word_tokenizer

@@ -16,10 +16,10 @@ import pytest
 import resvg_py
 import ttf_opensans
 
+from bankfull.charts import Axis, Chart, Kind, Mark, Series, print_chart, save
+from bankfull.charts.places import Box, around, best
+from bankfull.charts.scale import clipped, scales_of, spelled
 from bankfull.errors import ConfigError
-from bankfull.limits.charts import Axis, Chart, Kind, Mark, Series, print_chart, save
-from bankfull.limits.charts.places import Box, around, best
-from bankfull.limits.charts.scale import clipped, scales_of, spelled
 
 SVG = "{http://www.w3.org/2000/svg}"
 TINTED = re.compile("\x1b\\[\\d+m")

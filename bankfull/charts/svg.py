@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
-from bankfull.limits.charts.model import Chart, Mark, Point, Series
-from bankfull.limits.charts.places import Box, around, best
-from bankfull.limits.charts.scale import Scale, clipped, half_bar, scales_of, visible_runs
+from bankfull.charts.model import Chart, Mark, Point, Series
+from bankfull.charts.places import Box, around, best
+from bankfull.charts.scale import Scale, clipped, half_bar, scales_of, visible_runs
 
 Palette = dict[str, str | tuple[str, ...]]
 LIGHT: Palette = {

@@ -1,6 +1,6 @@
 """Charts as SVG, as PNG and in a terminal.
 
-    from bankfull.limits.charts import Axis, Chart, Mark, Series, print_chart, save
+    from bankfull.charts import Axis, Chart, Mark, Series, print_chart, save
 
     chart = Chart(
         "Latency against batch",
@@ -19,7 +19,7 @@ log switch for both axes, and puts a script and ids into each chart, which keeps
 matplotlib needs 80 MB and a second to import.
 """
 
-from bankfull.limits.charts.model import Axis, Chart, Kind, Mark, Point, Series
-from bankfull.limits.charts.output import check_path, print_chart, save, save_svg
+from bankfull.charts.model import Axis, Chart, Kind, Mark, Point, Series
+from bankfull.charts.output import check_path, print_chart, save, save_svg
 
 __all__ = ["Axis", "Chart", "Kind", "Mark", "Point", "Series", "check_path", "print_chart", "save", "save_svg"]

@@ -12,7 +12,10 @@ import torch
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder, MaskedDiffusion
-from bankfull.limits.quality.evaluate import (
+from bankfull.models.registry import build_model
+from bankfull.ops import kit_for
+from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.quality.evaluate import (
     across_chunks,
     dequantized,
     evaluate,
@@ -20,11 +23,8 @@ from bankfull.limits.quality.evaluate import (
     keep_reference,
     samples_of,
 )
-from bankfull.limits.quality.masked import masked_windows
-from bankfull.limits.quality.windows import windows_of
-from bankfull.models.registry import build_model
-from bankfull.ops import kit_for
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.quality.masked import masked_windows
+from bankfull.quality.windows import windows_of
 from bankfull.weights.requantized import Requantized
 from bankfull.weights.source import open_model
 from tests.models.diffusion import MASK, DiffusionReference, make

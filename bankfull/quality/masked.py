@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from random import Random
 
 from bankfull.layers.decoder import MaskedDiffusion
-from bankfull.limits.quality.windows import EvaluationWindow
 from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.quality.windows import EvaluationWindow
 
 MOST_BLOCKS = 4
 """Samples of a window of a block-causal model."""

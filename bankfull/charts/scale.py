@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bankfull.limits.charts.model import Axis, Chart, Point, Series
+from bankfull.charts.model import Axis, Chart, Point, Series
 
 SHORT_UNITS = ("s", "B", "%", "W", "J", "$")
 """Units short enough for every tick label; other units are in the axis label."""

@@ -21,10 +21,10 @@ from torch import Tensor
 from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.limits.quality.masked import masked_windows
-from bankfull.limits.quality.windows import WINDOW, EvaluationWindow, windows_of
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.quality.masked import masked_windows
+from bankfull.quality.windows import WINDOW, EvaluationWindow, windows_of
 from bankfull.runtime.naive import hidden_states
 from bankfull.weights.source import ModelFiles
 

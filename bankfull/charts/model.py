@@ -75,12 +75,12 @@ class Chart:
 
         `height` excludes the legend, which takes as many lines as it needs.
         """
-        from bankfull.limits.charts.svg import draw
+        from bankfull.charts.svg import draw
 
         return draw(self, width, height, theme)
 
     def text(self, width: int = 80, height: int = 20, *, color: bool = False, plain: bool = False) -> str:
         """Lines of at most `width` columns; the plot itself has `height` lines. `plain`: ASCII only."""
-        from bankfull.limits.charts.text import draw
+        from bankfull.charts.text import draw
 
         return draw(self, width, height, color=color, plain=plain)

@@ -13,11 +13,11 @@ import transformers
 from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.limits.quality import evaluate as module
-from bankfull.limits.quality.evaluate import Quality, across_chunks, dequantized, evaluate
-from bankfull.limits.quality.windows import bundled_texts, windows_of
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.quality import evaluate as module
+from bankfull.quality.evaluate import Quality, across_chunks, dequantized, evaluate
+from bankfull.quality.windows import bundled_texts, windows_of
 from bankfull.runtime import naive
 from bankfull.weights.requantized import Requantized
 from bankfull.weights.source import TensorSource, open_model

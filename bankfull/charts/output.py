@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TextIO
 
+from bankfull.charts.model import Chart
 from bankfull.errors import ConfigError
-from bankfull.limits.charts.model import Chart
 
 WIDEST, PIPED = 120, 100
 """Most columns of a chart, and the columns of one without a terminal."""

@@ -41,7 +41,7 @@ class EvaluationWindow:
 
 def bundled_texts() -> dict[str, str]:
     """The evaluation texts of the package, by file name."""
-    folder = package_files("bankfull.limits.quality") / "texts"
+    folder = package_files("bankfull.quality") / "texts"
     found = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
     return {item.name: item.read_text(encoding="utf-8") for item in found}
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
-from bankfull.limits.charts.model import Chart, Point, Series
-from bankfull.limits.charts.places import Box, around, best
-from bankfull.limits.charts.scale import Scale, clipped, half_bar, scales_of, visible_runs
+from bankfull.charts.model import Chart, Point, Series
+from bankfull.charts.places import Box, around, best
+from bankfull.charts.scale import Scale, clipped, half_bar, scales_of, visible_runs
 
 BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a braille character, by row and column of its dots."""
