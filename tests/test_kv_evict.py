@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from bankfull import LLM, SamplingParams
+from bankfull.assembly import Assembled, assemble
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
-from bankfull.loading import Assembled, assemble
 from bankfull.runtime.naive import hidden_states
 from bankfull.types import NULL, StepPlan
 from bankfull.weights.source import open_model

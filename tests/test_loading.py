@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from bankfull import LLM, SamplingParams, loading, precision
+from bankfull import LLM, SamplingParams, assembly, precision
 from bankfull.building import plan_build
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError, ConfigError
@@ -387,7 +387,7 @@ def test_only_a_failed_allocation_of_pages_is_reported_as_one(
         def runner(*args: object, **options: object) -> None:
             raise problem
 
-        monkeypatch.setattr(loading, "DeviceRunner", runner)
+        monkeypatch.setattr(assembly, "DeviceRunner", runner)
 
     fails(error)
     with pytest.raises(type(error)) as caught:

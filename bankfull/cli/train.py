@@ -16,8 +16,8 @@ from bankfull.cli.train_lm import lm, recall_study
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
+    from bankfull.assembly import Assembled
     from bankfull.llm import LLM
-    from bankfull.loading import Assembled
     from bankfull.train.recipe import TrainingRecipe
     from bankfull.train.report import Choice, DrafterReport
     from bankfull.train.run import MakeTrainer

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
+from bankfull.assembly import Assembled, assemble
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.limits.machine import cache_file, ceilings
@@ -22,7 +23,6 @@ from bankfull.limits.machine.ceilings import Ceilings, better
 from bankfull.limits.meter.closed_form import ClosedForm, forms_by_operation
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.recipe import Recipe
-from bankfull.loading import Assembled, assemble
 from bankfull.plan.efficiency import Timed, assumed, fit
 from bankfull.plan.step_timer import ShapeTooLarge, StepTimer
 from bankfull.plan.step_times import Efficiency, StepTimes

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
+from bankfull.assembly import assemble
 from bankfull.config import StateConfig
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
 from bankfull.limits.statistics import quantile
-from bankfull.loading import assemble
 from bankfull.plan.configurations import Configuration
 from bankfull.plan.outcome import Objectives, SimulatedOutcome, outcome_of
 from bankfull.plan.simulate import RequestTimes, simulate

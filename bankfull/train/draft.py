@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from bankfull.loading import Assembled
+from bankfull.assembly import Assembled
 from bankfull.ops.cost import Cost
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.train.draft_size import DraftSize

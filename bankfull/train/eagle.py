@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, silu
 
+from bankfull.assembly import Assembled
 from bankfull.layers.attention import Attention
 from bankfull.layers.norm import RMSNorm
-from bankfull.loading import Assembled
 from bankfull.ops.cost import Cost
 from bankfull.runtime.batch import bare_batch
 from bankfull.train.states import Examples

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from bankfull.loading import Assembled
+from bankfull.assembly import Assembled
 from bankfull.ops.cost import Cost
 from bankfull.train.states import Examples
 from bankfull.train.trainer import RANKS, Acceptance

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from bankfull.assembly import Assembled
 from bankfull.llm import LLM
-from bankfull.loading import Assembled
 from bankfull.train.checkpoint import TrainingProgress
 from bankfull.train.loop import Schedule, measure, train
 from bankfull.train.recipe import TrainingRecipe, open_folder

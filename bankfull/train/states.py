@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bankfull.loading import Assembled
+from bankfull.assembly import Assembled
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager
 from bankfull.state.spec import layout_of

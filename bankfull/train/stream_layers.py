@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.assembly import Assembled
 from bankfull.decode.streams import stream_attention, stream_block, top_attention
 from bankfull.layers.adapted import Product
 from bankfull.layers.attention import Attention
@@ -21,7 +22,6 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Stream, joined
 from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles
-from bankfull.loading import Assembled
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.state.spec import Shared, StateSpec

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from bankfull.assembly import Assembled
 from bankfull.decode.streams import CANDIDATES, after, enter
 from bankfull.layers.adapted import Adapter, Product
-from bankfull.loading import Assembled
 from bankfull.ops.cost import Cost
 from bankfull.runtime.batch import bare_batch
 from bankfull.train.states import Examples

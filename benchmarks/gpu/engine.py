@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bankfull.assembly import Assembled, assemble
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import RequestError
@@ -19,7 +20,6 @@ from bankfull.limits.meter.closed_form import ClosedForm, closed_form
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.roofline import least_seconds
 from bankfull.limits.meter.step import StepShape
-from bankfull.loading import Assembled, assemble
 from bankfull.ops.cost import Cost
 from bankfull.quantize.outliers import NAME as LLM_INT8
 from bankfull.runtime.device import open_device

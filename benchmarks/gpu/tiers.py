@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from bankfull.assembly import assemble
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.limits.statistics import spread
-from bankfull.loading import assemble
 from bankfull.runtime.device import open_device
 from bankfull.state.disk import DiskStore
 from bankfull.state.prefix import Chain

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from bankfull import LLM, SamplingParams, loading
+from bankfull import LLM, SamplingParams, assembly
 from bankfull.layers.build import Build
 from bankfull.layers.shard import Shard
 from bankfull.mesh import MeshSpec
@@ -74,13 +74,13 @@ def test_collectives_of_one_rank_return_what_it_gave() -> None:
 def test_an_engine_with_one_tensor_rank_writes_the_same_tokens(
     expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = loading.plan_build
+    plain = assembly.plan_build
     with one_rank() as rank:
 
         def split(*args: Any, **more: Any) -> Build:
             return replace(plain(*args, **more), shard=Shard(rank))
 
-        monkeypatch.setattr(loading, "plan_build", split)
+        monkeypatch.setattr(assembly, "plan_build", split)
         assert tokens() == expected
 
 

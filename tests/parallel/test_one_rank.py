@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bankfull import loading
+from bankfull import assembly
 from bankfull.layers.build import Build
 from bankfull.layers.shard import Shard
 from bankfull.llm import LLM
@@ -34,7 +34,7 @@ def expected() -> Sequence[Sequence[int]]:
 def test_an_engine_with_a_group_of_one_rank_writes_the_same_tokens(
     sequence: str, expected: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = loading.plan_build
+    plain = assembly.plan_build
 
     def grouped(*args: Any, **more: Any) -> Build:
         rank = ThreadRank(Meeting(1), 1, 0)
@@ -43,5 +43,5 @@ def test_an_engine_with_a_group_of_one_rank_writes_the_same_tokens(
             return replace(build, shard=Shard(rank), sequence=sequence)
         return replace(build, context=rank, sequence=sequence)
 
-    monkeypatch.setattr(loading, "plan_build", grouped)
+    monkeypatch.setattr(assembly, "plan_build", grouped)
     assert tokens() == expected

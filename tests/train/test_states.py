@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bankfull.assembly import Assembled, assemble
 from bankfull.config import RunConfig, SchedConfig, StateConfig
-from bankfull.loading import Assembled, assemble
 from bankfull.runtime import naive
 from bankfull.train import states
 from bankfull.train.states import HiddenStates

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bankfull import LLM, SamplingParams
+from bankfull.assembly import Assembled, assemble
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.strategy import Draft, View
 from bankfull.familiar import configure
-from bankfull.loading import Assembled, assemble, load
+from bankfull.loading import load
 from bankfull.train import loop, streaming
 from bankfull.train.loop import Schedule
 from bankfull.train.prompts import own_prompts

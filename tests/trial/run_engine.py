@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import bankfull.assembly
 import bankfull.loading
 from bankfull.decode.drafting import Drafting
 from bankfull.errors import BankfullError, RequestError
@@ -51,19 +52,19 @@ def loading(setup: Setup, truths: Sequence[Sequence[int]]) -> Iterator[Callable[
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         run, sched, state = _configs(setup, stack)
         if setup.tight:
-            patch.setattr(bankfull.loading, "plan_memory", partial(_hardly_enough, bankfull.loading.plan_memory))
+            patch.setattr(bankfull.assembly, "plan_memory", partial(_hardly_enough, bankfull.assembly.plan_memory))
         if not setup.captured:
-            runner = bankfull.loading.DeviceRunner
-            patch.setattr(bankfull.loading, "DeviceRunner", lambda *a, **k: runner(*a, **{**k, "kit": None}))
+            runner = bankfull.assembly.DeviceRunner
+            patch.setattr(bankfull.assembly, "DeviceRunner", lambda *a, **k: runner(*a, **{**k, "kit": None}))
         if setup.tiers:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bankfull-trial-tiers-")))
             patch.setattr(
-                bankfull.loading,
+                bankfull.assembly,
                 "add_tiers",
                 lambda manager, runner, *_: add_lower_tiers(setup.tiers, manager, runner, folder),
             )
         if setup.lookup is not None:
-            patch.setattr(bankfull.loading, "host_drafting", partial(_looking_up, setup.lookup, truths))
+            patch.setattr(bankfull.assembly, "host_drafting", partial(_looking_up, setup.lookup, truths))
         made: list[Loaded] = []
 
         def load() -> Loaded:

@@ -11,13 +11,13 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from bankfull.assembly import Assembled, assemble
 from bankfull.bench.frontier.ways import RunWay, opened
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import BankfullError, ModelError, RequestError
 from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.limits.statistics import per_second
-from bankfull.loading import Assembled, assemble
 from bankfull.ops.reference.rounded_pages import pages_name
 from bankfull.quality.evaluate import KeptReference, Quality, dequantized, evaluate_kept, keep_reference
 from bankfull.quality.recall import RecallPrompt, recall, recall_prompts
