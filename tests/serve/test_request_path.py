@@ -47,7 +47,7 @@ def traced() -> dict[str, Any]:
         )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    assert found["answer"], "nothing was generated"
+    assert len(found["answer"]) > 20, "an answer that short may stand anywhere"
     return found
 
 

@@ -187,7 +187,8 @@ def _until_ready(port: int) -> None:
 
 def _chat(port: int, text: str, *, traced: bool = False) -> str:
     """The answer's text."""
-    body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True})
+    # The seed makes the answer long enough to be recognized.
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True, "seed": 1})
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.connect()
     _until_idle()
@@ -209,7 +210,8 @@ def _until_idle() -> None:
 
 def _found(answer: str) -> dict[str, Any]:
     made = [(kind, records) for (kind, _), records in TRACER.made.items()]
-    prompt = next(records[0].prompt for kind, records in made if kind.__name__ == "Submit")
+    submitted = [record for kind, records in made if kind.__name__ == "Submit" for record in records]
+    prompt = max((record.prompt for record in submitted), key=len)  # it is empty until the texts are rendered
     outputs = next(records for kind, records in made if _name(kind) == "types.Output")
     generated = [token for output in outputs for token in output.tokens]
     return {

@@ -11,13 +11,12 @@ each engine step in its own format. Nothing here depends on the format of an API
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from msgspec.structs import replace
+import msgspec
 
 from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
@@ -100,7 +99,7 @@ class Chat:
             asked_bytes() if tools else 0, lambda: self._readers(ask, tools, ending)
         )
         keeps = await self._keeps(ask, tools, prompt) if ask.marks else []
-        steps = self.backend.generate(replace(ask.submit, prompt=prompt, params=params, keeps=keeps))
+        steps = self.backend.generate(msgspec.structs.replace(ask.submit, prompt=prompt, params=params, keeps=keeps))
         return Answer(prompt, steps, parsers, keeps, self._prices)
 
     async def _keeps(self, ask: Ask, tools: list[dict[str, Any]] | None, prompt: list[int]) -> list[Keep]:
@@ -141,7 +140,7 @@ class Chat:
                     "This model's way of writing tool calls cannot be forced: set tool_choice to auto.",
                     param="tool_choice",
                 )
-            params = dataclasses.replace(params, structured=grammar)
+            params = replace(params, structured=grammar)
         parsers = [
             parser_for(
                 source,
