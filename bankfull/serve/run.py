@@ -48,10 +48,10 @@ from bankfull.serve.replicas.separate_set import SeparateSet
 from bankfull.serve.replicas.view import ReplicaView
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
+from bankfull.serve.telemetry.families import separation_families
 from bankfull.serve.telemetry.log import Logs
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.optional_parts import OptionalParts
-from bankfull.serve.telemetry.separation_metrics import separation_families
 from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import WatchedBackend
 

@@ -14,9 +14,7 @@ from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.replicas.view import ReplicaView
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.exposition import Family, Histogram, ScalarMetric, write_families
-from bankfull.serve.telemetry.pin_metrics import pin_families
-from bankfull.serve.telemetry.replica_metrics import replica_families
-from bankfull.serve.telemetry.tier_metrics import tier_families
+from bankfull.serve.telemetry.families import pin_families, replica_families, tier_families
 
 PREFIX = "bankfull:"
 VLLM_PREFIX = "vllm:"

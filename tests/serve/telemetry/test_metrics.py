@@ -22,11 +22,9 @@ from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.replicas.transit import TransitCounts
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
+from bankfull.serve.telemetry.families import pin_families, replica_families, separation_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.optional_parts import OptionalParts
-from bankfull.serve.telemetry.pin_metrics import pin_families
-from bankfull.serve.telemetry.replica_metrics import replica_families
-from bankfull.serve.telemetry.separation_metrics import separation_families
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
 from bankfull.submit import Submit
