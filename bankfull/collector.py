@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """For the time in which modules are imported and a model is loaded."""
+    """Turns garbage collection off for the time in which modules are imported and a model is loaded."""
     # Modules and a model's parts live as long as the process. Searching them for garbage again and again took a tenth
     # of the start, and searching them once at its end another twentieth.
     gc.disable()

@@ -321,10 +321,10 @@ class DiffusionChoice:
     length: int = 128
     """Mask tokens that a sequence sees after its prompt, at most, where tokens see the whole sequence."""
     cache: str = "none"
-    """Where tokens see the whole sequence. none: each step computes all tokens (exact); block: the state of known
-    tokens is kept (lossy)."""
+    """What is cached where tokens see the whole sequence. none: each step computes all tokens (exact); block: the state
+    of known tokens is kept (lossy)."""
     refresh: int = 8
-    """With cache=block: steps after which all tokens are computed again; 0 = never."""
+    """Steps after which all tokens are computed again, with cache=block; 0 = never."""
 
     USUAL_BLOCK: ClassVar[int] = 32
     VALUES: ClassVar[dict[str, tuple[str, ...]]] = {"order": ("confidence", "random"), "cache": ("none", "block")}
@@ -334,7 +334,7 @@ class DiffusionChoice:
 
     @staticmethod
     def parse(text: str) -> DiffusionChoice:
-        """From `key=value[,key=value...]`; empty = the defaults."""
+        """The options from `key=value[,key=value...]`; empty = the defaults."""
         shown, options = f"diffusion={text[:80]!r}", {}
         known = ("order", "tokens", "threshold", "block", "length", "cache", "refresh")
         for part in (part.strip() for part in text.split(",") if part.strip()):

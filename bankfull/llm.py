@@ -114,7 +114,7 @@ class LLM:
         choose: Choose | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Like generate(), for one conversation or several, formatted with the model's chat template."""
+        """The outputs of generate() for one conversation or several, formatted with the model's chat template."""
         several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         how = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts = [self._front.encode_chat(m, **how) for m in several]  # type: ignore[arg-type]

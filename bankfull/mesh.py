@@ -42,7 +42,7 @@ class ExpertPlaces:
     group: tuple[int, ...]
     """Ranks that hold different experts."""
     tokens: tuple[int, ...]
-    """Those of them that have the same tokens."""
+    """Ranks of `group` that have the same tokens."""
     width: tuple[int, ...]
     """Ranks that hold parts of the width of the same experts."""
 
@@ -133,8 +133,8 @@ class MeshSpec:
         return self.feed_tp // math.gcd(self.feed_tp, self.ep)
 
     def expert_places(self, rank: int) -> ExpertPlaces:
-        """Of a rank that runs feed-forward layers. Ranks that exchange tokens lie next to each other; where a context
-        has fewer tensor ranks than there are expert ranks, neighbouring contexts exchange tokens, too."""
+        """The places of a rank that runs feed-forward layers. Ranks that exchange tokens lie next to each other; where
+        a context has fewer tensor ranks than there are expert ranks, neighbouring contexts exchange tokens, too."""
         stage, inside = divmod(rank, self.stage_ranks)
         first = stage * self.stage_ranks + (self.tp * self.cp if self.ffn else 0)
         context, own = divmod(rank - first, self.feed_tp)
@@ -172,7 +172,7 @@ class MeshSpec:
         return list(pairwise(starts))
 
     def __str__(self) -> str:
-        """As `parse` reads it; axes of 1 are left out."""
+        """The layout as `parse` reads it; axes of 1 are left out."""
         parts = [f"{name}={getattr(self, name)}" for name in self.AXES if getattr(self, name) != 1]
         if self.sp != "off":
             parts.append(f"sp={self.sp}")
@@ -181,7 +181,7 @@ class MeshSpec:
 
     @staticmethod
     def parse(text: str) -> MeshSpec:
-        """From `tp=2,pp=2,cp=2,ep=4,sp=on`, in any order."""
+        """The layout from `tp=2,pp=2,cp=2,ep=4,sp=on`, in any order."""
         if not isinstance(text, str) or not text.strip():
             raise ConfigError("The layout is empty; name what is split, as in tp=2,pp=2.")
         shown, known = f"The layout {text[:80]!r}", [one.name for one in fields(MeshSpec)]

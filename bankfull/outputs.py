@@ -77,7 +77,7 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token: the log-probabilities at its position, by token id; the chosen token is the first."""
+    """Log-probabilities at the position of each token, by token id; the chosen token is the first."""
     finish_reason: str | None = None
     """stop, length, abort or error; None while the sample goes on."""
     stop_reason: int | str | None = None

@@ -32,9 +32,9 @@ class Precision:
     """The facts that a whole model shares. The format of a product's activations is its weight's own."""
 
     dtype: torch.dtype
-    """Of the computation."""
+    """Dtype of the computation."""
     pages: torch.dtype
-    """Of the KV cache."""
+    """Dtype of the KV cache."""
     activations: ActivationRule
 
 

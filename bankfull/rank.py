@@ -88,7 +88,7 @@ def _fingerprint(task: RankTask) -> str:
 
 
 def _end_with(connection: int) -> None:
-    """On a thread: the process exits with rank 0, or with the process that has started it, even in the middle of a
+    """Runs on a thread: the process exits with rank 0, or with the process that has started it, even in the middle of a
     collective. It has no state worth saving."""
     poll = select.poll()
     poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))

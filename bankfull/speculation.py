@@ -22,7 +22,7 @@ class Option:
     usual: Value
     help: str
     values: tuple[str, ...] = ()
-    """Of a text: what it may be; empty = anything."""
+    """What a text may be; empty = anything."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """Values of other ways -> why this one cannot have them."""
 
@@ -57,7 +57,7 @@ class DraftWay:
     """Whether it runs layers of the target beside the target's own step."""
 
     def spelled(self, name: str) -> str:
-        """As the command line takes it."""
+        """The way as the command line takes it."""
         if not self.needs:
             return name
         what = "MODEL" if self.needs == MODEL else "DIR"
@@ -180,7 +180,7 @@ class SpeculativeChoice:
     options: Mapping[str, Value]
     model: str = ""
     then: SpeculativeChoice | None = None
-    """Of a chain: the way that drafts where lookup finds nothing."""
+    """The way of a chain that drafts where lookup finds nothing."""
 
     @property
     def way(self) -> DraftWay:
@@ -200,7 +200,7 @@ class SpeculativeChoice:
 
     @staticmethod
     def parse(text: str) -> SpeculativeChoice:
-        """From `NAME[:MODEL][,key=value...]`."""
+        """The choice that `NAME[:MODEL][,key=value...]` names."""
         first, *given = (part.strip() for part in text.split(","))
         name, _, model = first.partition(":")
         shown = f"speculative={text[:80]!r}"

@@ -99,7 +99,7 @@ class Work:
 
 
 class Tier(IntEnum):
-    """Where state lies, the fastest first."""
+    """Tiers where state lies, the fastest first."""
 
     DEVICE = 0
     HOST = 1

@@ -132,7 +132,7 @@ class Repetition:
     prefill: OfflinePhase
     decode: OfflinePhase
     whole: OfflinePhase
-    """Its tokens are the output tokens."""
+    """The whole repetition; its tokens are the output tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class SetReport:
 
     @property
     def acceptance(self) -> list[float | None]:
-        """By position: accepted drafts among the verified ones."""
+        """Fraction of accepted drafts among the verified ones, by position."""
         return [
             accepted / drafted if drafted else None
             for drafted, accepted in zip(

@@ -280,7 +280,7 @@ class EngineRuns:
     """Jobs per second that arrived."""
     model: StepModel
     rows: int
-    """Those asked for, or as many as the engine has."""
+    """Rows asked for, or as many as the engine has."""
     compared: dict[str, SchedConfig]
     memory_tokens: int
     """Tokens whose state fits into the engine's memory; 0 if it has no pages."""

@@ -165,7 +165,7 @@ def _compare(
 
 
 def _draw(made: dict[str, Chart], draw: bool, folder: str | None, picture: str) -> None:
-    """In the terminal, in files, or both."""
+    """Draw charts in the terminal, in files, or both."""
     if draw:
         from bankfull.charts import print_chart
 

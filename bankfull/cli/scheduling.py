@@ -107,7 +107,7 @@ USUAL_SCHEDULING = SchedulingOptions()
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """From `alice=2,bob=0.5`."""
+    """The weights from `alice=2,bob=0.5`."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = (side.strip() for side in part.rpartition("="))

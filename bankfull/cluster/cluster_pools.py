@@ -52,7 +52,7 @@ class ClusterPools(ManagedSet, SeparateSet):
         }
         """Engines by name; the number of the exchange of those that decode."""
         self._member_of: dict[str, str] = {}
-        """By the names of replicas."""
+        """Names of engines by the names of their replicas."""
 
     def _expect(self) -> ReplicaRange:
         return ReplicaRange(len(self._members), len(self._members))

@@ -103,7 +103,7 @@ class ManagedSet(ReplicaSet, Controlled):
 
     @abstractmethod
     async def _drop_engines(self) -> None:
-        """Their replicas have ended with the manager: close the links and forget the names."""
+        """Close the links to the engines and forget their names: their replicas have ended with the manager."""
 
     def _name_of(self, replica: str) -> str:
         """The engine of a replica."""
@@ -227,7 +227,7 @@ class ManagedSet(ReplicaSet, Controlled):
         return open_engine
 
     def status(self) -> dict[str, Any]:
-        """For `bankfull cluster status`; a set adds the numbers of its engines."""
+        """What `bankfull cluster status` shows; a set adds the numbers of its engines."""
         up, placement = self.up, self._placement
         return {
             "replicas": shown_replicas(self._placed, self.views()),

@@ -116,8 +116,8 @@ class ClusterManager:
             self._create(self._replicas[name])
 
     def _create(self, replica: PlacedReplica) -> None:
-        """Its actors, on nodes that are not refused. Several ranks have a placement group, so that a replica gets all
-        of its places or none."""
+        """Create the replica's actors, on nodes that are not refused. Several ranks have a placement group, so that a
+        replica gets all of its places or none."""
         from bankfull.cluster.replica import EngineReplica, HostedRank
 
         share, host = self._share.of_rank, "127.0.0.1" if self._session.local else ""

@@ -101,5 +101,5 @@ class ActorPlace:
 
 
 def _environment() -> dict[str, str]:
-    """Of the processes that compute: without Ray's own variables, its token above all."""
+    """Environment of the processes that compute: without Ray's own variables, its token above all."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

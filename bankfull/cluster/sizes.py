@@ -18,7 +18,7 @@ class Share:
 
     @property
     def threads(self) -> int:
-        """Of one rank."""
+        """Threads of one rank."""
         return max(1, int(self.of_rank.cpus))
 
     @property

@@ -66,7 +66,7 @@ class DraftedStep:
     """A step that has settled."""
 
     lines: Sequence[tuple[Hashable | None, int, int]]
-    """Of each sequence that got tokens: its key, None if it has ended since; verified and accepted drafts."""
+    """Sequences that got tokens: the key of each, None if it has ended since; its verified and accepted drafts."""
     width: int
     """Drafts that were proposed at its end."""
     whole: bool
@@ -78,7 +78,7 @@ class DraftedStep:
     prompts: bool
     seconds: float
     drafting: float
-    """The part of them that the strategy took."""
+    """The part of `seconds` that the strategy took."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class MeasuredWidth:
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     usual: float = 0.0
-    """Their median: computed when one is added, because each step compares all widths."""
+    """The median of `seconds`: computed when one is added, because each step compares all widths."""
     last: int = 0
     """The number of the last step."""
     wait: int = SOON
@@ -129,12 +129,12 @@ class AdaptiveWidth:
         self._widths = (0, *sorted(set(widths)))
         self._share, self._late = share, late
         self._tried: dict[tuple[int, int], MeasuredWidth] = {}
-        """By load and width."""
+        """Measurements by load and width."""
         self._accepted = AcceptedDrafts(self._widths[1:])
         self._steps = 0
         self._trial: Trial | None = None
         self._follows: dict[Hashable, bool] = {}
-        """Of running requests: whether the strategy runs their prompts with the target model."""
+        """Whether the strategy runs the prompts of running requests with the target model."""
         self._prompt_seconds: float | None = None
         """Seconds of a prompt token in the target model."""
         self._catching: float | None = None
@@ -146,7 +146,7 @@ class AdaptiveWidth:
     # -- choosing
 
     def choose(self, rows: Sequence[DraftRow]) -> DraftChoice:
-        """For the next step."""
+        """The choice for the next step."""
         decoding = [one for one in rows if one.samples and one.behind >= 0]
         count = sum(one.samples for one in rows)
         width, drafted = self._drafted(decoding, count) if decoding else (0, [])

@@ -120,7 +120,7 @@ class Denoising(Strategy):
         return Verdict(chosen, torch.where(waits, 0, ship(widths)), Sampled(tokens), denoised=True)
 
     def _predict(self, scores: Scores, sampling: Sampling, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """For each line the predicted token and its confidence."""
+        """The predicted token and its confidence for each line."""
         tokens, confidences = [], []
         for first in range(0, len(scores.hidden), LINES):
             part = slice(first, first + LINES)

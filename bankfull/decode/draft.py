@@ -56,7 +56,7 @@ class ChosenRows:
     def __init__(self, view: View, which: np.ndarray) -> None:
         every = bool(which.all())
         self.lines = np.flatnonzero(which)
-        """Their numbers within the view."""
+        """Numbers of the rows within the view."""
         self.there = view.ship(self.lines)
         """`lines` on the device."""
         self.rows = view.host_rows if every else [view.host_rows[line] for line in self.lines.tolist()]
@@ -84,8 +84,8 @@ class DraftModel(Strategy):
         """Drafts of the rows that have fewer than a whole chain: they have just entered, or had too few KV slots. A
         step may verify more, which are arbitrary tokens."""
         self._skipped: dict[int, int] = {}
-        """Of rows without a proposal after their last step: the number of known tokens before the last two from the
-        first one on that this model has not run."""
+        """Skipped tokens of rows without a proposal after their last step: the number of known tokens before the last
+        two from the first one on that this model has not run."""
         windows = [spec.window for states in own.model.states() for spec in states if isinstance(spec, Paged)]
         seen = [window.extent if isinstance(window, Mask) else window for window in windows]
         self._reach = min((extent for extent in seen if extent is not None), default=LOST)

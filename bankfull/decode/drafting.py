@@ -15,7 +15,7 @@ from bankfull.decode.gain import StepCosts, best_widths
 from bankfull.types import Guess, StepPlan
 
 SEPARATOR = -1
-"""Between a reference text and the prompt: no match crosses it."""
+"""The token between a reference text and the prompt: no match crosses it."""
 
 
 class Lookup(Protocol):
@@ -32,7 +32,7 @@ class Lookup(Protocol):
         ...
 
     def predict(self, sequences: Sequence[int], width: int) -> list[list[float]]:
-        """For each sequence and each of up to `width` predicted tokens: the probability that it and all before it are
+        """The probability, for each sequence and each of up to `width` predicted tokens, that it and all before it are
         right."""
         ...
 
@@ -72,9 +72,9 @@ class Drafting:
         self._lookup, self._depth = lookup, depth
         self._expected: dict[Hashable, Expected] = {}
         self._tracked: dict[Hashable, Tracked] = {}
-        """By request and number of the sample."""
+        """Sequences in the index, by request and number of the sample."""
         self._guesses: dict[int, Guess] = {}
-        """By row: those of the newest plan."""
+        """Guesses of the newest plan, by row."""
 
     def expect(self, request: Hashable, samples: int, reference: Sequence[int], alone: bool = False) -> None:
         """A request whose sequences are looked up, and in the reference text, too. `alone`: they verify no other
@@ -140,5 +140,5 @@ class Drafting:
         return self._tracked[key].known
 
     def guesses(self, plan: StepPlan) -> list[Guess]:
-        """Those of the rows that verify drafts in this plan."""
+        """The guesses of the rows that verify drafts in this plan."""
         return [self._guesses[work.row] for work in plan.work if work.drafts and work.row in self._guesses]

@@ -77,7 +77,7 @@ class Eagle(Strategy):
         self._followed: set[int] = set()
         """Rows whose newest step was followed."""
         self._skipped: dict[int, int] = {}
-        """By row: tokens without an entry, since their steps were not followed."""
+        """Number of tokens without an entry, since their steps were not followed, by row."""
 
     @property
     def own(self) -> OwnModel | None:

@@ -16,7 +16,7 @@ class GrowingTree:
         """`ids`, `confidence` (rows, k): tokens and log-probabilities of the candidates after the newest token."""
         rows, self._k = ids.shape
         self._ids, self._chances, self._parents = [ids], [confidence], [torch.full_like(ids, -1)]
-        """By depth: the candidates, and their parents as numbers among all candidates."""
+        """The candidates of each depth, and their parents as numbers among all candidates."""
         self._first = 0
         """The number of the newest depth's first candidate."""
         self._best = ids

@@ -24,7 +24,7 @@ from bankfull.sample.draw import NO_TOKEN, draw, draw_several
 from bankfull.sample.random import NumberKey, Purpose, words_of
 
 NO_NODE = -1
-"""In the place of a node: the root as a parent, or no node in a path."""
+"""Stands in the place of a node: the root as a parent, or no node in a path."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class RejectionSampling(AcceptanceRule):
 
     def __init__(self) -> None:
         self._proposed: dict[int, tuple[Tensor, Tensor]] = {}
-        """By row: draft tokens (drafts), and scores (drawn places, vocabulary)."""
+        """Each row's proposal: draft tokens (drafts), and scores (drawn places, vocabulary)."""
 
     def forget(self, host_rows: Sequence[int]) -> None:
         for row in host_rows:

@@ -1,4 +1,5 @@
-"""Between the loop and the chooser of widths: what a planned step could draft, and what a settled one has drafted."""
+"""The link between the loop and the chooser of widths: what a planned step could draft, and what a settled one has
+drafted."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ class Speculating:
         self.verifies: dict[int, int] = {}
         """Drafts that the next step verifies, by row: those that the newest planned step proposes."""
         self._running: dict[Key, Request] = {}
-        """Of the sequences that have not ended."""
+        """Requests of the sequences that have not ended."""
         self._planned: dict[int, Planned] = {}
-        """By number of the step."""
+        """Planned steps by their number."""
 
     def expect(self, request: Request) -> None:
         for child in range(request.samples):

@@ -135,8 +135,8 @@ class Verdict:
     counts: Tensor | None
     sampled: Sampled
     path: Tensor | None = None
-    """Like `tokens`: the row's line after which each token was sampled. The first one is 0; the next ones are the lines
-    of accepted drafts, in ascending order. None if drafts are chains: then path[i, j] = j."""
+    """The row's line after which each token was sampled, in the form of `tokens`. The first one is 0; the next ones are
+    the lines of accepted drafts, in ascending order. None if drafts are chains: then path[i, j] = j."""
     denoised: bool = False
     """Diffusion: `counts` are tokens of finished blocks, 0 for the other rows. Their state is computed again."""
 

@@ -41,7 +41,7 @@ class FixedTree:
             tuple(torch.from_numpy(part).to(device) for part in (within[tree.parents[nodes]], tree.ranks[nodes]))
             for nodes in by_depth
         ]
-        """By depth: the place of each node's parent among the nodes of the depth before, and the node's rank."""
+        """The nodes of each depth: the place of each one's parent among the nodes of the depth before, and its rank."""
         self._order = torch.from_numpy(np.argsort(np.concatenate(by_depth))).to(device)
 
     def tokens(self, found: Continuations) -> Tensor:

@@ -140,9 +140,9 @@ class StreamStack:
         batch.features = entering if lines is None else entering[lines]
 
     def continuations(self, hidden: Tensor, present: Tensor | None, chances: bool = True) -> Continuations:
-        """From hidden states (rows, streams, d). `present` (rows, streams): which of them were computed; None: all.
-        `chances`: whether logprobs are wanted; else logits, which give the same order of the candidates after a token,
-        and need no sum over the vocabulary."""
+        """Continuations from hidden states (rows, streams, d). `present` (rows, streams): which of them were computed;
+        None: all. `chances`: whether logprobs are wanted; else logits, which give the same order of the candidates
+        after a token, and need no sum over the vocabulary."""
         rows, count, size = hidden.shape
         logits = self._capped(self._project(hidden.flatten(0, 1)).float()).view(rows, count, -1)
         best = logits.topk(self._most, -1)

@@ -36,7 +36,7 @@ class Demand:
     judged: int = 0
     """Requests that have met or missed their latency objectives since the last look; 0 without objectives."""
     missed: int = 0
-    """Those of `judged` that have missed one."""
+    """Requests among `judged` that have missed an objective."""
 
 
 class Autoscaler:

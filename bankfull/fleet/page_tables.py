@@ -28,7 +28,7 @@ class SequencePages(msgspec.Struct, array_like=True):
 
 class PageTables(msgspec.Struct, array_like=True):
     page_tokens: list[int]
-    """Of each group."""
+    """Tokens per page of each group."""
     free: int
     cached: int
     held: int
@@ -38,7 +38,7 @@ class PageTables(msgspec.Struct, array_like=True):
     running: int
     """All running sequences."""
     references: dict[int, int]
-    """Of the pages in `sequences` that are held more than once: by sequences, pins and copies under way."""
+    """References to the pages in `sequences` that are held more than once: by sequences, pins and copies under way."""
 
 
 def page_tables_of(scheduler: Scheduler) -> PageTables:

@@ -43,7 +43,7 @@ class Facts(msgspec.Struct):
     static_batch: int = 0
     """Requests that start together: a request waits until so many are there. 0: none waits for others."""
     exchange_at: tuple[str, int] | None = None
-    """Where it takes pages from other engines; None: it takes none, or through shared memory."""
+    """Address at which the engine takes pages from other engines; None: it takes none, or through shared memory."""
     optional: dict[str, str] = {}
     """Optional parts that were asked for: why each is not used, in a few words without names of files, or nothing."""
 
@@ -124,7 +124,7 @@ class Load(msgspec.Struct, array_like=True):
     quantum_ms: float = 0.0
     """Quantum of its first queue; each next one is twice as long."""
     optional: dict[str, str] = {}
-    """As in `Facts`, now."""
+    """Optional parts as in `Facts`, as they are now."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):

@@ -243,7 +243,7 @@ class _Rotation:
         return index
 
     def least_of_columns(self, *costs: np.ndarray[Any, Any]) -> int:
-        """As `least`, with one array for each part of the costs."""
+        """The index that `least` gives, from one array for each part of the costs."""
         first, *others = costs
         best = (first == first.min()).nonzero()[0]
         for other in others:
@@ -256,7 +256,8 @@ class _Rotation:
         return index
 
     def least_online(self, candidates: Sequence[Candidate]) -> int:
-        """For batch work, which fills idle replicas: least online work, then least batch work, then most cached."""
+        """The index of the replica for batch work, which fills idle replicas: least online work, then least batch work,
+        then most cached."""
         if (columns := by_column(candidates)) is not None:
             of = columns.columns()
             return self.least_of_columns(of["online"], of["batch_inflight"], -columns.cached())

@@ -17,20 +17,20 @@ MOST_BYTES = 4096
 
 class Secrets(msgspec.Struct, frozen=True):
     exchange: bytes = b""
-    """Of the engines that hand over state to each other (`state.page_listener`)."""
+    """The secret of the engines that hand over state to each other (`state.page_listener`)."""
     ranks: bytes = b""
     """The token of the hosts of the other ranks."""
     meeting: bytes = b""
     """What the ranks of a replica show each other (`parallel.meeting`). It follows from `ranks`."""
     link: SessionKeys | None = None
-    """Of an engine's connection to its server; None: a private pair of sockets."""
+    """Keys of an engine's connection to its server; None: a private pair of sockets."""
     host: str = ""
     """No secret: the address at which others reach this machine, where the process that has started this one holds the
     connection from there."""
 
 
 INHERITED = Secrets()
-"""Of this process."""
+"""Secrets of this process."""
 
 
 @contextmanager

@@ -23,19 +23,19 @@ CLOSING_SECONDS = 2.0
 @dataclass(frozen=True, slots=True)
 class LinkTls:
     folder: Path
-    """On every machine."""
+    """The folder with FILES, on every machine."""
 
     @staticmethod
     def of(folder: str) -> LinkTls | None:
-        """Of an option; None: without TLS."""
+        """TLS with the folder that an option gives; None: without TLS."""
         return LinkTls(Path(folder)) if folder else None
 
     def calling(self) -> ssl.SSLContext:
-        """For the end that has connected. Raises ConfigError."""
+        """The context for the end that has connected. Raises ConfigError."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def answering(self) -> ssl.SSLContext:
-        """For the end that listens. Raises ConfigError."""
+        """The context for the end that listens. Raises ConfigError."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # no connection continues another one
         return context

@@ -25,14 +25,14 @@ ACCEPTS = 32
 ACCEPT_PAUSE = 0.25
 """Seconds before connections are accepted again, when that has failed."""
 LOG_SECONDS = 10.0
-"""Between two lines of the log about refused connections: whoever connects does not write the log."""
+"""Seconds between two lines of the log about refused connections: whoever connects does not write the log."""
 
 
 class HandshakeListener(ABC):
     """Runs on one event loop."""
 
     name = "listener"
-    """In the log."""
+    """What the log calls the listener."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -41,7 +41,7 @@ class HandshakeListener(ABC):
         self._tasks: set[asyncio.Task[None]] = set()
         self._resume: asyncio.TimerHandle | None = None
         self._refused = 0
-        """Since the last line of the log about it."""
+        """Connections refused since the last line of the log about it."""
         self._logged = float("-inf")
 
     @property
@@ -136,7 +136,7 @@ class HandshakeListener(ABC):
         self._read(knock)
 
     def _push_out(self, knock: _Knock) -> None:
-        """Unless its first packet has come in the meantime."""
+        """Turn a connection away, unless its first packet has come in the meantime."""
         self._read(knock)
         if not knock.claims and not knock.ended:
             self._turn_away(knock)
@@ -191,7 +191,7 @@ class HandshakeListener(ABC):
         knock.connection.close()
 
     def _forget(self, knock: _Knock) -> None:
-        """Its handshake is over."""
+        """Forget a connection whose handshake is over."""
         if not knock.ended:
             knock.ended = True
             self._room.leave(knock)

@@ -57,7 +57,7 @@ class HandshakeRefused(BankfullError):
 
 @dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """Of one connection: they follow from the token and both nonces, and are never sent."""
+    """Keys of one connection: they follow from the token and both nonces, and are never sent."""
 
     of_caller: bytes
     """Seals what the caller sends."""
@@ -90,7 +90,7 @@ class Seal:
         self._key, self._count = key, 0
 
     def tag(self, *parts: Part) -> bytes:
-        """Of the next message."""
+        """The tag of the next message."""
         found = blake2b(digest_size=TAG, key=self._key, salt=self._count.to_bytes(16, "little"))
         self._count += 1
         for part in parts:

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 MOST_SILENT = 128
 """Connections without an early HMAC."""
 MOST_OF_ADDRESS = MOST_SILENT // 4
-"""Of them from one address, so that no address fills the room."""
+"""Connections without an early HMAC from one address, so that no address fills the room."""
 MOST_CLAIMING = 32
 """Connections with an early HMAC and without a proof."""
 MOST_NONCES = 4096

@@ -143,7 +143,7 @@ class Build:
         return self._as_multiplied(self._find(name, shape), for_linear)
 
     def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
-        """As `weight`: these rows of a matrix of that shape. No others are read."""
+        """These rows of a matrix of that shape, in the form of `weight`. No others are read."""
         found = self._find(name, shape)
         return self._as_multiplied(found.rows(rows.to(found.device)), for_linear)
 
@@ -161,7 +161,7 @@ class Build:
         return self._in_blocks(self.weight(name, shape) if rows is None else self.rows_of(name, shape, rows))
 
     def _in_blocks(self, found: QTensor) -> QTensor:
-        """As the native kernels that do not pack weights read quantization groups."""
+        """A matrix whose quantization groups are as the native kernels that do not pack weights read them."""
         return as_blocks(found) if self._has_native else found
 
     def _packed(self, found: QTensor) -> bool:
@@ -173,7 +173,7 @@ class Build:
         return self.kit.offers(operation, dtype=self.dtype, weight=found, weights=(found,))
 
     def _with_kernel(self, found: QTensor, for_linear: bool) -> QTensor:
-        """On a CPU with kernels: a matrix in a form that one of them multiplies, where there is one. A torch body would
+        """A matrix in a form that a kernel multiplies, on a CPU and where there is such a kernel. A torch body would
         dequantize it at each use."""
         if not for_linear or found.is_dense or not self._has_native or self._multiplies(found):
             return found
@@ -226,8 +226,8 @@ class Build:
         return QTensor.stacked(parts).reshape_leading(len(parts), parts[0].shape[0])
 
     def held(self, name: str, count: int, shape: tuple[int, int], experts: Sequence[int], fused: int = 1) -> QTensor:
-        """As `stacked`, of these experts only: nothing else is read. `fused`: matrices that each one holds one after
-        another."""
+        """The matrices of `stacked` for these experts only: nothing else is read. `fused`: matrices that each one holds
+        one after another."""
         whole = name.replace("{}.", "")
         if name == whole or self.has(whole):
             return self._as_multiplied(self._find_experts(whole, count, shape, experts, fused))

@@ -32,11 +32,11 @@ class PagedPart:
     """Tokens that attend over pages, of all ranks."""
 
     rows: int
-    """Of each rank, padded."""
+    """Rows of each rank, padded."""
     meta: PagedMeta
     """Entries of the page tables are this rank's frames, -1 where another rank has the page."""
     places: Tensor
-    """(tokens) in the gathered rows."""
+    """(tokens) each token's place in the gathered rows."""
     sent: Tensor
     """(ranks * rows) the token of each rank's rows."""
 
@@ -46,13 +46,13 @@ class FreshPart:
     """Tokens of fresh sequences."""
 
     rows: int
-    """Of each rank, padded."""
+    """Rows of each rank, padded."""
     meta: PagedMeta | None
     """This rank's pieces as sequences over scratch pages; None if it has none."""
     tokens: Tensor
     """The step's tokens that go to scratch pages."""
     slots: Tensor
-    """Their slots there."""
+    """The slots of `tokens` in the scratch pages."""
     frames: int
 
 

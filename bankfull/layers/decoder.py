@@ -102,7 +102,7 @@ def joined(norm: Norm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor
 
 
 class Head:
-    """From hidden states to logits."""
+    """Computes logits from hidden states."""
 
     def __init__(
         self,

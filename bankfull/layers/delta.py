@@ -32,7 +32,7 @@ class DeltaShape:
     width: int = 4
     """Tokens in the convolution's window."""
     eps: float = 1e-6
-    """Of the output norm."""
+    """Epsilon of the output norm."""
 
     @property
     def channels(self) -> int:

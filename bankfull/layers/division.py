@@ -31,9 +31,9 @@ class Division:
 
     tokens: int
     owners: tuple[np.ndarray, ...]
-    """For each rank: its tokens of paged sequences."""
+    """Each rank's tokens of paged sequences."""
     pieces: tuple[tuple[Piece, ...], ...] = ()
-    """For each rank: its pieces of fresh sequences."""
+    """Each rank's pieces of fresh sequences."""
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
     """The first token of each sequence."""
 
@@ -116,7 +116,7 @@ def context_division(q_start: np.ndarray, fresh: Sequence[bool], ranks: int) -> 
 
 
 def zig_zag(count: int, ranks: int) -> list[list[tuple[int, int]]]:
-    """For each rank, the borders of its pieces of `count` tokens, in order; empty ones are left out."""
+    """The borders of each rank's pieces of `count` tokens, in order; empty ones are left out."""
     border = [count * i // (2 * ranks) for i in range(2 * ranks + 1)]
     found = []
     for rank in range(ranks):

@@ -19,7 +19,7 @@ from bankfull.ops import Unnormed
 from bankfull.state.storage import LayerStates
 
 Features = Callable[[Tensor, Mapping[int, Tensor]], Tensor]
-"""From a step's last hidden states and its taps to the features of its tokens."""
+"""The function from a step's last hidden states and its taps to the features of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

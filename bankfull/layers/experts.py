@@ -190,8 +190,8 @@ class Experts:
         return y if self.sum_of_ranks is None else self.sum_of_ranks(y)
 
     def _spread_mixture(self, x: Tensor) -> Tensor:
-        """Of this rank's tokens, whose experts other ranks hold, too. All ranks get here in every step, also without
-        tokens."""
+        """The mixture of this rank's tokens, whose experts other ranks hold, too. All ranks get here in every step,
+        also without tokens."""
         assert self.ranks is not None
         weights, chosen = self._routed(x)
         group, spread = self.ranks.group, self.spread
@@ -216,7 +216,7 @@ class Experts:
         return y
 
     def _beside(self, x: Tensor, y: Tensor) -> Tensor:
-        """With the result of the shared expert."""
+        """`y` with the result of the shared expert added."""
         if self.shared is None:
             return y
         beside = self.shared(x)

@@ -35,7 +35,7 @@ class GatheredLinear:
         return outputs
 
     def best(self, x: Tensor | Unnormed) -> Tensor:
-        """As `Linear.best`. All ranks find the same index, because they have the same outputs."""
+        """The same as `Linear.best`. All ranks find the same index, because they have the same outputs."""
         assert isinstance(x, Tensor)
         return highest(self(x))
 

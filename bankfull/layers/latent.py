@@ -67,7 +67,7 @@ class LatentPart:
 
     expanded: bool
     tokens: slice | None
-    """Their tokens in the step; None: all."""
+    """The sequences' tokens in the step; None: all."""
     meta: PagedMeta
 
 

@@ -27,7 +27,7 @@ class LightningShape:
     activation: str = "silu"
     """Function of queries, keys and values."""
     eps: float = 1e-6
-    """Of the output norm."""
+    """Epsilon of the output norm."""
 
 
 def lightning_slopes(heads: int, layer: int, layers: int) -> Tensor:

@@ -282,7 +282,7 @@ class Embedding:
         self.share = build.row_share(count) if spread else None
         self._build, self._size = build, size
         self.rows = count
-        """Of the whole table."""
+        """Rows of the whole table."""
         self.table = build.table("weight", (count, size), None if self.share is None else self.share.rows)
         self.scale = scale
         self._dtype = build.dtype

@@ -54,8 +54,8 @@ class ScatteredFeed:
 
 
 def scattering(build: Build, ends: Sequence[Any], group: RankGroup) -> Callable[[Tensor], Tensor]:
-    """From a branch to this rank's rows of it. Where all layers that end the branch add up their ranks' products, they
-    leave that to the scattering; else the branch is whole on every rank already."""
+    """The function from a branch to this rank's rows of it. Where all layers that end the branch add up their ranks'
+    products, they leave that to the scattering; else the branch is whole on every rank already."""
     summing = [layer for end in ends for layer in _last_layers(end)]
     if not summing or any(layer.sum_of_ranks is None for layer in summing):
         return lambda x: own_rows(x, group)

@@ -88,7 +88,7 @@ class SharedAttention:
         return q
 
     def queries(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """Of normed rows (tokens, heads, size), as attention reads them."""
+        """The queries (tokens, heads, size) of normed rows, as attention reads them."""
         return self._turned(self.q(x).unflatten(-1, (-1, self.heads.size)), angles)
 
 

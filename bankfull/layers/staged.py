@@ -27,7 +27,7 @@ class StageDecoder(Decoder):
 
 
 class Passed:
-    """In the place of the last norm: the stream goes to the next stage."""
+    """Takes the place of the last norm: the stream goes to the next stage."""
 
     def __init__(self, build: Build, stage: Stage) -> None:
         self._add, self._send, self._after = build.bind(add), build.bind(send_rows), stage.after

@@ -38,7 +38,7 @@ class TokenShare:
         self._gather = build.bind(gather_rows)
 
     def at_stage(self, first: bool, last: bool) -> TokenShare:
-        """As a stage of a pipeline needs it. Between stages, rows stay divided."""
+        """The share as a stage of a pipeline needs it. Between stages, rows stay divided."""
         made = copy(self)
         made._first, made._last = first, last
         return made
@@ -49,7 +49,7 @@ class TokenShare:
         return None if self._by_heads else self.context
 
     def division(self, batch: Batch) -> Division | None:
-        """Of the step over context ranks; None: each has all tokens."""
+        """The division of the step over context ranks; None: each has all tokens."""
         if self.context is None:
             return None
         if self._by_heads:
@@ -80,7 +80,7 @@ class TokenShare:
         )
 
     def entering(self, tokens: Tensor) -> Tensor:
-        """Of its context rank's tokens, as many as this rank has rows."""
+        """As many of its context rank's tokens as this rank has rows."""
         return tokens if self.scatter is None else tokens[: -(-len(tokens) // self.scatter.size)]
 
     def enter(self, x: Tensor) -> Tensor:

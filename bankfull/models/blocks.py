@@ -113,7 +113,7 @@ class _Sharing:
     layer: int | None = None
     """The layer's number; negative: counted back from this layer."""
     every: int = 1
-    """Of so many successive layers with equal pages, the first owns them."""
+    """Number of successive layers with equal pages, of which the first owns them."""
 
 
 def _plan(layer: Layer, blocks: Mapping[str, Any], fields: ConfigFields) -> tuple[LayerPlan, tuple[_Sharing, ...]]:
@@ -174,7 +174,7 @@ def _with_owners(plans: Sequence[LayerPlan], sharing: Sequence[tuple[_Sharing, .
     """Set the owner of the K/V of each layer that shares them."""
     made: list[LayerPlan] = []
     latest: dict[tuple[str, AttentionShape], tuple[int, int]] = {}
-    """By block and shape: the layer that last owned its pages, and how many layers have used them."""
+    """Owners by block and shape: the layer that last owned its pages, and how many layers have used them."""
     for number, (plan, shares) in enumerate(zip(plans, sharing, strict=True)):
         (mixer, share) = plan.mixers[0], shares[0]
         owner = None

@@ -45,7 +45,7 @@ class _Composer:
         self.plans = [split_plan(plan, *build.split, build.experts is not None) for plan in plans_of(config)]
         self._ropes: dict[RopeShape, str] = {}
         self._owners: dict[int, Attention] = {}
-        """By layer: attention whose keys and values later layers may share."""
+        """Attention whose keys and values later layers may share, by layer."""
 
     def model(self) -> Decoder:
         blocks = [self._block(number, plan) for number, plan in enumerate(self.plans)]

@@ -106,7 +106,7 @@ def _attention(build: Build, heads: Heads, inner: int, hidden: int) -> Attention
 
 
 def _head(files: EagleFiles, build: Build, target: Decoder, eps: float) -> DraftLogits:
-    """Its own rows, or those of the target model's head that the vocabulary names, or all of them."""
+    """A head with its own rows, or those of the target model's head that the vocabulary names, or all of them."""
     norm = RMSNorm(build.at("norm"), target.hidden, eps) if files.fused else None
     ids, at, own = files.vocabulary, build.at("lm_head"), target.head
     count = target.vocab if ids is None else len(ids)

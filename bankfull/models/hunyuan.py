@@ -71,7 +71,7 @@ def build_hunyuan(config: Config, build: Build) -> Decoder:
 
 
 def _ratio(layer: int, own: RMSNorm, owner: RMSNorm) -> torch.Tensor:
-    """By how much a layer's norm weighs the shared keys more than their owner does."""
+    """The factor by which a layer's norm weighs the shared keys more than their owner does."""
     if owner.weight.device.type != "meta" and not bool((owner.weight != 0).all()):
         raise ModelError(
             f"Layer {layer} shares keys whose norm has a weight of 0, so their owner's cache cannot serve it; use a "

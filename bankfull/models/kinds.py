@@ -70,7 +70,7 @@ class FeedShape:
     """Width; of one expert where there are several."""
     activation: str = "silu"
     rule: RoutingRule | None = None
-    """Of a mixture of experts."""
+    """Routing rule of a mixture of experts."""
     shared: int = 0
     """Width of the expert that every token passes; 0 = none."""
 

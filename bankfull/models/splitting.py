@@ -29,7 +29,7 @@ class Splitting:
         self.whole, self.own, self.ranks, self.feed_ranks = config, dict(config), ranks, feed_ranks
         self.spread = spread
         self.fused: dict[str, list[Part]] = {}
-        """As `Shard.fused`."""
+        """Parts of fused tensors, as in `Shard.fused`."""
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self.whole.get(name)

@@ -23,17 +23,19 @@ class ActivationFormat(StrEnum):
     """The activations of one product. All but FLOAT are lossy."""
 
     FLOAT = "float"
-    """In the computation's dtype."""
+    """Activations in the computation's dtype."""
     BF16 = "bf16"
-    """Rounded to bfloat16; a dense weight is bfloat16, too."""
+    """Activations rounded to bfloat16; a dense weight is bfloat16, too."""
     INT8 = "int8"
-    """Rounded to int8 in groups of 32 columns. A kernel may keep them in bfloat16 for many rows."""
+    """Activations rounded to int8 in groups of 32 columns. A kernel may keep them in bfloat16 for many rows."""
     HADAMARD = "hadamard"
-    """As INT8 for few rows; many rows are transformed and rounded as a whole, with a second copy of the weight."""
+    """Activations of few rows as in INT8; many rows are transformed and rounded as a whole, with a second copy of the
+    weight."""
     TOKEN = "token"
-    """Rounded to the weight's own 8-bit type with one scale per token. A kernel may keep those of few rows."""
+    """Activations rounded to the weight's own 8-bit type with one scale per token. A kernel may keep those of few
+    rows."""
     OUTLIERS = "outliers"
-    """As INT8, except columns that are kept as they are (LLM.int8())."""
+    """Activations as in INT8, except columns that are kept as they are (LLM.int8())."""
 
 
 FLOAT, BF16, INT8, HADAMARD, TOKEN, OUTLIERS = ActivationFormat
@@ -50,9 +52,9 @@ class ActivationRule:
     """The option's value."""
     dense: ActivationFormat = FLOAT
     blocks: ActivationFormat = FLOAT
-    """For quantized weights."""
+    """The format for quantized weights."""
     by_row: ActivationFormat = FLOAT
-    """For 8-bit weights with one scale per row."""
+    """The format for 8-bit weights with one scale per row."""
     copies: bool = False
     """Whether a second copy of a weight may be made, for products of many rows."""
 

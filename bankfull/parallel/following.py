@@ -57,7 +57,8 @@ def follow(
 
 
 def tell_moves(connection: RankConnection, mover: Mover) -> None:
-    """After each step: which transfers have ended here. Rank 0 goes on with steps as long as it waits for any."""
+    """Tell rank 0 which transfers have ended here, after each step. Rank 0 goes on with steps as long as it waits for
+    any."""
     completed, failed = mover.ended()
     if completed or failed:
         connection.send(MovedMessage(completed, failed, mover.rates.measured()))
@@ -75,7 +76,7 @@ class FeedRunner:
 
 
 def feed(connection: RankConnection, runner: FeedRunner, hot: HotExperts | None = None) -> None:
-    """As `follow`, on a rank of feed-forward layers."""
+    """Run steps as `follow` does, on a rank of feed-forward layers."""
     while (message := connection.from_leader()) is not None:
         if isinstance(message, PlanMessage) and message.work:
             runner.run(sum(work.count + work.drafts for work in message.work))

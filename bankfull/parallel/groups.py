@@ -32,15 +32,15 @@ class Bounds:
     """The longest waits of a rank for the others, in seconds."""
 
     begin: float = 60.0
-    """Until a process has started, and until all have met."""
+    """The wait until a process has started, and until all have met."""
     load: float = 600.0
-    """For a rank that reads its weights, in a collective too: others may read faster."""
+    """The wait for a rank that reads its weights, in a collective too: others may read faster."""
     collective: float = 60.0
-    """In a collective of a step."""
+    """The wait in a collective of a step."""
     step: float = 600.0
-    """For a step over all stages."""
+    """The wait for a step over all stages."""
     word: float = 1.0
-    """For the reason of a rank that has ended."""
+    """The wait for the reason of a rank that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ProcessRanks:
         """Bytes that this rank has sent, by the algorithms of `ops.reference.collectives`."""
 
     def wait_at_most(self, seconds: float) -> None:
-        """In each collective from now on."""
+        """Limit the wait in each collective from now on."""
         self.seconds = seconds
         self.group.set_timeout(timedelta(seconds=seconds))
 
@@ -105,7 +105,8 @@ class ProcessRanks:
         return found
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """As an all-reduce whose other parts are dropped: Gloo reduces and scatters in no other way."""
+        """This rank's part of an all-reduce whose other parts are dropped: Gloo reduces and scatters in no other
+        way."""
         self._count(x, 2)
         total = x.contiguous().clone()
         self.wait(self.group.allreduce([total]))
@@ -227,7 +228,7 @@ class Ranks:
         return Stage(*mesh.stages(layers)[number], before, after)
 
     def wait_at_most(self, seconds: float) -> None:
-        """In each collective of each group, from now on."""
+        """Limit the wait in each collective of each group, from now on."""
         for group in _groups_in(self):
             group.wait_at_most(seconds)
 

@@ -54,7 +54,7 @@ from bankfull.types import StepPlan, StepResult
 from bankfull.weights.fingerprint import weights_fingerprint
 
 BOUNDS = Bounds()
-"""Of the ranks that are started from now on; tests have shorter ones."""
+"""Longest waits of the ranks that are started from now on; tests have shorter ones."""
 
 
 Made = TypeVar("Made")
@@ -107,11 +107,11 @@ class Followers:
         `places`: those of the hosts, which are given back at the end."""
         self.mesh, self.apart, self.bounds = mesh, hosts is not None, BOUNDS
         self.hot: HotExperts | None = None
-        """Of rank 0, until all ranks have copied them."""
+        """The hot experts of rank 0, until all ranks have copied them."""
         self._outcomes: deque[OutcomeMessage] = deque()
         """Results that came before they were asked for."""
         self._moves: list[RankMoves] = []
-        """Likewise."""
+        """Reports of transfers that came before they were asked for."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[RankConnection] = []
         self._folder = ScratchFolder("ranks")
@@ -182,7 +182,7 @@ class Followers:
                 )
 
     def raise_reason(self) -> None:
-        """After a failure of this rank: raise what another one has said about it, if one has."""
+        """Raise what another rank has said about a failure of this rank, if one has."""
         for connection in self.connections:
             try:
                 ready = connection.from_follower(self.bounds.word)

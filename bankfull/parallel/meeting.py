@@ -43,9 +43,9 @@ class Meeting:
     seconds: float
     """The longest wait for the others."""
     key: bytes
-    """Drawn for each meeting. Between machines it is no secret: there it only tells meetings apart."""
+    """A key drawn for each meeting. Between machines it is no secret: there it only tells meetings apart."""
     file: str = ""
-    """Of ranks on one machine."""
+    """File of the store of ranks on one machine."""
     host: str = ""
     port: int = 0
 

@@ -102,11 +102,11 @@ class SettleMessage(msgspec.Struct, tag="settle"):
     """Rank 0 has waited for its oldest step in flight; so do the others."""
 
     tokens: list[list[int]] = []
-    """Of each work of the step, for stages before the last one."""
+    """Tokens of each work of the step, for stages before the last one."""
 
 
 class ReplicateMessage(msgspec.Struct, tag="replicate"):
-    """Before the next step: hold copies of the experts that were used most."""
+    """Hold copies of the experts that were used most, before the next step."""
 
 
 class ReplicatedMessage(msgspec.Struct, tag="replicated"):

@@ -33,10 +33,10 @@ class PlacesWanted(msgspec.Struct):
     """The first message, a line of JSON."""
 
     address: str
-    """Of the Ray cluster to join."""
+    """Address of the Ray cluster to join."""
     layout: str
     ranks: int
-    """All of them, with rank 0, which runs here."""
+    """Number of all ranks, with rank 0, which runs here."""
     token: str
     """The secret of the ranks' hosts, in hexadecimal digits."""
 
@@ -47,9 +47,9 @@ class PlacesFound(msgspec.Struct):
     hosts: list[tuple[str, int]] = []
     """Where the hosts of the other ranks listen."""
     threads: int = 1
-    """Of each rank."""
+    """Threads of each rank."""
     problem: str = ""
-    """Why there are none: one sentence."""
+    """Why there are no places: one sentence."""
 
 
 class RayPlaces:

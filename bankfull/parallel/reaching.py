@@ -33,7 +33,7 @@ class RankHosts:
 
     @staticmethod
     def of_environment() -> RankHosts | None:
-        """Those that the starter of this process names; None: the ranks are processes of this machine."""
+        """The hosts that the starter of this process names; None: the ranks are processes of this machine."""
         told, token = os.environ.get(HOSTS), inherited().ranks
         if told is None or not token:
             return None
@@ -58,7 +58,7 @@ class RankHosts:
 
 
 def meeting_key(token: bytes) -> bytes:
-    """Of a replica's ranks, from the token of their hosts."""
+    """The meeting key of a replica's ranks, from the token of their hosts."""
     return derived(token, b"meeting of ranks")
 
 

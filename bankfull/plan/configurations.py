@@ -91,7 +91,7 @@ class PreparedModel:
     """Bytes of intermediate results per token of a step."""
     loss: StoredLoss = NO_LOSS
     state: StateConfig = field(init=False)
-    """As the engine chooses it for the model."""
+    """The state's options, as the engine chooses them for the model."""
     layout: Layout = field(init=False)
     canvas: CanvasShape | None = field(init=False)
     """The blocks of a diffusion model, with the engine's default options."""
@@ -159,7 +159,7 @@ class Configuration:
     replicas: int = 1
     route: str = DEFAULT_POLICY
     layout: ParallelLayout | None = None
-    """Over several devices; None = each replica is one device."""
+    """Layout of a replica over several devices; None = each replica is one device."""
     not_yet: str | None = None
     """Why this version cannot run it."""
     separation: PlannedPools | None = None

@@ -70,7 +70,7 @@ class SyntheticDay:
         self._pauses = self._random.lognormal(np.log(PAUSE_SECONDS), PAUSE_SPREAD, requests)
 
     def conversations(self) -> Iterator[DayConversation]:
-        """In the order of their first turns."""
+        """The day's conversations in the order of their first turns."""
         shared, at = self.traffic.shared, 0
         openings: list[OpeningParts] = [((shared, system),) if shared else () for system in range(SYSTEM_PROMPTS)]
         each = zip(self._begins.tolist(), self._turns.tolist(), self._systems.tolist(), strict=True)

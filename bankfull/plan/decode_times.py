@@ -45,7 +45,7 @@ class DecodeTimes:
         return float(table[below] + (along - below) * rises[below])
 
     def _upto(self, rows: int, entries: int) -> tuple[Floats, Floats]:
-        """At least so many times, and how much each one differs from the next."""
+        """At least `entries` times of steps, and how much each one differs from the next."""
         known = self._tables.get(rows)
         if known is None or len(known[0]) < entries:
             times = [] if known is None else known[0].tolist()

@@ -87,7 +87,7 @@ class FleetSimulation:
         self._slo = SloMeter(options.slo, self._clock) if follows else None
         self._update: deque[int] = deque()
         self.computed_tokens = self.most_rows = self.preemptions = 0
-        """Of replicas that have ended; `_settle_all` adds the others."""
+        """Figures of replicas that have ended; `_settle_all` adds the others."""
 
     # -- the run
 

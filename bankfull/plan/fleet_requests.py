@@ -56,7 +56,7 @@ class FleetRequest:
     homeless: float | None = None
     """Time at which it lost its replica; None while it has one."""
     goals: RequestGoals | None = None
-    """Its latency objectives, where the autoscaler follows them."""
+    """The request's latency objectives, where the autoscaler follows them."""
 
     def receive(self, now: float, cached: int) -> None:
         """A token has arrived."""

@@ -68,7 +68,7 @@ class LayoutForecast:
 
     @cached_property
     def _times(self) -> tuple[StepTimes, StepTimes]:
-        """On one device, and on the layout."""
+        """Step times on one device, and on the layout."""
         forms, kind = forms_by_operation(self.recipe.metered()), self.machine.kind
         alone = step_times(self.recipe, kind, assumed(kind), self.machine.ceilings, forms)
         joined = StepTimes(forms, alone.ceilings, alone.rates, alone.efficiency, alone.overlaps, self.layout)

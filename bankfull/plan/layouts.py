@@ -31,7 +31,7 @@ class ExchangeTimes:
     with_logits: tuple[float, float, float]
     without: tuple[float, float, float]
     least: tuple[tuple[float, float], ...]
-    """For each stage, link and side: seconds of the bytes per token and per row."""
+    """Seconds of the bytes per token and per row, for each stage, link and side."""
 
 
 def _exchange_times(mesh: MeshSpec, dims: ModelDims, links: Interconnect) -> ExchangeTimes:
@@ -124,7 +124,7 @@ class ParallelLayout:
         return made
 
     def divisors(self, width: int, windows: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """By feature: over how many ranks the bytes of weights and state, and all else, are divided.
+        """The numbers of ranks over which the bytes of weights and state, and all else, are divided, by feature.
 
         `kind`: weights, head, attention, recurrent or rest, by what the operations of the kind work on."""
         mesh = self.mesh
@@ -147,7 +147,7 @@ class ParallelLayout:
         return lasting, every
 
     def _experts_divided(self) -> float:
-        """Over how many ranks the experts of a layer are divided, on the rank that has most; hot ones are copied."""
+        """Ranks over which the experts of a layer are divided, on the rank that has most; hot ones are copied."""
         shares = [expert_share(own.experts.experts, self.mesh) for own in self.dims.layers if own.experts is not None]
         return 1 / max(shares, default=1.0)
 

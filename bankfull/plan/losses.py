@@ -55,14 +55,14 @@ Advance = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class StoredLoss:
     kl: float | None = 0.0
-    """None: unknown."""
+    """The loss (KL); None: unknown."""
     measured: bool = False
     rank: float | None = None
-    """Where it is unknown: the default model's loss, for the order alone; None if that is not known either."""
+    """The default model's loss where this one is unknown, for the order alone; None if that is not known either."""
 
     @property
     def order(self) -> float | None:
-        """Smaller for what loses less."""
+        """A figure that is smaller for what loses less."""
         return self.rank if self.kl is None else self.kl
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ class Losses:
         return self._known[name]
 
     def _measured(self, stored: Stored, kind: str) -> float:
-        """In float32, with torch bodies: the loss of this rounding alone."""
+        """The loss in float32, with torch bodies: that of this rounding alone."""
         assert isinstance(self.subject, ModelFiles)
         files = open_model(self.subject.path)
         if self._kept is None:

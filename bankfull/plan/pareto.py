@@ -20,7 +20,8 @@ Axes = tuple[float | None, ...]
 
 
 def dominates(one: Axes, other: Axes) -> bool:
-    """At least as good on every axis and better on one. An axis known for only one of them prevents comparison."""
+    """Whether the first is at least as good on every axis and better on one. An axis known for only one of them
+    prevents comparison."""
     if any((a is None) != (b is None) for a, b in zip(one, other, strict=True)):
         return False
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]

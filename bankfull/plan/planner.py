@@ -154,7 +154,7 @@ class Planner:
     _notes: list[str] = field(default_factory=list)
     _seen: dict[Key, SimulatedOutcome] = field(default_factory=dict)
     _traces: dict[Key, Sequence[TraceRequest]] = field(default_factory=dict)
-    """By traffic, number of requests and vocabulary: many configurations run the same one."""
+    """Traces by traffic, number of requests and vocabulary: many configurations run the same one."""
     _done: int = 0
     _losses: Losses = field(init=False)
 
@@ -277,7 +277,8 @@ class Planner:
                 return
 
     def _promising(self, bases: Sequence[Configuration]) -> list[Configuration]:
-        """Of layouts over equally many devices: that with the highest capacity, and that with the lowest latency."""
+        """The configurations with the highest capacity and with the lowest latency of layouts over equally many
+        devices."""
         if len(bases) < 3:
             return list(bases)
         best = max(bases, key=self._capacity), min(bases, key=self._answer_seconds)

@@ -42,7 +42,7 @@ class PlannedPools:
 
     @staticmethod
     def parse(text: str) -> PlannedPools:
-        """From `prefill=1,decode=2`."""
+        """Pools from `prefill=1,decode=2`."""
         found: dict[str, int] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(prefill|decode)\s*=\s*([0-9]{1,6})\s*", part)

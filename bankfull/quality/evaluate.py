@@ -120,7 +120,7 @@ class KeptReference:
     vocab: int
     windows: list[EvaluationWindow]
     hidden: list[Tensor]
-    """Of each window, on the host."""
+    """Hidden states of each window, on the host."""
     device: torch.device
     seconds: float
 
@@ -153,7 +153,7 @@ def keep_reference(
 def evaluate_kept(
     model: Decoder, kept: KeptReference, *, chunk: int | None = None, progress: Progress | None = None
 ) -> Quality:
-    """Like `evaluate`, with the reference's hidden states computed before."""
+    """Compare a model as `evaluate` does, with the reference's hidden states computed before."""
     window = max(len(one.tokens) for one in kept.windows)
     _check(model, window, window if chunk is None else chunk)
     if model.vocab != kept.vocab:
@@ -264,7 +264,7 @@ class _Tally:
         self.own, self.reference, self.kl = (np.empty(count, np.float64) for _ in range(3))
         self.same, self.found, self.reference_found = (np.empty(count, np.bool_) for _ in range(3))
         self.weights: np.ndarray | None = None
-        """Of each token in the mean of log-probabilities; None: equal ones. With masks, each sample weighs the same."""
+        """Weights of tokens in the mean of log-probabilities; None: equal. With masks, each sample weighs the same."""
         if windows[0].masked:
             self.weights = np.concatenate(
                 [np.full(len(window.masked), 1 / (len(windows) * len(window.masked))) for window in windows]

@@ -17,7 +17,7 @@ class EvaluationWindow:
     first: int
     """First position whose token is predicted."""
     masked: tuple[int, ...] = ()
-    """For a diffusion model: the positions whose tokens are masked and predicted."""
+    """Positions whose tokens are masked and predicted, for a diffusion model."""
     mask: int = 0
     shifted: bool = False
     """Whether a masked token is predicted at the position before it."""

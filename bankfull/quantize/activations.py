@@ -43,7 +43,7 @@ class CalibrationStreams:
     sequences: Sequence[Sequence[int]]
     hidden: list[Tensor]
     kept: dict[int, list[Storage]] = field(default_factory=dict)
-    """By layer, for each sequence: keys and values that later layers share."""
+    """Keys and values that later layers share, by layer, for each sequence."""
 
     def kept_of(self, sequence: int) -> dict[int, Storage]:
         return {layer: storages[sequence] for layer, storages in self.kept.items()}

@@ -44,7 +44,7 @@ class Awq:
     grid: Grid
     clips: bool = True
     chosen: dict[str, ChosenScale] = field(default_factory=dict)
-    """By the source of a fold; for reports."""
+    """Chosen scales by the source of a fold; for reports."""
 
     name: str = "awq"
     calibrated: bool = True

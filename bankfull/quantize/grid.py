@@ -91,8 +91,8 @@ class Grid:
         return self.codes(groups, scale, zero).sub_(zero).mul_(scale)
 
     def searched(self, matrix: Tensor, importance: Tensor | None, shrinks: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """For each group of a matrix (out, in), scale and zero with the least squared error of all `shrinks`, each
-        (out, groups). `importance`: a weight of each column's error."""
+        """Scale and zero of each group of a matrix (out, in), with the least squared error of all `shrinks`, each (out,
+        groups). `importance`: a weight of each column's error."""
         columns = matrix.shape[-1]
         weight = None if importance is None else importance.view(1, columns // self.group, self.group)
         found = []

@@ -30,7 +30,7 @@ class KeptOutput:
 
 @dataclass(slots=True)
 class KeptOutputs:
-    """By sequence and place. An output is reused only for the same weights and an equal input."""
+    """Kept outputs by sequence and place. An output is reused only for the same weights and an equal input."""
 
     most: int = KEPT_BYTES
     sequence: int = 0

@@ -37,14 +37,14 @@ class MixedBits:
     types: dict[str, str]
     """Scheme of each matrix of the layers; "keep": as it is saved."""
     bits_per_weight: float
-    """Of these matrices, scales included."""
+    """Bits per weight of the matrices in `types`, scales included."""
     model_bytes: int
     expected_kl: float
     """The sum of the modules' losses."""
     kl: float
     """The loss of the whole mixture, on the same text."""
     losses: dict[str, dict[str, float]]
-    """Of each module at each width."""
+    """Loss of each module at each width."""
 
     def source(self, files: ModelFiles) -> Requantized:
         """The model's tensors in these types, rounded to nearest when they are read."""
@@ -138,7 +138,7 @@ def _types(source: TensorSource, names: Sequence[str], width: int, group: int) -
 
 
 def _rounded(matrix: Tensor, kind: str) -> Tensor:
-    """As the files will hold it."""
+    """The matrix as the files will hold it."""
     return rounded(matrix, kind).dequantize()
 
 

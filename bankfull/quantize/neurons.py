@@ -35,7 +35,7 @@ class NeuronBlocks:
     """Blocks that stay in each layer."""
     block: int = BLOCK
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """By the name of the down projection: the neurons that stay."""
+    """Neurons that stay, by the name of the down projection."""
 
     name: str = "neurons"
     calibrated: bool = True
@@ -89,7 +89,7 @@ class PrunedNeurons:
 
     source: TensorSource
     kept: Mapping[str, Tensor]
-    """By the name of a matrix or bias: its rows that stay."""
+    """Rows that stay, by the name of a matrix or bias."""
     downs: Mapping[str, Tensor]
 
     def names(self) -> list[str]:

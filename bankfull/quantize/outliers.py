@@ -133,7 +133,7 @@ def outlier_columns(
 
 
 def _inputs_at_once(files: ModelFiles, device: torch.device, sequences: Sequence[Sequence[int]]) -> LargestInputs:
-    """With the whole model on the device."""
+    """The largest inputs, with the whole model on the device."""
     build = InputBuild(files.source, kit_for(device.type, "torch"), torch.bfloat16, device, expand=True)
     model = build_model(files.config, build)
     for tokens in sequences:
@@ -145,7 +145,7 @@ def _inputs_at_once(files: ModelFiles, device: torch.device, sequences: Sequence
 def _inputs_by_layer(
     files: ModelFiles, sequences: Sequence[Sequence[int]], done: LayerDone | None = None
 ) -> LargestInputs:
-    """With the memory of one layer, on a CPU."""
+    """The largest inputs, with the memory of one layer, on a CPU."""
     model = LayeredModel(files, max(map(len, sequences)))
     cut = [tokens[: model.max_positions] for tokens in sequences]
     streams = CalibrationStreams(cut, [model.embedded(tokens).clone() for tokens in cut])

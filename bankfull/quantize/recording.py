@@ -71,7 +71,7 @@ class InputRecorder:
     """Gets the name of a matrix, its input, the weight (the matrix or a part of it) and what computes the product;
     returns the output."""
     origins: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    """By the id of a tensor that a layer holds: its name. The tensor is kept, so that its id stays its own."""
+    """Name of a tensor that a layer holds, by the tensor's id. The tensor is kept, so that its id stays its own."""
 
     linears: set[str] = field(default_factory=set)
     """Matrices that linear layers multiply."""

@@ -72,9 +72,9 @@ class SavedModel:
     path: Path
     """What runs it: the directory, or the .gguf file in it."""
     bits_per_weight: float
-    """Of the quantized matrices, scales included."""
+    """Bits per weight of the quantized matrices, scales included."""
     model_bits: float
-    """Of all matrices, with embeddings and the head."""
+    """Bits per weight of all matrices, with embeddings and the head."""
     bytes_before: int
     bytes_after: int
     quantized: int

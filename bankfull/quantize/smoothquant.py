@@ -50,5 +50,5 @@ class SmoothQuant:
 
 
 def smooth_factors(of_inputs: Tensor, of_weights: Tensor, alpha: float) -> Tensor:
-    """From the largest magnitudes of each channel."""
+    """The factors from the largest magnitudes of each channel."""
     return (of_inputs.clamp(min=LEAST).pow(alpha) / of_weights.clamp(min=LEAST).pow(1 - alpha)).clamp(min=LEAST)

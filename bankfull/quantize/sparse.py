@@ -32,7 +32,7 @@ class SparsityPattern:
     """A share of zeros, or so many weights of each group of adjacent columns."""
 
     share: float
-    """Of the weights that become zero."""
+    """Share of the weights that become zero."""
     group: int | None = None
     """Columns of a group; None: the zeros may stand anywhere."""
 

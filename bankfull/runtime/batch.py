@@ -216,8 +216,8 @@ def _gather(
     logit_index: np.ndarray,
     first: int = 0,
 ) -> Batch:
-    """For a device that alone knows its rows' lengths. All integers cross in one copy. `first`: the place of a row's
-    first token, counted from the first one that has not run."""
+    """The batch for a device that alone knows its rows' lengths. All integers cross in one copy. `first`: the place of
+    a row's first token, counted from the first one that has not run."""
     assert rows.ship is not None
     n = len(row)
     there = rows.ship(np.concatenate((row, count, drafts, q_start)))

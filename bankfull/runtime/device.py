@@ -361,8 +361,8 @@ def divides_tokens(forward: Eager) -> bool:
 
 
 def record_on_tape(forward: Eager, kit: Kit) -> Forward:
-    """On a tape, where there are native kernels and the model uses any of them. A model with an expression that the
-    tape cannot record runs eagerly, and one line in the log names the expression."""
+    """Record the forward on a tape, where there are native kernels and the model uses any of them. A model with an
+    expression that the tape cannot record runs eagerly, and one line in the log names the expression."""
     from bankfull.ops import native
 
     if native.status() is not None or not any(counts["native"] for counts in kit.chosen.values()):

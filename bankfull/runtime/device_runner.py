@@ -54,7 +54,7 @@ class Step:
     plan: StepPlan
     runner: DeviceRunner
     hidden: Tensor | None = None
-    """From `forward` until `finish` has read it."""
+    """Hidden states of the step, from `forward` until `finish` has read them."""
     batch: Batch | None = None
     followed: list[tuple[TimeMark, TimeMark]] = field(default_factory=list)
     """Spans of time in which the strategy's own model ran in `forward`."""

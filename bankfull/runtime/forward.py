@@ -56,8 +56,8 @@ def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
 
 class Forward(Protocol):
     tapped: dict[int, Tensor]
-    """By layer: the hidden states that entered it, for every token of the last call, if the forward was made with taps.
-    Valid as long as that call's result."""
+    """Hidden states that entered a layer, by layer, for every token of the last call, if the forward was made with
+    taps. Valid as long as that call's result."""
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states of every token of the batch, valid until the next call."""
@@ -85,7 +85,7 @@ class Replaying(Protocol):
     """A forward that replays recorded steps."""
 
     tapped: dict[int, Tensor]
-    """As for `Forward`, after a replay, too."""
+    """The same hidden states as `Forward.tapped`, after a replay, too."""
 
     @property
     def recorded(self) -> str:

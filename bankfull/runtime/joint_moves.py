@@ -28,11 +28,12 @@ class MoveReports(Protocol):
 
 
 class JointMoves:
-    """On rank 0. A transfer has ended when it has ended on every rank: until then one of them may read or write its
-    places. It has succeeded if it has on every rank: a page without one of its parts is lost."""
+    """What rank 0 knows of the transfers of all ranks. A transfer has ended when it has ended on every rank: until then
+    one of them may read or write its places. It has succeeded if it has on every rank: a page without one of its parts
+    is lost."""
 
     def __init__(self, others: MoveReports, count: int, rates: TransferRates) -> None:
-        """`count`: of the other ranks that keep state."""
+        """`count`: the number of the other ranks that keep state."""
         self._others, self._count, self._rates = others, count, rates
         self._left: dict[int, int] = {}
         """Transfer -> ranks on which it has not ended."""

@@ -61,7 +61,7 @@ class PlaceStore(Protocol):
 
     @property
     def files(self) -> Mapping[str, StoredPlaces]:
-        """By "pages" and "slots"."""
+        """The stored places, by "pages" and "slots"."""
         ...
 
     def close(self) -> None: ...
@@ -118,7 +118,7 @@ class Mover:
         self._storage, self._device, self.rates, self._host = storage, device, rates, host
         self._whole = whole or (storage.layout.frame_bytes, self._slot_bytes())
         self.others: JointMoves | None = None
-        """On rank 0: the same transfers of other ranks."""
+        """The same transfers of other ranks, on rank 0."""
         self.erase: Callable[[], None] | None = None
         """Clears what outlives the process."""
         self.problems: dict[Tier, str] = {}
@@ -127,7 +127,7 @@ class Mover:
         self._copier = device.copier()
         self._copying: deque[tuple[list[Transfer], Copying]] = deque()
         self._tasks: dict[Tier, list[SimpleQueue[Transfer | None]]] = {}
-        """By lane."""
+        """The queues of each tier, by lane."""
         self._lanes: dict[Tier, Lanes] = {}
         self._queued: dict[Tier, int] = {}
         """Transfers that the threads have not ended."""
@@ -292,7 +292,7 @@ class Mover:
         return 0 if recurrent is None else recurrent.slot_bytes
 
     def _complain(self, tier: Tier, error: Exception) -> None:
-        """At most once a minute: a full disk would fail thousands of times."""
+        """Log the error, at most once a minute: a full disk would fail thousands of times."""
         now = time.monotonic()
         if now - self._complained >= COMPLAINTS_SECONDS:
             self._complained = now

@@ -31,7 +31,7 @@ class Extra:
 
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By the position of the prompt token that was predicted."""
+    """Logprobs of the prompt, by the position of the token that was predicted."""
     pooled: tuple[int, Tensor] | None = None
     """Position and hidden state (last), or first position and the sum of hidden states from it on (mean)."""
     drafts: StepDrafts | None = None

@@ -24,7 +24,7 @@ Ship = Callable[[np.ndarray], Tensor]
 
 
 def each_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For `total` items, `counts` of each owner from `starts` on: each item's owner, and its number there."""
+    """The owner of each of `total` items, and its number there: an owner has `counts` items, from `starts` on."""
     owners = torch.repeat_interleave(counts, output_size=total)
     return owners, torch.arange(total, device=counts.device) - starts[owners]
 

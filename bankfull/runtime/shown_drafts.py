@@ -27,7 +27,7 @@ class ShownDrafts:
 
 
 def shown_drafts(batch: Batch, work: Sequence[Work], rows: Rows) -> ShownDrafts | None:
-    """Before the step is committed: proposing overwrites the drafts."""
+    """The step's drafts that are shown, read before it is committed: proposing overwrites them."""
     first, wanted, index, lines = 0, list[int](), list[int](), list[tuple[int, int]]()
     for i, w in enumerate(work):
         if not w.sample:
@@ -49,7 +49,8 @@ def shown_drafts(batch: Batch, work: Sequence[Work], rows: Rows) -> ShownDrafts 
 def read_drafts(
     shown: ShownDrafts, work: Sequence[Work], counts: Sequence[int], path: Sequence[Sequence[int]] | None
 ) -> dict[int, StepDrafts]:
-    """By the index of the work. `counts`, `path`: those of the verdict, for the work that samples."""
+    """The drafts of each shown sequence, by the index of its work. `counts`, `path`: those of the verdict, for the work
+    that samples."""
     verdicts = {i: j for j, i in enumerate(i for i, w in enumerate(work) if w.sample)}
     tokens, found, first = shown.tokens.tolist(), {}, 0
     above = None if shown.parents is None else shown.parents.tolist()

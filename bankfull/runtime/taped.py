@@ -140,7 +140,7 @@ def input_names(layout: Layout) -> list[str]:
 
 
 def inputs_of(batch: Batch, layout: Layout) -> list[Any]:
-    """In the order of `input_names`."""
+    """The inputs of a batch, in the order of `input_names`."""
     found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, batch.ancestors, *batch.pages, *batch.kv_slots]
     return found if layout.recurrent is None else [*found, batch.kept, batch.read, batch.write]
 

@@ -55,9 +55,9 @@ class PlaceSizes:
     """Bytes of a page and of a slot."""
 
     whole: tuple[int, int]
-    """Over all ranks."""
+    """Bytes over all ranks."""
     here: tuple[int, int]
-    """Over the ranks of this machine."""
+    """Bytes over the ranks of this machine."""
     free: int
     """Bytes of memory that are free on this machine."""
     first: bool
@@ -111,7 +111,7 @@ def directories(ranks: TierRanks, root: Path, identity: bytes, store: DiskStore)
 
 
 def held_by_all(ranks: TierRanks, entries: Sequence[PlaceEntry], places: int) -> list[PlaceEntry]:
-    """Those entries of this rank that every rank has in the same place. A rank that was killed while it wrote, or whose
+    """The entries of this rank that every rank has in the same place. A rank that was killed while it wrote, or whose
     files were deleted, has others; a page without one of its parts is worth nothing."""
     if isinstance(ranks, Alone):
         return list(entries)

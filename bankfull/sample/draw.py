@@ -19,7 +19,7 @@ from bankfull.sample.race import REACH, gumbel, highest_gumbel
 from bankfull.sample.random import NumberKey, high_words, words_of
 
 NO_TOKEN = -1
-"""In the place of a token where no score is usable."""
+"""What stands in the place of a token where no score is usable."""
 WEIGHT_BITS = 40
 """Fraction bits of a weight."""
 _FINALISTS = 8

@@ -40,7 +40,7 @@ PUBLISHED: tuple[tuple[re.Pattern[str], Mapping[str, float]], ...] = tuple(
     )
 )
 GENERAL: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.9}
-"""For an unknown model: random enough not to loop, without the unlikely tokens that derail a text."""
+"""Values for an unknown model: random enough not to loop, without the unlikely tokens that derail a text."""
 
 
 class Described(Protocol):

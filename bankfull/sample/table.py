@@ -282,7 +282,8 @@ class SamplingTable:
             self._write(self.bias_values, [row], [[*bias.values(), *padding]])
 
     def _set_bad_words(self, row: int, params: SamplingParams) -> None:
-        """Right-aligned: the banned token is in the last column, and -1 before it matches anything."""
+        """Write a row's bad words, right-aligned: the banned token is in the last column, and -1 before it matches
+        anything."""
         words = params.bad_word_ids
         if words:
             self.bad_words = self._widened(self.bad_words, (len(words), max(map(len, words))), -1, torch.int64)
@@ -293,8 +294,8 @@ class SamplingTable:
             self.bad_words[row].copy_(self.ship(lines, torch.int64), non_blocking=True)
 
     def _widened(self, old: Tensor | None, sizes: tuple[int, ...], fill: int, dtype: torch.dtype) -> Tensor:
-        """At least `sizes` wide in every ragged dimension, in powers of two; old lines stay, padded at their padding
-        side (bad words grow to the left)."""
+        """A tensor at least `sizes` wide in every ragged dimension, in powers of two; old lines stay, padded at their
+        padding side (bad words grow to the left)."""
         if old is not None and all(have >= want for have, want in zip(old.shape[1:], sizes, strict=True)):
             return old
         have = (0,) * len(sizes) if old is None else tuple(old.shape[1:])

@@ -44,7 +44,7 @@ class Blocking:
             seq.blocked_since = self._now
 
     def end(self, seq: Sequence) -> None:
-        """It runs, has ended, or waits for something of its own."""
+        """The sequence runs, has ended, or waits for something of its own."""
         if seq.blocked_since is not None:
             seq.blocked += self._now - seq.blocked_since
             seq.blocked_since = None

@@ -87,7 +87,7 @@ GATES: dict[str, Callable[[SchedConfig], Gate]] = {
     "static": lambda config: Static(config.batch_size),
     "dynamic": lambda config: Dynamic(config.batch_size, config.batch_timeout),
 }
-"""By the value of `SchedConfig.batching`."""
+"""Makers of the gates, by the value of `SchedConfig.batching`."""
 
 
 def gate_of(config: SchedConfig) -> Gate:

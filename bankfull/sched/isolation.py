@@ -19,10 +19,10 @@ from bankfull.types import Work
 class _Suspect:
     request: Hashable
     tokens: int = 0
-    """Those that it had in the step."""
+    """Tokens that the request had in the step."""
     logits: int = 0
     goals: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    """Its sequences, and the computed and known tokens after which they have passed the step."""
+    """The request's sequences, and the computed and known tokens after which they have passed the step."""
 
     def passed(self, alive: Iterable[Sequence]) -> bool:
         left = set(map(id, alive))

@@ -187,7 +187,8 @@ class Parking:
         return seq.fetch is not None and not seq.fetch.done
 
     def _seek_now(self, seq: Sequence) -> None:
-        """For one that was not looked at ahead, because its turn comes early or there was no room."""
+        """Seek the prefix of a sequence that was not looked at ahead, because its turn comes early or there was no
+        room."""
         tiers = self._state.tiers
         if tiers is not None and not tiers.swapping and seq.request.reuse:
             self._seek(seq)

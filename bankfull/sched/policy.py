@@ -61,8 +61,8 @@ class Policy(Protocol):
         ...
 
     def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        """As `after` for several steps of these seconds at once, in each of which every running sequence decoded one
-        token; the last one has ended now. There are at most as many as `steps_to_change` has allowed."""
+        """Called as `after` is, for several steps of these seconds at once, in each of which every running sequence
+        decoded one token; the last one has ended now. There are at most as many as `steps_to_change` has allowed."""
         ...
 
     def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:

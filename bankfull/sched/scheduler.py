@@ -108,7 +108,7 @@ class Scheduler:
         self._expect(siblings)
 
     def _expect(self, siblings: list[Sequence]) -> None:
-        """Those that do not wait for a sibling may run from now on."""
+        """Siblings that do not wait for another one may run from now on."""
         for seq in siblings:
             if seq.parent is None:
                 self._blocking.begin(seq)

@@ -229,5 +229,5 @@ def settle_sequence(seq: Sequence, step: int, tokens: list[int], output: Output,
 
 
 def unsampled(running: Iterable[Sequence]) -> list[Sequence]:
-    """Those whose next token is not in flight: the first stage of a pipeline must know it."""
+    """The sequences whose next token is not in flight: the first stage of a pipeline must know it."""
     return [seq for seq in running if not seq.sampled]

@@ -36,7 +36,7 @@ class StepBuilder:
     decodes: int = 0
     """Running sequences that decode in the step."""
     served: list[Sequence] = field(default_factory=list)
-    """In the order of plan.work."""
+    """Sequences that the step serves, in the order of plan.work."""
     fixed: set[int] = field(default_factory=set)
     """Rows that the plan already mentions: their sequences can no longer be preempted in this step."""
 

@@ -21,7 +21,7 @@ from bankfull.state.disk_folders import COUNTING_SECONDS, DiskUnusable, allocate
 log = logging.getLogger("bankfull")
 
 STEPS = 64
-"""In which a process takes its part."""
+"""Steps in which a process takes its part."""
 REFUSED_SECONDS = 10.0
 """Time until a process asks again that got nothing."""
 
@@ -78,7 +78,7 @@ class DiskBudget:
 
     @property
     def places(self) -> dict[str, int]:
-        """Those that may be used."""
+        """The places that may be used."""
         return self.sizes.at(self.step)
 
     def begin(self, last: Mapping[str, int]) -> None:

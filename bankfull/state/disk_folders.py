@@ -35,7 +35,7 @@ from bankfull.state.disk_files import (
 )
 
 NAMING_BYTES = 12
-"""Of an identity, in the name of its folders."""
+"""Bytes of an identity in the name of its folders."""
 MOST_FOLDERS = 64
 """Processes with the same model that share a path."""
 COUNTING = ".budget"

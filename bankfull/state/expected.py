@@ -35,9 +35,9 @@ class Grant(NamedTuple):
 class _Expected:
     tenant: str
     keys: list[Key] = field(default_factory=list)
-    """All that it asks for, in the order of the tokens."""
+    """All keys that it asks for, in the order of the tokens."""
     todo: deque[Key] = field(default_factory=deque)
-    """Those that wait for a place."""
+    """Keys that wait for a place."""
     coming: dict[Key, tuple[Pool, int]] = field(default_factory=dict)
     held: dict[Key, tuple[Pool, int]] = field(default_factory=dict)
     """What has arrived, or was there."""
@@ -47,7 +47,7 @@ class _Expected:
     """Nothing more arrives for it: its request waits for a row."""
 
     def give_back(self, key: Key) -> bool:
-        """Drop the place of a key. Whether its content had not arrived."""
+        """Drop the place of a key. Returns whether its content had not arrived."""
         came = self.coming.pop(key, None)
         pool, place = came or self.held.pop(key)
         self.taken[pool] -= 1
@@ -64,7 +64,7 @@ class ExpectedState:
         self._parts_help = len(state.layout.paged) == 1 and state.snapshots is None and not state.windowed
         """Whether a part of a prompt's state is of use. Other models than those with one kind of pages need its end."""
         self._expected: dict[int, _Expected] = {}
-        """In the order of arrival."""
+        """Expectations by their numbers, in the order of arrival."""
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -189,7 +189,7 @@ class ExpectedState:
         return found.setdefault(number, Grant(number, [], [], 0))
 
     def arrived(self, number: int, keys: Iterable[Key]) -> None:
-        """The content of these is in its places. Unknown numbers were released before."""
+        """The content of these keys is in its places. Unknown numbers were released before."""
         if (one := self._expected.get(number)) is None:
             return
         for key in keys:
@@ -199,7 +199,8 @@ class ExpectedState:
                 one.held[key] = found
 
     def ended(self, number: int) -> bool:
-        """Its request waits for a row: what has not arrived will not come. Whether places have become free."""
+        """The expectation's request waits for a row: what has not arrived will not come. Returns whether places have
+        become free."""
         one = self._expected.get(number)
         if one is None:
             return False
@@ -211,7 +212,7 @@ class ExpectedState:
         return bool(late)
 
     def release(self, number: int) -> bool:
-        """Its sequence runs, or is not wanted any longer. False if the number is unknown."""
+        """The expectation's sequence runs, or is not wanted any longer. False if the number is unknown."""
         one = self._expected.pop(number, None)
         if one is None:
             return False

@@ -47,7 +47,7 @@ class TierRoom(Protocol):
 
     @property
     def places(self) -> Mapping[str, int]:
-        """Those that may be used, by "pages" and "slots"."""
+        """The places that may be used, by "pages" and "slots"."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class TierRoom(Protocol):
         ...
 
     def ask(self) -> None:
-        """More would be useful. Returns at once."""
+        """More places would be useful. Returns at once."""
         ...
 
 

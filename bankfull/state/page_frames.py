@@ -62,7 +62,7 @@ class PageLine:
         self._connection = connection
 
     def secure(self, context: ssl.SSLContext, ends: float, listens: bool = False) -> None:
-        """From now on with TLS. Raises OSError."""
+        """Use TLS from now on. Raises OSError."""
         self._bound(ends)
         self._connection = context.wrap_socket(self._connection, server_side=listens)
 
@@ -99,7 +99,7 @@ class PageLine:
         self._connection.settimeout(left)
 
     def close(self) -> None:
-        """From any thread: whoever waits for the connection gets an error."""
+        """Close the connection, from any thread: whoever waits for it gets an error."""
         with suppress(OSError):  # it is closed already, or was never open
             # Not that of TLS, which first lets other threads write without it.
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
@@ -125,7 +125,7 @@ class SealedLine:
         self._line, self._own, self._theirs = line, own, theirs
 
     def secure(self, context: ssl.SSLContext, ends: float, listens: bool = False) -> None:
-        """From now on with TLS. The caller learns here, and not from its first page, that its certificate is refused.
+        """Use TLS from now on. The caller learns here, and not from its first page, that its certificate is refused.
         Raises OSError or BrokenFrame."""
         self._line.secure(context, ends, listens)
         if listens:

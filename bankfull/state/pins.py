@@ -80,7 +80,7 @@ class Pins:
     def __init__(self, state: StateManager, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`share`: the fraction of each pool, with the tiers below it, that pins may hold."""
         self.all: dict[tuple[str, bytes], Pin] = {}
-        """By tenant and name, the one that was used least recently first."""
+        """Pins by tenant and name, the one that was used least recently first."""
         self.counts = PinCounts()
         self.clock = clock
         self._state, self._share = state, share

@@ -35,13 +35,13 @@ class Shipping:
 
     def __init__(self, moves: Moves) -> None:
         self.tiers: Tiers
-        """Those of the engine; set before anything is shipped."""
+        """The tiers of the engine; set before anything is shipped."""
         self.on_stored: Callable[[], None] | None = None
         """Called on the thread that has copied, when there is something to take. The engine itself learns of it only
         after its step, which may be long."""
         self._moves = moves
         self._orders: dict[int, dict[int | str, deque[tuple[Key, int]]]] = {}
-        """By order and page group: keys in the order of their tokens, and their addresses. A key behind one that is not
+        """Keys and their addresses, by order and page group, in the order of their tokens. A key behind one that is not
         on the device yet is not there either, so only the first of each line is looked up."""
         self._under_way: dict[int, ShippedKey] = {}
         self._ended: deque[ShippedKey] = deque()

@@ -36,7 +36,7 @@ class SocketCarrier:
         self._receivers: dict[int, _Receiver] = {}
 
     def locate(self, exchange: int, address: Address) -> None:
-        """Where the engine with this exchange listens. It may have been started again since the last call."""
+        """Note where the engine with this exchange listens. It may have been started again since the last call."""
         known = self._receivers.get(exchange)
         if known is None or known.address != address:
             self._receivers[exchange] = _Receiver(address, self._secret, self._identity, self._tls)

@@ -96,7 +96,7 @@ class RecurrentGroup:
 
     members: tuple[Member, ...]
     tensors: tuple[tuple[TensorSpec, ...], ...]
-    """For each member."""
+    """Tensors of each member."""
 
     @property
     def layers(self) -> tuple[int, ...]:

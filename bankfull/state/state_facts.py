@@ -19,5 +19,5 @@ class StateFacts:
         return {name: value() if callable(value) else value for name, value in self._given.items()}
 
     def all(self) -> dict[str, Any]:
-        """By name, as JSON."""
+        """All facts by name, as JSON."""
         return self._made

@@ -83,7 +83,7 @@ class Tiers:
         self._page_bytes, self._slot_bytes = page_bytes, slot_bytes
         self.lasting = [tier for tier in self.lower if tier.tier != Tier.EXCHANGE]
         self._near = [tier for tier in self.lasting if tier.tier == Tier.HOST]
-        """Fast enough to make room for somebody who waits."""
+        """Tiers fast enough to make room for somebody who waits."""
         self.shipping: Shipping | None = None
         """Set in an engine that computes prompts for others."""
         self.erase: Callable[[], None] | None = None
@@ -92,7 +92,7 @@ class Tiers:
         """The last error of each tier, in a few words."""
         self._cancelling = False
         self._fetches: deque[Fetch] = deque()
-        """With content whose transfer has not started."""
+        """Fetches with content whose transfer has not started."""
         self._leaving: deque[tuple[Key, int]] = deque()
         """Content that is swapped out, and its places, which are held until its transfer starts."""
         self._arriving: dict[Key, list[Fetch]] = {}

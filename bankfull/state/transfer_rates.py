@@ -11,13 +11,13 @@ class TransferRates:
     """Measured bytes per second from one tier to another."""
 
     FIRST = {Tier.HOST: 10e9, Tier.EXCHANGE: 5e9, Tier.DISK: 500e6}  # noqa: RUF012
-    """Assumed before anything was measured."""
+    """Rates assumed before anything was measured."""
     WEIGHT = 0.2
 
     def __init__(self) -> None:
         self._found: dict[tuple[Tier, Tier], float] = {}
         self._elsewhere: dict[int, dict[tuple[Tier, Tier], float]] = {}
-        """Of other ranks, which move their parts at the same time."""
+        """Rates of other ranks, which move their parts at the same time."""
 
     def observe(self, src: Tier, dst: Tier, nbytes: int, seconds: float) -> None:
         if seconds > 0 and nbytes:
@@ -32,6 +32,6 @@ class TransferRates:
         self._elsewhere[rank] = {(src, dst): rate for src, dst, rate in measured}
 
     def of(self, src: Tier, dst: Tier) -> float:
-        """Of the slowest rank: content has moved when all of its parts have."""
+        """The rate of the slowest rank: content has moved when all of its parts have."""
         known = (found.get((src, dst)) for found in (self._found, *self._elsewhere.values()))
         return min((rate for rate in known if rate), default=self.FIRST[max(src, dst)])

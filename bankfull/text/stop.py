@@ -67,7 +67,7 @@ class StopTable:
         return state
 
     def _find_fallbacks(self) -> None:
-        """For each state, the longest proper suffix that is also a state; shorter states come first."""
+        """For each state, find the longest proper suffix that is also a state; shorter states come first."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()

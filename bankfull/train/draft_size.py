@@ -94,7 +94,7 @@ def best_size(target: Decoder, limit: StepLimit) -> ExpectedGain:
 
 
 def usual_size(target: Decoder) -> DraftSize:
-    """For a machine that cannot be measured."""
+    """The size for a machine that cannot be measured."""
     return size_of(target, 2, _aligned(target.hidden / 3))
 
 

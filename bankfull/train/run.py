@@ -32,7 +32,7 @@ class TrainingOptions:
     """How a training runs; none of these changes its result."""
 
     deadline: float | None
-    """On the monotonic clock."""
+    """The deadline on the monotonic clock."""
     measure_every: int
     most_bytes: int
     """Bytes of hidden states that are kept."""

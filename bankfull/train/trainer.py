@@ -57,19 +57,19 @@ class Acceptance:
 
     @property
     def by_rank(self) -> list[list[float]]:
-        """By depth and rank: the frequency with which this candidate is right."""
+        """The frequency with which a candidate is right, by depth and rank."""
         return [[float((of_depth == rank).double().mean()) for rank in range(RANKS)] for of_depth in self.ranks.T]
 
     @property
     def by_position(self) -> list[float]:
-        """By depth: the frequency with which the first candidate is right."""
+        """The frequency with which the first candidate is right, by depth."""
         return [of_depth[0] for of_depth in self.by_rank]
 
     def tokens_per_step(self, tree: CandidateTree) -> float:
-        """Measured on the same text: accepted drafts of a step, and the model's own token."""
+        """Tokens measured on the same text: accepted drafts of a step, and the model's own token."""
         return 1.0 + float(accepted_nodes(tree, self.ranks).double().mean())
 
 
 def acceptance_of(parts: Sequence[Tensor]) -> Acceptance:
-    """From the ranks of several examples on the device; this waits for it."""
+    """The acceptance from the ranks of several examples on the device; this waits for it."""
     return Acceptance(torch.cat(list(parts)).cpu())

@@ -10,7 +10,7 @@ from bankfull.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "smollm2"
 SHAPE = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
-"""Of the model that they were trained for, in any quantization: SmolLM2-135M-Instruct."""
+"""Shape of the model that the heads were trained for, in any quantization: SmolLM2-135M-Instruct."""
 
 
 def bundled(kind: str, config: Mapping[str, Any], name: str) -> Path:

@@ -115,7 +115,7 @@ def number_of(folder: Path, config: Mapping[str, Any], name: str, most: int) -> 
 
 
 def read_acceptance(folder: Path, heads: int, most: int | None = None, what: str = "heads") -> list[list[float]] | None:
-    """By draft position and rank: the measured acceptance of `heads` positions, or of up to `most`; None without a
+    """The measured acceptance of `heads` positions, or of up to `most`, by draft position and rank; None without a
     measurement."""
     if not (folder / TREE).exists():
         return None

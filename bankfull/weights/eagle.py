@@ -67,7 +67,7 @@ class EagleFiles:
     vocabulary: Tensor | None = None
     """(rows) the token id of each row of the head; None: row i is token i."""
     acceptance: Sequence[Sequence[float]] | None = None
-    """By depth and rank: measured frequency with which the candidate is the token that the model chooses."""
+    """Measured frequency with which the candidate is the token that the model chooses, by depth and rank."""
     name: str = "eagle"
     """The name of the directory, for messages."""
 

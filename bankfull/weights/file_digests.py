@@ -46,7 +46,7 @@ class FileState:
     size: int
     modified: int
     changed: int
-    """In nanoseconds."""
+    """`modified` and `changed` are times in nanoseconds."""
     inode: int
     device: int
 
@@ -62,7 +62,7 @@ class FileState:
 
 
 def file_digest(path: Path) -> bytes:
-    """Of the whole content. Raises OSError, or ModelError if the file changes meanwhile."""
+    """The digest of the whole content. Raises OSError, or ModelError if the file changes meanwhile."""
     path = path.resolve()
     state = FileState.of(path)
     if state.size < KEPT_BYTES:

@@ -17,7 +17,8 @@ from bankfull.weights.file_digests import FileState, file_digest
 
 
 def weights_fingerprint(path: Path) -> str:
-    """Of a model directory or a .gguf file (with its other parts, if it is split): 32 hexadecimal digits."""
+    """The fingerprint of a model directory or a .gguf file (with its other parts, if it is split): 32 hexadecimal
+    digits."""
     digest = hashlib.sha256()
     try:
         for file in _weight_files(path):

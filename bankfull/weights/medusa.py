@@ -55,7 +55,7 @@ class MedusaHeads:
     vocabulary: Tensor | None = None
     """(rows) token ids of the rows of the model's head, without own projections."""
     acceptance: Sequence[Sequence[float]] | None = None
-    """By head and rank: measured frequency with which the candidate is the token that the model chooses."""
+    """Measured frequency with which the candidate is the token that the model chooses, by head and rank."""
     name: str = "medusa"
     """The name of the directory, for messages."""
 

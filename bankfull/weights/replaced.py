@@ -12,7 +12,7 @@ from bankfull.weights.source_view import SourceView
 @dataclass(frozen=True, slots=True)
 class ReplacedTensors(SourceView):
     tensors: Mapping[str, QTensor]
-    """In place of the source's, which have the same shapes."""
+    """Tensors in place of the source's, which have the same shapes."""
 
     def scheme(self, name: str) -> Scheme:
         return self.tensors[name].scheme if name in self.tensors else self.source.scheme(name)

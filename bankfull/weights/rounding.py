@@ -9,7 +9,7 @@ from bankfull.errors import ModelError
 
 
 def half(values: Tensor) -> Tensor:
-    """As float16; raises if the values are out of range."""
+    """The values as float16; raises if they are out of range."""
     stored = values.to(torch.float16)
     if not bool(stored.isfinite().all()):
         raise ModelError("A tensor has values too large for a quantized type, whose scales are float16.")

@@ -25,7 +25,7 @@ MAX_INDEX_BYTES = 64 << 20
 READ_DTYPES = {scheme.name.upper(): scheme for scheme in SCHEMES}
 GPT_OSS = "gpt_oss"
 MODELOPT = "hf_quant_config.json"
-"""Where older versions of ModelOpt describe the quantization."""
+"""The file in which older versions of ModelOpt describe the quantization."""
 PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 

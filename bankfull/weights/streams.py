@@ -59,7 +59,7 @@ class StreamWeights:
     vocab: int
     """Token ids of the model that the streams belong to."""
     acceptance: Sequence[Sequence[float]] | None = None
-    """By stream and rank: measured frequency with which the candidate is the token that the model chooses."""
+    """Measured frequency with which the candidate is the token that the model chooses, by stream and rank."""
     name: str = "streams"
     """The name of the directory, for messages."""
 

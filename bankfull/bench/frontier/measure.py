@@ -41,9 +41,9 @@ class WayFigures:
 
     way: RunWay
     bits_per_weight: float
-    """Of all matrices, with scales and minima."""
+    """Bits per weight of all matrices, with scales and minima."""
     weight_bytes: int
-    """Of all tensors as stored: a kernel may keep wider ones, or a copy for large batches."""
+    """Bytes of all tensors as stored: a kernel may keep wider ones, or a copy for large batches."""
     quality: Quality
     recall: float | None
     decode_per_s: float | None
@@ -69,7 +69,7 @@ class Judge:
     kept: KeptReference
     prompts: list[RecallPrompt]
     recall: float | None
-    """Of the reference."""
+    """Recall of the reference."""
     window: int
 
 

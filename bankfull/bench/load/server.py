@@ -35,7 +35,7 @@ class ServerAddress:
 
     @property
     def local(self) -> bool:
-        """On this machine, so that its energy and ceilings apply."""
+        """Whether the server is on this machine, so that its energy and ceilings apply."""
         return ipaddress.ip_address(self.ip.partition("%")[0]).is_loopback
 
     @property

@@ -80,7 +80,7 @@ def arrival_chart(m: Measured) -> Chart:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS, evenly spaced, including the last."""
+    """At most MOST_POINTS of the points, evenly spaced, including the last."""
     if len(points) <= MOST_POINTS:
         return [(float(x), float(y)) for x, y in points]
     step = (len(points) - 1) / (MOST_POINTS - 1)

@@ -188,7 +188,7 @@ class EngineWatch:
     def __init__(self, engine: Engine[DeviceRunner]) -> None:
         self._engine, self.times = engine, KernelTimes(engine)
         self._shapes: dict[int, StepShape] = {}
-        """By the number of the step, in the order of their launch."""
+        """Shapes of steps by the number of the step, in the order of their launch."""
         self._landed: set[int] = set()
 
     def __enter__(self) -> EngineWatch:

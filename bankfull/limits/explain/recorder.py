@@ -35,9 +35,9 @@ class StoryPart:
     tokens: int = 0
     """Tokens of the request itself that were computed and kept: rejected drafts do not count."""
     turns: int = 0
-    """Its own sequences, summed over the steps."""
+    """Sequences of the request itself, summed over the steps."""
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    """Its draft tokens."""
+    """Draft tokens of the request itself."""
     drafting: float = 0.0
     """Seconds in which drafts were found."""
     plain_steps: int = 0
@@ -50,7 +50,7 @@ class StoryPart:
     inside: float = 0.0
     """Seconds inside kernels."""
     kernels: dict[str, float] = field(default_factory=dict)
-    """The same by the tape's labels; empty without a tape."""
+    """Seconds inside kernels by the tape's labels; empty without a tape."""
     limit: float | None = None
     """Shortest time of the machine for the steps as they were."""
     decodes: float | None = None

@@ -35,9 +35,9 @@ class LayerBytes:
     """Bytes of one layer's weights, by how a layout places them, and of its state."""
 
     split: float = 0.0
-    """Split over tensor ranks: all of these, those of the feed-forward layer included."""
+    """All bytes that are split over tensor ranks, those of the feed-forward layer included."""
     copied: float = 0.0
-    """The same on all ranks of a stage: norms, routers, projections to latents."""
+    """Bytes that are the same on all ranks of a stage: norms, routers, projections to latents."""
     kv: float = 0.0
     """Projections to keys and values: split over as many tensor ranks as there are K/V heads."""
     experts: float = 0.0
@@ -47,9 +47,9 @@ class LayerBytes:
     sequence_state: float = 0.0
     """Recurrent state per sequence."""
     feed: float = 0.0
-    """Of `split`, what the feed-forward layer has: split over its own ranks, if there are any."""
+    """The feed-forward layer's part of `split`: split over its own ranks, if there are any."""
     feed_copied: float = 0.0
-    """Of `copied`, the same."""
+    """The feed-forward layer's part of `copied`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class ModelDims:
 
     @property
     def weight_bytes(self) -> float:
-        """Of the whole model, each tensor once."""
+        """Bytes of the whole model's weights, each tensor once."""
         layers = sum(own.split + own.copied + own.kv + own.experts for own in (one.bytes for one in self.layers))
         return layers + self.embedding_bytes + self.head_bytes + self.copied_bytes
 

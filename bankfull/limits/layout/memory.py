@@ -45,7 +45,7 @@ def expert_share(experts: int, mesh: MeshSpec) -> float:
 
 
 def most_weights(dims: ModelDims, mesh: MeshSpec) -> float:
-    """Of the rank that has most."""
+    """Bytes of weights on the rank that has most."""
     return max(rank_weights(dims, mesh, stage) for stage in range(mesh.pp))
 
 

@@ -32,7 +32,7 @@ NOT_THERE = (RuntimeError, AttributeError)
 
 
 def measure(device: torch.device, refresh: bool = False) -> Ceilings | None:
-    """From the cache file, or measured in a second or two and cached; None if too little memory is free."""
+    """Ceilings from the cache file, or measured in a second or two and cached; None if too little memory is free."""
     device = _numbered(device)
     properties = torch.cuda.get_device_properties(device)
     try:

@@ -93,7 +93,7 @@ ARCHITECTURES = (
 
 
 def architectures() -> list[Architecture]:
-    """Those whose mixers a composed model can have."""
+    """The architectures whose mixers a composed model can have."""
     return [one for one in ARCHITECTURES if set(one.kinds) <= set(KINDS)]
 
 

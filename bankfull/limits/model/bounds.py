@@ -93,7 +93,7 @@ class Arithmetic:
 
     machine: TargetMachine
     dtype: str
-    """Of the computation."""
+    """Dtype of the computation."""
     typical: Cost
     """A step of the model: its operands tell which peaks count."""
 

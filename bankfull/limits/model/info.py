@@ -90,7 +90,7 @@ class ModelInfo:
     chat_template: bool
     costs: tuple[TokenCost, ...]
     savings: tuple[KvSaving, ...] = ()
-    """Of a model as data: its KV cache beside that of the same model without savings."""
+    """KV savings of a model as data: its KV cache beside that of the same model without them."""
     quantization: str | None = None
     """Method and bits of a checkpoint that was published quantized."""
 

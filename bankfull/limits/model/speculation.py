@@ -141,7 +141,7 @@ class PredictedGain:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences together."""
+        """Tokens per second of all sequences together."""
         return self.batch * self.tokens / (self.verify_seconds + self.draft_seconds)
 
     def as_json(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _attended(
     v_scales: Tensor | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """In float32, with a log-sum-exp after the values of each head if it is partial."""
+    """The attention's output in float32, with a log-sum-exp after the values of each head if it is partial."""
     partial = name == "partial_attention"
     tokens, heads, size = q.shape
     frames, page_tokens, kv, _ = k_pages.shape

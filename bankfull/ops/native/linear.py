@@ -31,7 +31,7 @@ SCALED = {BF16_ROW: "bf16"}
 
 
 def format_of(weight: QTensor) -> tuple[int, int, int] | None:
-    """As FORMATS; None where the scheme has no kernel here."""
+    """The weight's entry of FORMATS; None where the scheme has no kernel here."""
     return FORMATS.get(SCALED.get(weight.scheme.name, weight.scheme.name))
 
 

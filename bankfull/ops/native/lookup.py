@@ -31,11 +31,11 @@ class SuffixLookup:
         self._lookup.close(sequence)
 
     def extend(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
-        """counts[i] new tokens of sequences[i]; `tokens` holds those of one sequence after the other."""
+        """Append counts[i] new tokens to sequences[i]; `tokens` holds those of one sequence after the other."""
         self._lookup.extend(sequences, counts, tokens)
 
     def predict(self, sequences: Sequence[int], width: int) -> list[list[float]]:
-        """For each sequence and each of up to `width` predicted tokens: the probability that it and all before it are
+        """The probability, for each sequence and each of up to `width` predicted tokens, that it and all before it are
         right."""
         return self._lookup.predict(sequences, width)
 

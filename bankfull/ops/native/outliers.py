@@ -28,7 +28,7 @@ class PackedOutliers:
     columns: Tensor
     """int32: the outlier columns, the last one repeated up to a multiple of MULTIPLE."""
     kept: QTensor
-    """Their weights in bfloat16, (outputs, columns)."""
+    """Weights of the outlier columns in bfloat16, (outputs, columns)."""
     others: Tensor
     """float32 (inner,): 0 for outlier columns, 1 for the others."""
 

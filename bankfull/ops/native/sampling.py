@@ -20,7 +20,7 @@ the RNG purpose."""
 
 
 def params_at(table: SamplingTable) -> ParamsAt:
-    """For kernels that read the table in place; its tensors must stay alive."""
+    """The parameters' location, for kernels that read the table in place; its tensors must stay alive."""
     assert table.reals.is_contiguous() and table.wholes.is_contiguous()
     return (
         (table.reals.data_ptr(), table.reals.shape[1], tuple(_REALS)),

@@ -166,4 +166,4 @@ COLLECTIVES = (
     send_rows,
     receive_rows,
 )
-"""In each of them a rank waits for others. A rank that runs one step more than they do waits for ever."""
+"""Operations in which a rank waits for others. A rank that runs one step more than they do waits for ever."""

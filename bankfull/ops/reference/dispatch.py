@@ -40,9 +40,9 @@ class ExpertSpread:
     held: tuple[int, ...] = field(init=False)
     """Experts that this rank holds, in ascending order."""
     owner: Tensor = field(init=False, repr=False, compare=False)
-    """By an expert's number: the rank that runs it for this rank's tokens."""
+    """The rank that runs an expert for this rank's tokens, by the expert's number."""
     place: Tensor = field(init=False, repr=False, compare=False)
-    """By an expert's number: its place in `held`, or -1."""
+    """An expert's place in `held`, or -1, by the expert's number."""
 
     def __post_init__(self) -> None:
         owners = [owner_of(expert, self.experts, self.ranks) for expert in range(self.experts)]

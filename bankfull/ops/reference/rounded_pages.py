@@ -80,7 +80,7 @@ def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
 
 @op(cost=_cost, shape=lambda new, pages, scales, slots, fixed=None: None)
 def write_pages_fp8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor, fixed: Tensor | None = None) -> None:
-    """As `write_pages_int8`, with e4m3 codes. `fixed`: (heads) scales of a checkpoint, in place of those that map each
+    """`write_pages_int8` with e4m3 codes. `fixed`: (heads) scales of a checkpoint, in place of those that map each
     token's largest number to the largest code; larger numbers are then clamped."""
     numbers = new.to(torch.float32)
     most = numbers.abs().amax(-1)
@@ -91,9 +91,10 @@ def write_pages_fp8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor, f
 
 @op(cost=_cost, shape=lambda new, pages, scales, slots: None)
 def write_pages_int4(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
-    """As `write_pages_int8`: pages (frames, page_tokens, heads, size / 2) hold codes from -8 to 7, plus 8, in pairs,
-    scales (frames, page_tokens, heads, groups) a bfloat16 scale for each group of adjacent numbers. It maps the group's
-    number of largest magnitude to -8, so it may be negative; of two such numbers the positive one counts."""
+    """`write_pages_int8` with 4-bit codes: pages (frames, page_tokens, heads, size / 2) hold codes from -8 to 7, plus
+    8, in pairs, scales (frames, page_tokens, heads, groups) a bfloat16 scale for each group of adjacent numbers. It
+    maps the group's number of largest magnitude to -8, so it may be negative; of two such numbers the positive one
+    counts."""
     numbers = new.to(torch.float32).unflatten(-1, (scales.shape[-1], -1))
     high, low = numbers.amax(-1), numbers.amin(-1)
     scale = (torch.where(high < -low, low, high) / INT4_LOWEST).to(torch.bfloat16)

@@ -33,16 +33,16 @@ class SplitPlan:
 
 
 FEW = SplitPlan(32768, 1, 8, 4, 16)
-"""For few pairs. Latency to the first tile dominates, and most programs have only one. No stages in shared memory, so
-that neighbouring kernels stay resident on the multiprocessor. Idle programs usefully delay the next kernel, which
-would otherwise compete for memory bandwidth."""
+"""The plan for few pairs. Latency to the first tile dominates, and most programs have only one. No stages in shared
+memory, so that neighbouring kernels stay resident on the multiprocessor. Idle programs usefully delay the next kernel,
+which would otherwise compete for memory bandwidth."""
 FEW_QUERIES = SplitPlan(16384, 1, 8, 2, 32, at_once=16)
 """FEW with at most two queries per KV head, as in 0.6B models: up to 2,048 tokens each program has one tile."""
 MANY = SplitPlan(8192, 3, 4, 4)
 """Four programs with three stages fit on a multiprocessor; their loads in flight exceed latency times bandwidth."""
 SOME = SplitPlan(16384, 3, 8, 2, least=16)
-"""Up to two pairs per multiprocessor, too many to start early. One program per pair, until the sequence is so long that
-splitting gains more than merging costs."""
+"""The plan for up to two pairs per multiprocessor, too many to start early. One program per pair, until the sequence is
+so long that splitting gains more than merging costs."""
 LATE = SplitPlan(8192, 3, 4, 2)
 """MANY for programs that cannot start before their inputs are ready."""
 LATE_WIDE, WIDE = SplitPlan(8192, 3, 4, 2, least=2), 64

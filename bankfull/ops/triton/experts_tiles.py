@@ -20,7 +20,7 @@ from bankfull.ops.triton.launch import start_next, wait_for_inputs
 
 @triton.jit
 def slots_of(chosen, expert, token, tokens, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr):
-    """For each token: whether it chose the expert, and in which slot."""
+    """Whether each token chose the expert, and in which slot."""
     slot = tl.arange(0, SLOTS)
     inside = (token < tokens)[:, None] & (slot < PER_TOKEN)[None, :]
     mine = tl.load(chosen + token[:, None] * PER_TOKEN + slot[None, :], mask=inside, other=-1) == expert

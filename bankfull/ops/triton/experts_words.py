@@ -90,7 +90,7 @@ def _chunks(matrix: WordWeight) -> dict[str, int]:
 
 
 def _turns(tiles: int, programs: int) -> int:
-    """At most so many programs that all of them process as many tiles, up to one."""
+    """The number of programs, at most `programs`, at which all of them process as many tiles, up to one."""
     return -(-tiles // -(-tiles // max(1, min(tiles, programs))))
 
 

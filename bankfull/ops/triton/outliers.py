@@ -102,7 +102,7 @@ def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> boo
 
 
 def _apart(x: Tensor, weight: OutlierWeight, bias: Tensor | None) -> Tensor:
-    """For what is not rounded by kernels that know outliers: two products."""
+    """The outputs by two products, for what is not rounded by kernels that know outliers."""
     if not len(weight.columns):
         return quantized.run_linear(x, weight.words, bias)
     y = quantized.run_linear(x.index_fill(-1, weight.columns, 0), weight.words, bias)

@@ -81,7 +81,7 @@ def softplus(x):
 
 @triton.jit
 def tanh(x):
-    """From an exponential; near zero, where that cancels, from the series."""
+    """tanh(x) from an exponential; near zero, where that cancels, from the series."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = quotient(1.0 - e, 1.0 + e)
     q = x * x

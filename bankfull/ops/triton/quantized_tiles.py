@@ -119,8 +119,8 @@ def group_scales(
     GROUP: tl.constexpr,
     DOWN: tl.constexpr,
 ):
-    """For groups [T] of outputs [BN, 1]: the factor of codes, and the term added to them, times 2 ** -HELD; both
-    [BN, T]. Values past the end are arbitrary, because they are multiplied by zero."""
+    """The factor of codes of groups [T] of outputs [BN, 1], and the term added to them, times 2 ** -HELD; both [BN, T].
+    Values past the end are arbitrary, because they are multiplied by zero."""
     known = tl.minimum(group, groups - 1)[None, :]
     factor, minimum = scales_and_minima(
         scales, minima, outer_scales, output, known, groups, None, NESTED, MINIMA, GROUP

@@ -68,7 +68,7 @@ def rounded_columns_kernel(
 def rounded_columns(
     numbers: Tensor, wanted: Tensor, feedback: Tensor, scales: Tensor, zeros: Tensor, lowest: int, highest: int
 ) -> tuple[Tensor, Tensor]:
-    """As `quantize.gptq.rounded_columns`, for at most `MOST_COLUMNS` columns."""
+    """`quantize.gptq.rounded_columns` for at most `MOST_COLUMNS` columns."""
     columns, rows = numbers.shape
     assert columns <= MOST_COLUMNS
     feedback = feedback.contiguous()  # a device's Cholesky factor has its columns in a row

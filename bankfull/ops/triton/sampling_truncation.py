@@ -158,7 +158,7 @@ def collect_kernel(
 
 @triton.jit
 def _candidate_keys(start, candidates, TILE: tl.constexpr):
-    """From the list or, if it overflowed, from the scores of all tokens."""
+    """The keys of a tile of candidates, from the list or, if it overflowed, from the scores of all tokens."""
     extent, listed, keys, scores, top, temperature = candidates
     at = start + tl.arange(0, TILE)
     if listed:
@@ -184,7 +184,7 @@ def _range_of_keys(candidates, TILE: tl.constexpr):
 
 @triton.jit
 def _up_to(limits, candidates, WAYS: tl.constexpr, TILE: tl.constexpr):
-    """For each limit: the number of candidates with a key of at most the limit, and their weight."""
+    """The number of candidates with a key of at most each limit, and their weight."""
     count = tl.zeros((WAYS, TILE), tl.int32)
     weight = tl.zeros((WAYS, TILE), tl.int64)
     start = 0

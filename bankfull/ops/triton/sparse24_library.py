@@ -19,7 +19,7 @@ OUTPUTS, ROWS = 32, 16
 AMPERE = (8, 0)
 TRIAL = 256
 TOLERANCE = 0.02
-"""Of a product with 16-bit results, relative to its largest number."""
+"""Largest accepted error of a product with 16-bit results, relative to its largest number."""
 
 
 class Library(Protocol):

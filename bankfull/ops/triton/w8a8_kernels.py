@@ -22,7 +22,7 @@ from bankfull.ops.triton.quantized_fp8_rows import append
 ROUND = tl.constexpr(1.5 * 2.0**23)
 """Added and subtracted, it rounds a small float32 to an integer."""
 SMALL = tl.constexpr(1.5 * 2.0**14)
-"""In the same way, to a multiple of 2 ** -9, the smallest float8."""
+"""Added and subtracted, it rounds a small float32 to a multiple of 2 ** -9, the smallest float8."""
 PLAIN = tl.constexpr(INTERPRETED)
 STEP = tl.constexpr(16)
 """The fewest columns that tensor cores multiply in 16 bits."""
@@ -172,8 +172,8 @@ def w8a8_tiles_kernel(
     OUTLIERS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """For few rows; split-K as in `linear_tiles.split_tiles_kernel`. Tiles divide outputs and columns evenly.
-    OUTLIERS: whether there are `width` outlier columns."""
+    """The kernel for few rows; split-K as in `linear_tiles.split_tiles_kernel`. Tiles divide outputs and columns
+    evenly. OUTLIERS: whether there are `width` outlier columns."""
     start_next(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     within = tl.arange(0, OUT)
@@ -286,8 +286,8 @@ def w8a8_gemm_kernel(
     KEPT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """For many rows: persistent programs; x and weight are descriptors, which read zeros past the end. TOGETHER row
-    blocks share the weights that they read at the same time."""
+    """The kernel for many rows: persistent programs; x and weight are descriptors, which read zeros past the end.
+    TOGETHER row blocks share the weights that they read at the same time."""
     start_next(OVERLAP)
     kind: tl.constexpr = tl.float32 if FLOATS else tl.int32
     row_blocks, out_blocks = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUT)

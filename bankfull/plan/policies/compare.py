@@ -56,7 +56,7 @@ class PolicyFigures:
     goodput: float
     """Jobs per second that took at most `stretch` times as long as on an idle engine."""
     good: float
-    """Their share of all jobs."""
+    """Share of all jobs that took at most `stretch` times as long as on an idle engine."""
     preemptions: int
     swapped_bytes: int
     seconds: float

@@ -42,7 +42,7 @@ class JobRun:
 
     times: list[RequestTimes]
     seconds: float
-    """From the first arrival to the last end."""
+    """Seconds from the first arrival to the last end."""
     preemptions: int
     swapped: int
     """Bytes that moved between the device and lower tiers."""

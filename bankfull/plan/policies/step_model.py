@@ -19,7 +19,7 @@ class StepRecord:
     rows: int
     """Sequences that decode."""
     context: int
-    """Their tokens."""
+    """Tokens of the sequences that decode."""
     prompt: int
     """Prompt tokens."""
     seconds: float
@@ -78,7 +78,7 @@ class StepModel:
 
     @staticmethod
     def parse(text: str) -> StepModel:
-        """From `step=8ms,row=20us,context=10ns,prompt=30us`; terms that are left out keep their defaults."""
+        """A model from `step=8ms,row=20us,context=10ns,prompt=30us`; terms that are left out keep their defaults."""
         found: dict[str, float] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(step|row|context|prompt)\s*=\s*([0-9]*\.?[0-9]+)\s*(s|ms|us|ns)\s*", part)

@@ -47,7 +47,7 @@ class FirstCome:
         return len(ends)
 
     def next_turn(self, sequence: Sequence, now: float) -> float:
-        """By the order alone: the numbers mean no seconds, but their order is right."""
+        """Returns numbers by the order alone: they mean no seconds, but their order is right."""
         _, rank, arrival = sequence.order
         return rank + arrival * 1e-9
 

@@ -37,7 +37,7 @@ ReplyHeaders = list[tuple[bytes, bytes]]
 
 
 def open_store(given: str) -> AnswerStore:
-    """From `SIZE[:PATH]`: in memory, or in an SQLite file."""
+    """The store that `SIZE[:PATH]` names: in memory, or in an SQLite file."""
     size, colon, path = given.partition(":")
     limit = parse_bytes("--response-cache", size.strip()) or 0
     if not colon:
@@ -150,7 +150,8 @@ def _deterministic(call: dict[str, Any]) -> bool:
 
 
 def _directives(headers: Headers) -> set[str]:
-    """Of the request's Cache-Control: no-cache asks for a new answer, no-store also keeps it out of the cache."""
+    """The directives of the request's Cache-Control: no-cache asks for a new answer, no-store also keeps it out of the
+    cache."""
     values = [value.decode("latin-1").lower() for name, value in headers if name == b"cache-control"]
     return {word.strip() for value in values for word in value.split(",")}
 

@@ -63,11 +63,11 @@ class Ask:
     """A conversation that wants an answer."""
 
     messages: list[dict[str, Any]]
-    """As chat templates take them: role, content as one text, tool_calls whose arguments are objects, ..."""
+    """Messages as chat templates take them: role, content as one text, tool_calls whose arguments are objects, ..."""
     submit: Submit
     """The request, without its prompt."""
     tools: list[dict[str, Any]] | None = None
-    """As chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """Tools as chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}."""
     tool_choice: ToolChoice = "auto"
     parallel_tools: bool = True
     reasoning: bool = True

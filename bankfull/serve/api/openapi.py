@@ -76,7 +76,7 @@ UPLOAD = {
 
 
 def document(paths: Collection[str]) -> dict[str, Any]:
-    """Of those endpoints among `paths` that have a schema here, and of all that are read."""
+    """The document of those endpoints among `paths` that have a schema here, and of all that are read."""
     posted = {path: described for path, described in POSTED.items() if path in paths}
     waiting = {place: described for place, described in WAITING.items() if place[0] in paths}
     types = [kind for _, body, reply in posted.values() for kind in (body, reply)]

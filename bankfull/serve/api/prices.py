@@ -21,10 +21,10 @@ class TokenPrices:
     input: float
     output: float
     cached: float
-    """Of input that was read from the prefix cache."""
+    """Price of input that was read from the prefix cache."""
     write_5m: float
     write_1h: float
-    """Of input that was pinned in the cache."""
+    """Prices of input that was pinned in the cache."""
 
     def cost(self, usage: PricedUsage) -> float:
         plain = usage.prompt_tokens - usage.cached_tokens - usage.written_5m - usage.written_1h
@@ -51,7 +51,8 @@ class PricedUsage:
 
 
 def parse_prices(text: str) -> TokenPrices:
-    """From `input=3, output=15, cached=0.3, write-5m=3.75, write-1h=6`; the last three have defaults."""
+    """The prices that a text gives as `input=3, output=15, cached=0.3, write-5m=3.75, write-1h=6`; the last three have
+    defaults."""
     known = {field.name.replace("_", "-"): field.name for field in fields(TokenPrices)}
     given: dict[str, float] = {}
     for part in text.split(","):

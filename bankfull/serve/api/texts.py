@@ -53,7 +53,7 @@ class Texts:
         """`defaults`: default sampling parameters, under the names of SamplingParams."""
         self.tokenizer, self.template, self.defaults = tokenizer, template, dict(defaults)
         self.model = "the model"
-        """Its name, for messages."""
+        """The model's name, for messages."""
         self.spans = tokenizer.spans
         self.desk = Desk("bankfull-texts", most_size=MAX_WAITING, most_size_per_key=MAX_WAITING_PER_KEY, what="texts")
         self._batch_turns = asyncio.Semaphore(BATCH_AT_ONCE)

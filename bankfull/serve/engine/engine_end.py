@@ -50,7 +50,7 @@ class Outbox:
         threading.Thread(target=self._write_waiting, name="bankfull-writer", daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        """In the order of the calls. Returns at once unless MOST_WAITING bytes wait already."""
+        """Send a message, in the order of the calls. Returns at once unless MOST_WAITING bytes wait already."""
         with self._changed:
             if self._seal is not None:
                 message += self._seal.tag(message)

@@ -53,7 +53,7 @@ KILL = b"K"
 PROBE = b"P"
 """Sent by a server that misses heartbeats, for the acknowledgement of this machine's kernel; has no other effect."""
 RUNNING = 1 << 30
-"""In the place of an exit status while the process runs, and before it is started."""
+"""What stands in the place of an exit status while the process runs, and before it is started."""
 
 HEARTBEAT = struct.Struct("<qQi")
 """Process number, progress counter, exit status."""

@@ -280,7 +280,7 @@ class Link(EngineKeeper):
                 self._send(Abort([number]))
 
     async def wait_all_ready(self) -> None:
-        """As of a set of replicas."""
+        """Wait until the engine is ready, as a set of replicas waits for all of its own."""
         await self.wait_ready()
 
     async def reset_cache(self) -> int:

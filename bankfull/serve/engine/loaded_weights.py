@@ -22,7 +22,8 @@ class LoadedWeights:
         self._fingerprint = fingerprint_beside(self._path)
 
     def fingerprint(self) -> str:
-        """Of the files that were loaded since; empty where nobody asks. Raises ModelError if they have changed."""
+        """The fingerprint of the files that were loaded since; empty where nobody asks. Raises ModelError if they have
+        changed."""
         if self._path is None:
             return ""
         from bankfull.weights.fingerprint import weights_stamp

@@ -49,8 +49,8 @@ class EngineConnection(asyncio.Protocol, ABC):
         self._own, self._theirs = Seal(keys.of_caller), Seal(keys.of_listener)
 
     def send(self, message: bytes, request: int | None = None) -> None:
-        """In the order of the calls. `request`: the request that the message submits, for `withdraw`. Raises
-        Unavailable."""
+        """Send a message, in the order of the calls. `request`: the request that the message submits, for `withdraw`.
+        Raises Unavailable."""
         if self._transport is None:
             raise Unavailable("The engine is starting; ask again in a moment.")
         if self._transport.is_closing():  # some event loops raise RuntimeError for a write

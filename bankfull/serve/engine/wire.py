@@ -29,14 +29,14 @@ class ExchangeEnds(msgspec.Struct):
     """The exchanges of the engines that decode (`state.exchange`), one for each."""
 
     files: list[int]
-    """Those in shared memory, which the engine inherits: their file descriptors, in the order of these engines. Empty:
-    they are filled over sockets."""
+    """File descriptors of the exchanges in shared memory, which the engine inherits, in the order of these engines.
+    Empty: they are filled over sockets."""
     nbytes: int
-    """Bytes of each."""
+    """Bytes of each exchange."""
     own: int | None = None
-    """The number of the one that this engine reads; None: it computes prompts, and writes to all."""
+    """The number of the exchange that this engine reads; None: it computes prompts, and writes to all."""
     engines: int = 0
-    """How many there are, without shared memory."""
+    """How many exchanges there are, without shared memory."""
     secret: bytes = b""
     """What the two ends of a socket prove to each other. Empty for an engine behind a gateway, which inherits it
     (`handshake.inherited`): the connection of this message may cross a network."""
@@ -282,5 +282,5 @@ def body_length(header: bytes | bytearray | memoryview) -> int:
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """For `ToEngine` or `FromEngine`."""
+    """A decoder for `ToEngine` or `FromEngine`."""
     return msgspec.msgpack.Decoder(kind)

@@ -124,7 +124,8 @@ class Worker:
             _leave(1)
 
     def _until_gone(self) -> None:
-        """On a thread: the process exits with its API, even in the middle of a step. Nothing else wakes the thread."""
+        """Runs on a thread: the process exits with its API, even in the middle of a step. Nothing else wakes the
+        thread."""
         try:
             poll = select.poll()
             poll.register(self._connection, getattr(select, "POLLRDHUP", select.POLLHUP))
@@ -256,7 +257,7 @@ class Worker:
             self._refuse(Refused(request, "busy", str(error)))
 
     def _prepared(self, wanted: Submit) -> tuple[Submit, Pending]:
-        """On any thread."""
+        """Prepare a request, on any thread."""
         if wanted.explain:
             self._accounts.prepare()
         return wanted, self._front.prepare(wanted)
@@ -449,8 +450,8 @@ def _give_up(thread: str, error: BaseException) -> NoReturn:
 
 
 def _until_lost(wait_lost: Callable[[], str]) -> None:
-    """On a thread: the process exits as soon as a rank of the model is lost, idle or in the middle of a step, so that
-    the API starts another one at once."""
+    """Runs on a thread: the process exits as soon as a rank of the model is lost, idle or in the middle of a step, so
+    that the API starts another one at once."""
     print(f"bankfull: the engine stops: {wait_lost()}", file=sys.stderr)
     _leave(1)
 

@@ -30,10 +30,11 @@ Headers = list[tuple[bytes, bytes]]
 
 OPEN_PATHS = frozenset({"/live", "/ready", *PAGES})
 UNCHARGED_PATHS = frozenset({STATE_PATH, TABLES_PATH})
-"""Not charged to the key's rate limit: these are cheap, and an open console requests them every second."""
+"""Paths that are not charged to the key's rate limit: these are cheap, and an open console requests them every
+second."""
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
-"""Also served on connections of the reserve."""
+"""Paths that are also served on connections of the reserve."""
 UPLOAD_PATH = "/v1/files"
 DRAIN_SECONDS = 2.0
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")

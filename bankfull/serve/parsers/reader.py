@@ -136,7 +136,7 @@ class TextReader:
         yield from self.run(SPACES)
 
     def word(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Like `run`, but returns the text."""
+        """Take a run as `run` does, but return its text."""
         pieces: list[str] = []
         yield from self.run(pattern, pieces.append)
         return "".join(pieces)

@@ -59,11 +59,11 @@ class Separation:
     decode: int
     exchange: int
     link: str = ""
-    """How state gets to it: one of LINKS; empty: as it is best where the engines run."""
+    """How state gets to an exchange: one of LINKS; empty: as it is best where the engines run."""
 
     @classmethod
     def parse(cls, text: str) -> Separation:
-        """From `prefill=1,decode=2[,exchange=1GiB][,link=memory]`."""
+        """The separation that `prefill=1,decode=2[,exchange=1GiB][,link=memory]` names."""
         given: dict[str, str] = {}
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))

@@ -82,7 +82,7 @@ class ReplicaSet:
         """Replicas that take requests, by slot: those of the newest generation, and the others."""
         self._table, self._index = ReplicaTable(), PrefixIndex()
         self._facts: Facts | None = None
-        """Those of a replica of the newest generation."""
+        """Facts of a replica of the newest generation."""
         self._all_facts: Facts | None = None
         self._numbers = count(1)
         self._seeds = SystemRandom()
@@ -109,7 +109,7 @@ class ReplicaSet:
 
     @property
     def facts(self) -> Facts | None:
-        """Of the model, with the rows and pages of all replicas."""
+        """The facts of the model, with the rows and pages of all replicas."""
         return self._all_facts
 
     @property
@@ -166,13 +166,13 @@ class ReplicaSet:
         return ResumableStream(self, submit)
 
     async def page_tables(self) -> dict[str, PageTables]:
-        """Of the ready replicas; one that ends meanwhile is left out."""
+        """The page tables of the ready replicas; one that ends meanwhile is left out."""
         ready = [replica for replica in self._replicas.values() if replica.link.ready]
         asked = await asyncio.gather(*(replica.link.page_tables() for replica in ready), return_exceptions=True)
         return {one.name: found[""] for one, found in zip(ready, asked, strict=True) if isinstance(found, dict)}
 
     async def reset_cache(self) -> int:
-        """Of all replicas; one that ends meanwhile has an empty cache anyway."""
+        """Reset the caches of all replicas; one that ends meanwhile has an empty cache anyway."""
         asked = [replica.link.reset_cache() for replica in self._replicas.values() if replica.link.ready]
         freed = await asyncio.gather(*asked, return_exceptions=True)
         return sum(pages for pages in freed if isinstance(pages, int))
@@ -222,7 +222,7 @@ class ReplicaSet:
         self._on_change(replica)
 
     def _on_change(self, replica: RoutedReplica) -> None:
-        """Its engine has become ready, has ended or is given up."""
+        """The replica's engine has become ready, has ended or is given up."""
         facts = replica.link.facts
         if replica.link.ready and facts is not None:
             others = [r for r in self._replicas.values() if r is not replica and not r.refusal]

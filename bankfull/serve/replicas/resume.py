@@ -84,7 +84,7 @@ class Leg:
             self._meter.answered(self._number)
 
     def detach(self) -> tuple[ReplicaMeter, int]:
-        """Its place in the meter, for another leg that takes it over."""
+        """Detach the leg's place in the meter, for another leg that takes it over."""
         number, self._number = self._number, None
         assert number is not None, "an ended leg has no place"
         return self._meter, number
@@ -257,7 +257,8 @@ class ResumableStream:
                     self._whole(item)
 
     def _unfinished(self, items: list[Delta | RequestDone]) -> list[Delta | RequestDone]:
-        """Without samples whose end was passed on: a request without output is begun anew, and ends again."""
+        """The items without those of samples whose end was passed on: a request without output is begun anew, and ends
+        again."""
         return [item for item in items if not isinstance(item, Delta) or item.index not in self._finished]
 
     def _whole(self, done: RequestDone) -> None:

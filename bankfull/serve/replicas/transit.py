@@ -22,7 +22,7 @@ from bankfull.submit import Submit
 QUIET_SECONDS = 2.0
 """A request whose prompt is computed waits while state arrives, and so long for the next piece of it."""
 LONGEST_SECONDS = 10.0
-"""And so long for all of it."""
+"""A request whose prompt is computed waits so long for all of its state."""
 
 
 class StateLink(Protocol):

@@ -11,7 +11,7 @@ from bankfull.serve.telemetry.exposition import ScalarMetric
 
 
 def replica_families(views: Sequence[ReplicaView]) -> list[ScalarMetric]:
-    """Of each replica, with its name as the label `replica`. A removed replica leaves no series behind."""
+    """Metrics of each replica, with its name as the label `replica`. A removed replica leaves no series behind."""
     gauge, counter, by = "gauge", "counter", ["replica"]
     ready = ScalarMetric(gauge, "replica_ready", "1 if the replica accepts requests.", by)
     state = ScalarMetric(gauge, "replica_state", "1 for the state that the replica is in.", ["replica", "state"])
@@ -43,8 +43,8 @@ def replica_families(views: Sequence[ReplicaView]) -> list[ScalarMetric]:
 
 
 def tier_families(load: Load | None) -> list[ScalarMetric]:
-    """Of the tiers below the device (`--kv-host`, `--kv-disk`), with the tier's name as the label `tier`; none without
-    tiers."""
+    """Metrics of the tiers below the device (`--kv-host`, `--kv-disk`), with the tier's name as the label `tier`; none
+    without tiers."""
     if load is None or load.moves is None:
         return []
     gauge, counter, by, choice = "gauge", "counter", ["tier"], ["choice"]
@@ -92,7 +92,7 @@ def tier_families(load: Load | None) -> list[ScalarMetric]:
 
 
 def pin_families(load: Load | None) -> list[ScalarMetric]:
-    """Of pinned prefixes (`cache_control`)."""
+    """Metrics of pinned prefixes (`cache_control`)."""
     if load is None:
         return []
     pins = ScalarMetric("gauge", "prefix_pins", "Prefixes that are pinned in the cache.")
@@ -111,7 +111,7 @@ def pin_families(load: Load | None) -> list[ScalarMetric]:
 
 
 def separation_families(counts: TransitCounts) -> list[ScalarMetric]:
-    """Of prefill and decode apart (`--separate`)."""
+    """Metrics of prefill and decode apart (`--separate`)."""
     return [
         _counter("separate_transfers_total", "Prompts whose state was asked from another engine.", counts.transits),
         _counter("separate_bytes_total", "Bytes of state handed from prefill to decode engines.", counts.nbytes),

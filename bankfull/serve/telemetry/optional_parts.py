@@ -9,7 +9,7 @@ from bankfull.fleet.reports import joined_optional
 from bankfull.serve.telemetry.exposition import ScalarMetric
 
 Source = Callable[[], Mapping[str, str]]
-"""By part: why it is not used, in a few words without names of files, or nothing."""
+"""Tells for each part why it is not used, in a few words without names of files, or nothing."""
 
 
 class OptionalParts:
@@ -17,11 +17,11 @@ class OptionalParts:
         self._sources = sources
 
     def unused(self) -> dict[str, str]:
-        """Those that were asked for and are not used, and why."""
+        """The parts that were asked for and are not used, and why."""
         return {part: problem for part, problem in self._all().items() if problem}
 
     def families(self) -> list[ScalarMetric]:
-        """Made anew for each response of /metrics; none where no part was asked for."""
+        """Metrics made anew for each response of /metrics; none where no part was asked for."""
         found = self._all()
         up = ScalarMetric("gauge", "optional_part_up", "1 while an optional part is used, 0 if it cannot be.", ["part"])
         for part, problem in found.items():

@@ -13,7 +13,7 @@ from bankfull.train.lm.state_space import mamba, mamba2, s4
 from bankfull.train.lm.weights import Weights
 
 TrainedMixer = Callable[[Weights, Tensor, Any, SequencePass, int], Tensor]
-"""From normed rows (sequences, tokens, hidden) to the branch: weights, rows, shape of the kind, pass, layer."""
+"""Computes the branch of normed rows (sequences, tokens, hidden) from weights, rows, shape of the kind, pass, layer."""
 MIXERS: dict[str, TrainedMixer] = {
     "attention": attention,
     "based": based,

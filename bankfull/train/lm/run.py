@@ -62,7 +62,7 @@ class LmTraining:
     measure_every: int
     device: torch.device
     deadline: float | None
-    """On the monotonic clock."""
+    """The deadline on the monotonic clock."""
     bar: Bar
 
 

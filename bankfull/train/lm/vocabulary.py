@@ -44,7 +44,7 @@ def byte_tokenizer() -> dict[str, Any]:
 class EncodedText:
     ids: Tensor
     digest: str
-    """Of the text and the tokenizer."""
+    """Digest of the text and the tokenizer."""
     tokenizer: dict[str, Any]
     """Content of tokenizer.json."""
 

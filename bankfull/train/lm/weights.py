@@ -113,4 +113,5 @@ INITIAL: dict[str, Draw] = {
     "A_imag": _harmonics,
     ".C": _complex,
 }
-"""By the end of a parameter's name, where zeros (vectors) or scaled normal numbers (matrices) do not fit."""
+"""Draws of initial values, by the end of a parameter's name, where zeros (vectors) or scaled normal numbers (matrices)
+do not fit."""

@@ -41,7 +41,7 @@ def _kept(mask: int) -> int:
 
 
 _POSITIONS = torch.tensor([_kept(mask) for mask in range(1 << FOUR)], dtype=torch.uint8)
-"""By the mask of a four: bit i for column i."""
+"""Positions by the mask of a four: bit i for column i."""
 _OF_TWO = torch.tensor(
     [_kept(mask) if mask.bit_count() == 2 else _NONE for mask in range(1 << FOUR)], dtype=torch.uint8
 )

@@ -29,7 +29,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_whole(words: Tensor, bits: int) -> Tensor:
-    """As `unpack_words` for words that hold only whole codes: ten of 3 bits, the upper bits unused."""
+    """Unpack as `unpack_words` does, for words that hold only whole codes: ten of 3 bits, the upper bits unused."""
     each = WORD // bits
     codes = torch.empty(*words.shape, each, dtype=torch.uint8)
     for code in range(each):

@@ -62,7 +62,7 @@ class Instruction:
     writes: dict[str, Operand | None]
     facts: dict[str, Any] = field(default_factory=dict)
     label: str = ""
-    """Its name in profiles."""
+    """The instruction's name in profiles."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class Break:
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     """Shape after the token dimension, and dtype, of each result."""
     nested: dict[str, dict[str, str]] = field(default_factory=dict)
-    """For arguments that are records (a mixer's plan): field -> name of the step's input."""
+    """Fields of arguments that are records (a mixer's plan): field -> name of the step's input."""
 
 
 Node = Instruction | Break

@@ -177,7 +177,7 @@ class MessagesCall(CountTokensCall, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
     explain: bool | None = None
-    """From min_p on, and chat_template_kwargs: parameters of this server beyond Anthropic's."""
+    """The fields from min_p on, and chat_template_kwargs, are parameters of this server beyond Anthropic's."""
 
 
 def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], switches: Switches) -> Ask:

@@ -29,7 +29,7 @@ class UsageReply(msgspec.Struct):
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
     cost: float | msgspec.UnsetType = msgspec.UNSET
-    """By the server's prices, if it has any."""
+    """Cost by the server's prices, if it has any."""
 
 
 class PromptLogprob(msgspec.Struct):

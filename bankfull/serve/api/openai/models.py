@@ -24,7 +24,7 @@ class ModelCard(msgspec.Struct):
     tool_parser: str | None
     """The format in which calls of tools are written and read; None where the model has no chat template."""
     static_batch: int | None = None
-    """With static batches: the number of requests that each waits for."""
+    """The number of requests that each static batch waits for."""
     owned_by: Literal["bankfull"] = "bankfull"
     object: Literal["model"] = "model"
     parent: None = None

@@ -178,7 +178,7 @@ class ResponseOutput:
         return [self.item(block) for block in self.blocks.all]
 
     def item(self, block: AnswerBlock) -> Item:
-        """As it stands: whole, cut short, or still open."""
+        """The block's item as it stands: whole, cut short, or still open."""
         last = block.index == len(self.blocks.all) - 1
         cut_short = last and (self.blocks.cut_short or block is self.blocks.open)
         return self._item(block, "incomplete" if cut_short else "completed", [self.part(block)])

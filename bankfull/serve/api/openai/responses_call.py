@@ -176,7 +176,7 @@ class ResponsesCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
     explain: bool | None = None
-    """From top_k on: parameters of this server beyond OpenAI's, as in chat completions."""
+    """The fields from top_k on are parameters of this server beyond OpenAI's, as in chat completions."""
 
 
 def ask_of(call: ResponsesCall, caller: Caller, defaults: Mapping[str, Any], switches: Switches) -> Ask:
