@@ -36,12 +36,12 @@ def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int =
     chosen, kit = choose_precision(files, run, device.kind), kit_for(device.kind, run.providers)
     kept = run.evicts()
     evict = None if kept is None else Mask(kept[1], global_tokens=kept[0])
-    made = Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
+    build = Build(files.source, kit, chosen.dtype, device.torch, run.expand, max_len, chosen.pages, chosen.activations)
     if isinstance(files.source, WidenedSource):
         log.warning(files.source.notice())
     if device.kind != "cpu" and run.activations == "auto" and is_rounded_to_fp8(files):
         log.warning(fp8_notice(chosen.activations.by_row is TOKEN))
-    return made if evict is None else replace(made, kv_evict=evict)
+    return build if evict is None else replace(build, kv_evict=evict)
 
 
 def fp8_notice(rounds: bool) -> str:
@@ -83,13 +83,13 @@ def slow_layers(kit: Kit, dtype: torch.dtype) -> str | None:
     """Which layers run without a native kernel although there are some, and what to do: one sentence. None: none do."""
     if kit.device != "cpu" or native.status() is not None:
         return None
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for (operation, scheme), count in kit.bodies.items():
         if operation.startswith(PRODUCTS):
-            found[scheme] += count
-    if not found:
+            counts[scheme] += count
+    if not counts:
         return None
-    schemes = ", ".join(f"{count} of {scheme}" for scheme, count in sorted(found.items()))
+    schemes = ", ".join(f"{count} of {scheme}" for scheme, count in sorted(counts.items()))
     name = str(dtype).removeprefix("torch.")
     if dtype not in KERNEL_DTYPES:
         way = f"no kernel computes in {name}: use dtype='float32' or leave dtype out"
@@ -97,4 +97,4 @@ def slow_layers(kit: Kit, dtype: torch.dtype) -> str | None:
         way = "use activations='bf16', whose kernels multiply bfloat16, or dtype='float32'"
     else:
         way = "no kernel fits their shape; expand=True dequantizes them once, for more memory, if they are quantized"
-    return f"{found.total()} layers run without a native kernel ({schemes}), and may be many times slower: {way}."
+    return f"{counts.total()} layers run without a native kernel ({schemes}), and may be many times slower: {way}."

@@ -185,8 +185,8 @@ def load_draft(
     files = open_model(locate(name))
     family_of(files.config)
     wanted = tokenizer or load_tokenizer(target)[0]
-    own, _ = load_tokenizer(files)
-    if (other := wanted.first_other_token(own)) is not None:
+    draft_tokenizer, _ = load_tokenizer(files)
+    if (other := wanted.first_other_token(draft_tokenizer)) is not None:
         raise ConfigError(
             f"{name!r} cannot draft for {target.path.name!r}: their vocabularies differ, first in token {other}; "
             "choose a draft model with the target's tokenizer."

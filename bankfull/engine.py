@@ -197,18 +197,18 @@ class Engine(Generic[RunnerKind]):
 
     def _drafts(self) -> Drafts:
         drafting = self.drafting
-        own: Drafts = 0 if self.strategy.idle else self.strategy.width(self.scheduler.running)
+        usual: Drafts = 0 if self.strategy.idle else self.strategy.width(self.scheduler.running)
         if self.adaptive is not None:
-            own = self.adaptive.verifies
+            usual = self.adaptive.verifies
         if drafting is None:
-            return own
+            return usual
         begun = self._clock()
         rows = self.scheduler.decoding()
-        found = drafting.widths({row: self._owner[row] for row in rows}, self.scheduler.config.step_tokens - len(rows))
+        widths = drafting.widths({row: self._owner[row] for row in rows}, self.scheduler.config.step_tokens - len(rows))
         self.totals.drafting += self._clock() - begun
-        if isinstance(own, int):
-            return {row: found.get(row, own) for row in rows} if own else found
-        return {**own, **found}
+        if isinstance(usual, int):
+            return {row: widths.get(row, usual) for row in rows} if usual else widths
+        return {**usual, **widths}
 
     def _guess(self, drafting: Drafting, plan: StepPlan) -> None:
         """Send the host's guesses with the plan. A grammar needs a mask after each draft: with a step in flight, the

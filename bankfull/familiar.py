@@ -90,7 +90,7 @@ def sampling_options(given: Mapping[str, Any]) -> Own:
 
 
 def _translated(given: Mapping[str, Any], table: Mapping[str, Reading], error: type[BankfullError]) -> Own:
-    made: Own = {}
+    options: Own = {}
     by: dict[str, str] = {}
     for name, value in given.items():
         try:
@@ -98,12 +98,12 @@ def _translated(given: Mapping[str, Any], table: Mapping[str, Reading], error: t
         except ValueError as problem:
             raise error(f"{name}={_shown(value)} {problem}.") from None
         for own, what in meant.items():
-            if own in made and made[own] != what:
+            if own in options and options[own] != what:
                 raise error(
                     f"{by[own]}={_shown(given[by[own]])} and {name}={_shown(value)} both set {own}; give one of them."
                 )
-            made[own], by[own] = what, name
-    return made
+            options[own], by[own] = what, name
+    return options
 
 
 def _shown(value: object) -> str:
@@ -176,14 +176,14 @@ def _quantization_config(name: str, value: Any) -> Own:
     """transformers' BitsAndBytesConfig, or a dict of the same names."""
     if value is None:
         return {}
-    found = [
+    chosen = [
         own
         for key, own in (("load_in_8bit", "llm.int8"), ("load_in_4bit", "int4"))
         if (value.get(key) if isinstance(value, Mapping) else getattr(value, key, None))
     ]
-    if len(found) != 1:
+    if len(chosen) != 1:
         raise ValueError("is not supported; give quantize='int8' or quantize='int4'")
-    return {"quantize": found[0]}
+    return {"quantize": chosen[0]}
 
 
 STORED = {

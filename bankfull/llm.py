@@ -42,8 +42,8 @@ class LLM:
         **options: Any,
     ) -> None:
         if loaded is None:
-            own = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
-            said = {name: value for name, value in own.items() if value not in ("auto", None)}
+            named = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
+            said = {name: value for name, value in named.items() if value not in ("auto", None)}
             configured = configure({**said, **options})
             policy_of(configured[1])  # an unknown name is refused before the model is loaded
             loaded = load(model, *configured)
@@ -93,14 +93,14 @@ class LLM:
             raise RequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one for each.")
         ids = self._submit_all(many, params, priority or [0] * len(many))
         if not use_tqdm:
-            found = self._finish(ids, progress)
+            results = self._finish(ids, progress)
         else:
             with _progress_bar(len(ids), progress) as bar:
-                found = self._finish(ids, bar)
+                results = self._finish(ids, bar)
         if choose is not None:
-            for result, one in zip(found, asked, strict=True):
+            for result, one in zip(results, asked, strict=True):
                 rank(result, choose, shows_logprobs=one.logprobs is not None)
-        return found
+        return results
 
     def chat(
         self,

@@ -60,14 +60,19 @@ def load(
         reading = pool.submit(lambda: text or load_tokenizer(files))
         device = device or open_device(run.device)
         if run.mesh.ranks > 1:
-            made = assemble_leader(name, files, run, sched, state, max_len, device)
+            assembled = assemble_leader(name, files, run, sched, state, max_len, device)
         else:
-            made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
+            assembled = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
         tokenizer, template = reading.result()
     frontend = Frontend(
-        made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
+        assembled.engine,
+        tokenizer,
+        template,
+        vocab=assembled.model.vocab,
+        max_len=assembled.sizes.max_len,
+        seed=run.seed,
     )
-    parts = {field.name: getattr(made, field.name) for field in fields(made)}
+    parts = {field.name: getattr(assembled, field.name) for field in fields(assembled)}
     return Loaded(**parts, tokenizer=tokenizer, template=template, frontend=frontend)
 
 
@@ -90,9 +95,9 @@ def assemble_leader(
     def own_part(run: RunConfig, ranks: Ranks) -> Assembled:
         return assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
 
-    made, followers = lead(name, files.path, run, sched, state, max_len, device, own_part)
-    followers.attach(made.engine.runner, made.engine.scheduler.state)
-    return made
+    assembled, followers = lead(name, files.path, run, sched, state, max_len, device, own_part)
+    followers.attach(assembled.engine.runner, assembled.engine.scheduler.state)
+    return assembled
 
 
 def load_rank(
@@ -100,8 +105,8 @@ def load_rank(
 ) -> DeviceRunner:
     """The runner of another rank: the same model, state and steps as rank 0's."""
     device = open_device(run.device)
-    made = assemble(open_model(locate(name)), run, sched, state, max_len=max_len, device=device, ranks=ranks)
-    return made.engine.runner
+    assembled = assemble(open_model(locate(name)), run, sched, state, max_len=max_len, device=device, ranks=ranks)
+    return assembled.engine.runner
 
 
 def load_feeds(name: str, run: RunConfig, sched: SchedConfig, max_len: int | None, ranks: Ranks) -> FeedRunner:

@@ -137,11 +137,11 @@ class MeshSpec:
         a context has fewer tensor ranks than there are expert ranks, neighbouring contexts exchange tokens, too."""
         stage, inside = divmod(rank, self.stage_ranks)
         first = stage * self.stage_ranks + (self.tp * self.cp if self.ffn else 0)
-        context, own = divmod(rank - first, self.feed_tp)
+        context, tensor_rank = divmod(rank - first, self.feed_tp)
         assert rank >= first, f"rank {inside} of a stage of {self} runs no feed-forward layers"
         near = math.gcd(self.feed_tp, self.ep)
         contexts = self.ep // near
-        low, line = context // contexts * contexts, own // near * near
+        low, line = context // contexts * contexts, tensor_rank // near * near
 
         def at(context: int, tensor: int) -> int:
             return first + context * self.feed_tp + tensor
@@ -151,7 +151,7 @@ class MeshSpec:
             (rank,)
             if self.sp == "megatron" and near == self.feed_tp
             else tuple(at(context, t) for t in range(line, line + near)),
-            tuple(at(context, t) for t in range(own % near, self.feed_tp, near)),
+            tuple(at(context, t) for t in range(tensor_rank % near, self.feed_tp, near)),
         )
 
     @property
@@ -185,20 +185,20 @@ class MeshSpec:
         if not isinstance(text, str) or not text.strip():
             raise ConfigError("The layout is empty; name what is split, as in tp=2,pp=2.")
         shown, known = f"The layout {text[:80]!r}", [one.name for one in fields(MeshSpec)]
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         for part in text.split(","):
             key, equals, value = (side.strip() for side in part.partition("="))
             if key not in known:
                 raise ConfigError(f"{shown} has no axis {key[:40]!r}; its axes are {', '.join(known)}.")
             if not equals:
                 raise ConfigError(f"{shown} gives no value for {key}; write {key}={'on' if key == 'sp' else 2}.")
-            if key in found:
+            if key in values:
                 raise ConfigError(f"{shown} has {key} twice; give it once.")
-            found[key] = value
-        sequence = found.pop("sp", "off")
+            values[key] = value
+        sequence = values.pop("sp", "off")
         if sequence not in MeshSpec.SEQUENCE:
             raise ConfigError(f"{shown}: sp must be one of {', '.join(MeshSpec.SEQUENCE)}, not {sequence[:40]!r}.")
-        numbers = {key: _number(shown, key, value) for key, value in found.items()}
+        numbers = {key: _number(shown, key, value) for key, value in values.items()}
         return MeshSpec(**numbers, sp=MeshSpec.SEQUENCE[sequence])
 
     def check(self, facts: MeshFacts) -> None:

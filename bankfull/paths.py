@@ -28,9 +28,9 @@ def config_dir() -> Path:
 
 
 def _own(variable: str, shared_variable: str, usual: str, what: str) -> Path:
-    own = os.environ.get(variable, "")
-    if own:
-        return Path(own)
+    given = os.environ.get(variable, "")
+    if given:
+        return Path(given)
     shared = os.environ.get(shared_variable, "")
     # The XDG Base Directory Specification says that a relative path is invalid and must be ignored.
     if os.path.isabs(shared):

@@ -54,14 +54,14 @@ def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
     saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
     if files.kind == "gguf" or saved is None:
         return torch.float32 if device == "cpu" else torch.bfloat16
-    found = _dtype(str(saved).removeprefix("torch."))
+    dtype = _dtype(str(saved).removeprefix("torch."))
     if (
         device == "cpu"
-        and found == torch.float16
+        and dtype == torch.float16
         and (isinstance(files.source, WidenedSource) or block_types(files.source))
     ):
         return torch.float32
-    return found
+    return dtype
 
 
 def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> ActivationRule:

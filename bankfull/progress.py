@@ -43,8 +43,8 @@ def watched_file() -> int:
     try:
         file = os.memfd_create("bankfull-progress")
     except (AttributeError, OSError):  # not on this system
-        with TemporaryFile() as made:
-            file = os.dup(made.fileno())
+        with TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
     os.ftruncate(file, BYTES)
     return file
 

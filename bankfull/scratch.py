@@ -56,5 +56,5 @@ def remove_abandoned(within: Path | None = None) -> None:
 
 def _owned(folder: Path) -> bool:
     """Whether it is a folder of this user. Others may write links into the folder for temporary files."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

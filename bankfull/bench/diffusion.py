@@ -138,14 +138,14 @@ class DiffusionBench:
         return DenoisedRun([one.outputs[0].token_ids for one in done], time.perf_counter() - begun, passes)
 
     def _divergence(self) -> float:
-        loaded, found = self._llm.loaded, list[float]()
+        loaded, divergences = self._llm.loaded, list[float]()
         rows, canvas = loaded.engine.runner.rows, loaded.engine.scheduler.canvas
         assert canvas is not None
         shifted, mask = canvas.shape.shifted, self._strategy.mask
 
         def compare(host_rows: Sequence[int], places: Tensor, logits: Tensor) -> None:
             for row in dict.fromkeys(host_rows):
-                if len(found) >= KL_PREDICTIONS:
+                if len(divergences) >= KL_PREDICTIONS:
                     return
                 lines = [i for i, one in enumerate(host_rows) if one == row]
                 at = places[lines]
@@ -155,12 +155,12 @@ class DiffusionBench:
                 text = rows.tokens[row, :end].tolist()
                 exact = naive.logits(loaded.model, text, loaded.device.torch)[at - int(shifted)].to(logits.dtype)
                 exact[:, mask] = -torch.inf
-                found.extend(kl_divergence(exact, logits[lines])[open_].tolist())
+                divergences.extend(kl_divergence(exact, logits[lines])[open_].tolist())
 
         self._strategy.watch = compare
         self._generate(self._prompts[:KL_PROMPTS])
         self._strategy.watch = None
-        return sum(found) / max(1, len(found))
+        return sum(divergences) / max(1, len(divergences))
 
 
 def kl_divergence(exact: Tensor, other: Tensor) -> Tensor:

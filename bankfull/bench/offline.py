@@ -203,8 +203,8 @@ class OfflineReport:
         used = self.ceilings
 
         def named(part: str, phase: OfflinePhase) -> dict[str, float | None]:
-            found = phase.figures(used, self.dtype)
-            return {f"{part}_{name}": value for name, value in found.items()}
+            figures = phase.figures(used, self.dtype)
+            return {f"{part}_{name}": value for name, value in figures.items()}
 
         if self.kind == "latency":
             return {

@@ -34,9 +34,9 @@ def bench_table(report: OfflineReport, title: str) -> Table:
     table.add_column("figure", no_wrap=True)
     for heading in ("median", "quartiles", "lowest .. highest"):
         table.add_column(heading, justify="right")
-    for name, found in report.summary().items():
-        if found is not None and name not in SKIPPED:
-            table.add_row(_label(name), *_cells(name, found))
+    for name, spread in report.summary().items():
+        if spread is not None and name not in SKIPPED:
+            table.add_row(_label(name), *_cells(name, spread))
     return table
 
 

@@ -149,8 +149,8 @@ class SpeculativeBench:
         drafted: list[Answered] = []
         for repetition in range(self._reps):
             arms = [(self._plain, plain), (llm, drafted)]
-            for engine, found in arms if repetition % 2 == 0 else arms[::-1]:
-                found.append(self._answer(engine, asked, params))
+            for engine, answers in arms if repetition % 2 == 0 else arms[::-1]:
+                answers.append(self._answer(engine, asked, params))
                 advance()
         return SetReport(name, prompts, plain[-1].count, looped, plain, drafted)
 

@@ -28,15 +28,15 @@ class Box(NamedTuple):
 
 def best(candidates: Iterable[Box], taken: Sequence[Box], within: Box) -> tuple[Box, float]:
     """The first place that covers nothing, else the one that covers least; and the covered area."""
-    found: tuple[Box, float] | None = None
+    least: tuple[Box, float] | None = None
     for box in candidates:
         covered = sum(box.shared(other) for other in taken) + OUTSIDE * (box.area - box.shared(within))
-        if found is None or covered < found[1] - 1e-9:
-            found = box, covered
+        if least is None or covered < least[1] - 1e-9:
+            least = box, covered
         if covered <= 1e-9:
             break
-    assert found is not None, "no candidates"
-    return found
+    assert least is not None, "no candidates"
+    return least
 
 
 def around(x: float, y: float, width: float, height: float, gap: float, row: float, rows: int = 6) -> Iterator[Box]:

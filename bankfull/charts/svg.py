@@ -57,11 +57,11 @@ def draw(chart: Chart, width: int, height: int, theme: str) -> str:
     ]
     parts += [line for _, _, line in legend]
     body = "\n".join(part for part in parts if part)
-    found = (
+    markup = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="bankfull-chart" role="img" width="{width}" height="{whole}" '
         f'viewBox="0 0 {width} {whole}" font-family="system-ui, sans-serif" font-size="{SMALL}">\n{body}\n</svg>\n'
     )
-    return found if theme == "auto" else _fixed(found, LIGHT if theme == "light" else DARK)
+    return markup if theme == "auto" else _fixed(markup, LIGHT if theme == "light" else DARK)
 
 
 def describe(chart: Chart) -> str:

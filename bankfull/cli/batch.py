@@ -53,15 +53,15 @@ def submit(
     chosen = endpoint or _first_url(file)
     uploaded = service.upload(file)
     asked = {"input_file_id": uploaded["id"], "endpoint": chosen, "completion_window": window}
-    made = service.call("POST", "/v1/batches", asked)
+    record = service.call("POST", "/v1/batches", asked)
     if not wait:
-        _show([made], json, single=True)
+        _show([record], json, single=True)
         return 0
     if not json:
-        print(made["id"], flush=True)
-    made = _waited(service, made)
-    _show([made], json, single=True, details=True)
-    return 0 if made["status"] == "completed" else 1
+        print(record["id"], flush=True)
+    record = _waited(service, record)
+    _show([record], json, single=True, details=True)
+    return 0 if record["status"] == "completed" else 1
 
 
 @batch.command()
@@ -79,8 +79,8 @@ def status(
             raise ConfigError("--wait needs the id of a batch; give it as the argument.")
         _show(service.call("GET", "/v1/batches?limit=100")["data"], json)
         return
-    found = _batch(service, id)
-    _show([_waited(service, found) if wait else found], json, single=True, details=True)
+    record = _batch(service, id)
+    _show([_waited(service, record) if wait else record], json, single=True, details=True)
 
 
 @batch.command()
@@ -96,21 +96,21 @@ def fetch(
 ) -> int:
     """Download the results of a batch that has ended. The exit code is 1 if any of its requests failed."""
     service = _service(url)
-    found = _batch(service, id)
-    found = _waited(service, found) if wait else found
-    if found["status"] not in ENDED:
-        raise RequestError(f"The batch is {found['status']}; try again later, or use --wait.")
-    if found["status"] == "failed":
-        raise RequestError(f"The batch failed: {_first_problem(found)}")
+    record = _batch(service, id)
+    record = _waited(service, record) if wait else record
+    if record["status"] not in ENDED:
+        raise RequestError(f"The batch is {record['status']}; try again later, or use --wait.")
+    if record["status"] == "failed":
+        raise RequestError(f"The batch failed: {_first_problem(record)}")
     to_stdout = str(output) == "-"
-    _download(service, found["output_file_id"], output)
-    if found["error_file_id"] is None:
+    _download(service, record["output_file_id"], output)
+    if record["error_file_id"] is None:
         return 0
     target = errors or (None if to_stdout else output.with_name(output.name + ".errors"))
     if target is not None:
-        _download(service, found["error_file_id"], target)
+        _download(service, record["error_file_id"], target)
     where = f"see {target}" if target is not None else "give a file for them with --errors"
-    say(f"bankfull: {found['request_counts']['failed']} requests failed; {where}.")
+    say(f"bankfull: {record['request_counts']['failed']} requests failed; {where}.")
     return 1
 
 

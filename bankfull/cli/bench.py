@@ -125,8 +125,8 @@ def _offline(kind: str, engine: EngineOptions, load: OfflineLoad, profile: bool,
 
     dtype = str(llm.loaded.build.dtype).removeprefix("torch.")
     with progress("repetitions", load.reps) as advance:
-        made = Bench(llm, load, dtype=dtype, profile=profile)
-        report = made.run(kind, lambda done: advance(done, kind))
+        runner = Bench(llm, load, dtype=dtype, profile=profile)
+        report = runner.run(kind, lambda done: advance(done, kind))
     if json:
         print(json_text.dumps({"model": engine.model, **report.as_json()}))
         return
@@ -315,16 +315,16 @@ def sweep(
         return attained
 
     with progress("trials", None) as advance:
-        found = search.run(trial)
+        result = search.run(trial)
     if html is not None:
-        save_text(html, sweep_html(found, search, reports))
+        save_text(html, sweep_html(result, search, reports))
     if json:
         runs = [as_vllm(report) for report in reports]
-        print(json_text.dumps({"slo": str(load.slo), "target": target, **found.as_json(), "runs": runs}))
+        print(json_text.dumps({"slo": str(load.slo), "target": target, **result.as_json(), "runs": runs}))
     else:
-        print_table(sweep_table(found, reports))
-        print(answer(found, search, str(load.slo)))
-    return 0 if found.rate is not None else 1
+        print_table(sweep_table(result, reports))
+        print(answer(result, search, str(load.slo)))
+    return 0 if result.rate is not None else 1
 
 
 def compare(
@@ -371,17 +371,17 @@ def compare(
     started = any(not side.is_address for side in (own, *peers))
     files = str(locate(model)) if started else model
     with side_by_side.RunningServer(own, files, server_key(), tell) as one:
-        found = [side_by_side.compare_with(one, contender, load, pairs) for contender in peers]
+        comparisons = [side_by_side.compare_with(one, contender, load, pairs) for contender in peers]
     if json:
-        print(json_text.dumps({"load": load.describe(), "comparisons": [one.as_json() for one in found]}))
+        print(json_text.dumps({"load": load.describe(), "comparisons": [one.as_json() for one in comparisons]}))
     else:
-        for comparison in found:
+        for comparison in comparisons:
             print_table(ratio_table(comparison))
             for line in problems(comparison):
                 print(line)
-        for line in notes([row for comparison in found for row in comparison.rows], None):
+        for line in notes([row for comparison in comparisons for row in comparison.rows], None):
             print(line)
-    return 1 if all(row.problem for comparison in found for row in comparison.rows) else 0
+    return 1 if all(row.problem for comparison in comparisons for row in comparison.rows) else 0
 
 
 def memory(

@@ -53,15 +53,15 @@ def info(*, path: Where = None, json: Json = False) -> None:
     """What is stored, by model."""
     from bankfull.runtime.memory import shown
 
-    root, found = _found(path)
+    root, caches = _found(path)
     if json:
-        print(json_text.dumps({"path": str(root), "caches": [_fields(one) for one in found]}))
+        print(json_text.dumps({"path": str(root), "caches": [_fields(one) for one in caches]}))
         return
-    if not found:
+    if not caches:
         print(f"Nothing is stored in {root}.")
         return
-    print(f"{root}: {shown(sum(one.nbytes for one in found))}")
-    for one in found:
+    print(f"{root}: {shown(sum(one.nbytes for one in caches))}")
+    for one in caches:
         age = "" if not one.used else f", last used {_ago(time.time() - one.used)}"
         now = ", in use" if one.locked else ""
         rank = "" if "rank" not in one.about else f" ({one.about.get('parallel')}, rank {one.about['rank']})"
@@ -83,10 +83,10 @@ def clear(
     from bankfull.runtime.memory import shown
     from bankfull.state.disk_folders import remove
 
-    root, found = _found(path)
-    wanted = [one for one in found if model is None or one.about.get("model") == model]
+    root, caches = _found(path)
+    wanted = [one for one in caches if model is None or one.about.get("model") == model]
     if model is not None and not wanted:
-        known = ", ".join(sorted({str(one.about.get("model")) for one in found})) or "none"
+        known = ", ".join(sorted({str(one.about.get("model")) for one in caches})) or "none"
         raise ConfigError(f"{root} has no cache of {model[:80]!r}; it has: {known}.")
     removed = [one for one in wanted if remove(one.path)]
     kept = [one for one in wanted if one not in removed]

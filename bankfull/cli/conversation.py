@@ -88,15 +88,15 @@ class ChatSession:
         asked, left = self._params.max_tokens, context - len(ids)
         most = left if asked is None else min(asked, left)
         params = replace(self._params, max_tokens=most, min_tokens=min(self._params.min_tokens, most))
-        made = answer(self._llm, ids, params, self._watch, lambda delta: write_text(delta.text))
-        output = made.result.outputs[0]
+        answered = answer(self._llm, ids, params, self._watch, lambda delta: write_text(delta.text))
+        output = answered.result.outputs[0]
         write_text("" if output.text.endswith("\n") else "\n")
         if output.error:
             raise RequestError(output.error)
         self._messages += [said, {"role": "assistant", "content": output.text}]
-        if ended := cut_off(made.result, context, more=MORE, when_full="type /reset to clear the conversation"):
+        if ended := cut_off(answered.result, context, more=MORE, when_full="type /reset to clear the conversation"):
             say(f"bankfull: {ended}")
-        say(speed_of(made, self._limit).line())
+        say(speed_of(answered, self._limit).line())
 
     def _opening(self) -> list[Message]:
         return [] if self._system is None else [{"role": "system", "content": self._system}]

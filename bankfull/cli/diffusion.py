@@ -48,7 +48,7 @@ def measure(
         ]
     else:
         asked = [front.encode(text)[1] for text in texts]
-    made = DiffusionBench(llm, asked, output_len, reps)
+    bench = DiffusionBench(llm, asked, output_len, reps)
     reports: list[DenoisingReport] = []
     done = 0
     with progress("passes", reps * len(ways)) as advance:
@@ -59,7 +59,7 @@ def measure(
             advance(done, ways[len(reports)])
 
         for way in ways:
-            reports.append(made.run(way, count))
+            reports.append(bench.run(way, count))
     if json:
         load = {"model": engine.model, "requests": len(asked), "output_len": output_len, "reps": reps}
         print(json_text.dumps({**load, "ways": [one.as_json() for one in reports]}))
@@ -73,12 +73,12 @@ def measure(
 
 def lines_of(path: Path) -> list[str]:
     try:
-        found = [line for line in path.read_text().splitlines() if line.strip()]
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"The prompts in {str(path)!r} cannot be read ({problem}); give a text file.") from None
-    if not found:
+    if not lines:
         raise ConfigError(f"{str(path)!r} has no prompts; give one on each line.")
-    return found
+    return lines
 
 
 def table_of(reports: Sequence[DenoisingReport], title: str) -> Table:

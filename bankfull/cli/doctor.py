@@ -28,11 +28,11 @@ FILES_COUNTED = 100_000
 
 def doctor(json: Json = False) -> None:
     """Print versions, devices, kernels, the cache and the measured limits, for a bug report."""
-    found = examine()
+    report = examine()
     if json:
-        print(json_text.dumps(found))
+        print(json_text.dumps(report))
         return
-    for title, part in found.items():
+    for title, part in report.items():
         print(title)
         for name, value in part.items():
             print(f"  {name}: {_shown(value)}")
@@ -52,13 +52,13 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def _packages() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _machine() -> dict[str, Any]:
@@ -100,12 +100,12 @@ def _kernels() -> dict[str, Any]:
 def _devices() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"cpu": "yes"}
+    devices: dict[str, Any] = {"cpu": "yes"}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
-            found[f"cuda:{index}"] = f"{facts.name}, {facts.total_memory} bytes, sm {facts.major}.{facts.minor}"
-    return found
+            devices[f"cuda:{index}"] = f"{facts.name}, {facts.total_memory} bytes, sm {facts.major}.{facts.minor}"
+    return devices
 
 
 def _cache() -> dict[str, Any]:
@@ -143,10 +143,10 @@ def _limits() -> dict[str, Any]:
     from bankfull.limits.machine.ceilings import known
 
     try:
-        found = known()
+        ceilings = known()
     except ConfigError:
-        found = None
-    return found.as_json() if found is not None else {"measured": "no; run `bankfull limits`"}
+        ceilings = None
+    return ceilings.as_json() if ceilings is not None else {"measured": "no; run `bankfull limits`"}
 
 
 def _shown(value: object, absent: str = "not installed") -> object:

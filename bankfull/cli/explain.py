@@ -51,18 +51,18 @@ def explain(
     if saved is not None and url is not None:
         raise ConfigError("--saved and --url exclude each other; give one of the two.")
     if saved is not None:
-        found = {"the request": _saved(saved)}
+        explanations = {"the request": _saved(saved)}
     elif url is not None:
-        found = {"the request": _asked(url, key, prompt, max_tokens)}
+        explanations = {"the request": _asked(url, key, prompt, max_tokens)}
     else:
-        found = _ran(engine, prompt, prompt_len, max_tokens, streams)
+        explanations = _ran(engine, prompt, prompt_len, max_tokens, streams)
     if json:
-        print(json_text.dumps({name.removeprefix("the "): one.as_json() for name, one in found.items()}))
+        print(json_text.dumps({name.removeprefix("the "): one.as_json() for name, one in explanations.items()}))
         return
     from bankfull.cli.terminal import print_table
     from bankfull.limits.explain.show import explanation_table, facts
 
-    for name, one in found.items():
+    for name, one in explanations.items():
         print_table(explanation_table(one, name))
         if said := facts(one):
             print(said)
@@ -83,10 +83,10 @@ def _ran(
     adviser = None if step_limit is None else adviser_of(llm, step_limit)
     recorder = RequestRecorder(llm.loaded.frontend.engine, step_limit)
     first, run = run_followed(llm, recorder, _prompts(llm, prompt, prompt_len, streams), max_tokens)
-    found = {"the request": explained(first, step_limit, adviser)}
+    explanations = {"the request": explained(first, step_limit, adviser)}
     if streams > 1:
-        found["the run"] = explained(run, step_limit, adviser)
-    return found
+        explanations["the run"] = explained(run, step_limit, adviser)
+    return explanations
 
 
 def _prompts(llm: LLM, prompt: str | None, length: int, streams: int) -> list[Any]:

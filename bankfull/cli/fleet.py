@@ -38,13 +38,13 @@ def simulate_day(
     with progress("simulations of one replica", None) as advance:
         configuration = configuration_for(subject, sites, request, options.replicas, advance)
     with progress("requests", requests * len(policies)) as advance:
-        found = simulate_fleet(request, configuration, options, requests, routing, trace, advance)
+        day = simulate_fleet(request, configuration, options, requests, routing, trace, advance)
     if chart is not None:
-        charts = fleet_charts(found.outcomes, request.model)
+        charts = fleet_charts(day.outcomes, request.model)
         save_svg(lambda theme: stacked_svg(charts, theme), chart)
     if json:
-        print(json_text.dumps(found.as_json()))
+        print(json_text.dumps(day.as_json()))
         return
-    print_table(fleet_table(found.outcomes, found.title))
-    for line in found.sentences():
+    print_table(fleet_table(day.outcomes, day.title))
+    for line in day.sentences():
         print(line)

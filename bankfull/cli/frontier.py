@@ -47,34 +47,36 @@ def frontier(
         chosen = parse_ways(ways, device.kind)
     with progress("reference", None) as advance:
         judge = judge_of(model, texts, device, window or WINDOW, lambda done: advance(done, "tokens"))
-    found: list[WayFigures] = []
+    figures: list[WayFigures] = []
     with progress("ways", len(chosen)) as advance:
         for one in measure(judge, chosen, device, reps=reps, advance=advance):
             if isinstance(one, tuple):
                 left_out.append(f"{one[0].name}: {one[1]}")
             else:
-                found.append(one)
-    if not found:
+                figures.append(one)
+    if not figures:
         raise ModelError(f"No way to run {model} could be measured; the first reason: {left_out[0]}")
     if chart is not None:
-        save(frontier_chart(model, found, cost), chart)
+        save(frontier_chart(model, figures, cost), chart)
     if json:
         facts = {
             "model": model,
             "device": device.kind,
             "window": judge.window,
-            "tokens": found[0].quality.tokens,
-            "reference": {"perplexity": found[0].quality.reference_perplexity, "recall": judge.recall},
-            "ways": [one.as_json() for one in found],
-            "pareto": {each: [one.way.name for one in pareto(found, each)] for each in ("bytes", "decode", "prefill")},
+            "tokens": figures[0].quality.tokens,
+            "reference": {"perplexity": figures[0].quality.reference_perplexity, "recall": judge.recall},
+            "ways": [one.as_json() for one in figures],
+            "pareto": {
+                each: [one.way.name for one in pareto(figures, each)] for each in ("bytes", "decode", "prefill")
+            },
             "left_out": left_out,
         }
         print(json_text.dumps(facts))
         return
-    print_table(frontier_table(model, found))
+    print_table(frontier_table(model, figures))
     recall = "" if judge.recall is None else f", recall {judge.recall:.1%}"
-    print(f"The float32 reference has perplexity {found[0].quality.reference_perplexity:.3f}{recall}.")
+    print(f"The float32 reference has perplexity {figures[0].quality.reference_perplexity:.3f}{recall}.")
     if sys.stdout.isatty() and chart is None:
-        print_chart(frontier_chart(model, found, cost))
+        print_chart(frontier_chart(model, figures, cost))
     for line in left_out:
         say(f"bankfull: left out: {line}")

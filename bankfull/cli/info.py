@@ -40,15 +40,15 @@ def info(
 
     bare = config_without_weights(model)
     files = open_model(locate(model)) if bare is None else files_for_config(bare, model)
-    found = describe(files, dtype=dtype)
-    bounds = _rooflines(files, found.dtype, found.context_length) if roofline else {}
+    description = describe(files, dtype=dtype)
+    bounds = _rooflines(files, description.dtype, description.context_length) if roofline else {}
     if json:
         extra = {"roofline": {title: bound.as_rows() for title, bound in bounds.items()}} if roofline else {}
-        print(json_text.dumps(found.to_dict() | extra))
+        print(json_text.dumps(description.to_dict() | extra))
         return
     from bankfull.limits.model.tables import info_table, roofline_table
 
-    print_table(info_table(found))
+    print_table(info_table(description))
     if bounds:
         from bankfull.ops.native import thread_choice
 

@@ -36,7 +36,7 @@ def key(
     """
     from bankfull.serve.guard.keys import new_key
 
-    secret, made = new_key(name, requests=requests, tokens=tokens, pins=pins, admin=admin)
-    print(made.line)
+    secret, entry = new_key(name, requests=requests, tokens=tokens, pins=pins, admin=admin)
+    print(entry.line)
     sys.stdout.flush()
-    print(f"The key of {made.name}, shown only once: {secret}", file=sys.stderr)
+    print(f"The key of {entry.name}, shown only once: {secret}", file=sys.stderr)

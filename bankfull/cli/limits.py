@@ -66,10 +66,10 @@ def limits(
     from bankfull.limits.machine.tables import ceilings_table, device_table
 
     if is_here(device):
-        found, levels = measure(device, refresh)
-        answer, table = {**found.as_json(), **as_json(levels)}, ceilings_table(found, levels)
-        charts = [chart_of(found, levels), *([curve_chart(levels)] if levels.curve else [])]
-        for dtype, why in found.unmeasured.items():
+        ceilings, levels = measure(device, refresh)
+        answer, table = {**ceilings.as_json(), **as_json(levels)}, ceilings_table(ceilings, levels)
+        charts = [chart_of(ceilings, levels), *([curve_chart(levels)] if levels.curve else [])]
+        for dtype, why in ceilings.unmeasured.items():
             say(f"bankfull: arithmetic in {dtype} is not measured: {why}.")
     else:
         entry = load(catalogue).find(device)
@@ -108,12 +108,12 @@ def measure(device: str, refresh: bool) -> tuple[Ceilings, Levels]:
         forget(opened)
     with progress("measuring", levels.PARTS + 1) as advance:
         advance(0, "reading and multiplying")
-        found = of_device(opened, refresh)
-        if found is None:
+        ceilings = of_device(opened, refresh)
+        if ceilings is None:
             raise ConfigError(f"{device} has too little free memory for the measurement; stop other programs on it.")
-        around = levels.measure(opened, found, refresh, lambda done, note: advance(done + 1, note))
-    best, around = levels.joined(found, around)
-    if best != found:
+        around = levels.measure(opened, ceilings, refresh, lambda done, note: advance(done + 1, note))
+    best, around = levels.joined(ceilings, around)
+    if best != ceilings:
         keep_for(opened, best)
     return best, around
 
@@ -133,9 +133,9 @@ def list_devices(catalogue: Path | None, json: bool) -> None:
 def as_json(levels: Levels) -> dict[str, Any]:
     import msgspec
 
-    found: dict[str, Any] = msgspec.to_builtins(levels)
-    del found["when"]
-    return found
+    answer: dict[str, Any] = msgspec.to_builtins(levels)
+    del answer["when"]
+    return answer
 
 
 def check_pictures(svg: Path | None, png: Path | None) -> None:

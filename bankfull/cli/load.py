@@ -159,11 +159,11 @@ def _from_catalogue(device: str) -> Price:
     from bankfull.bench.report.report import Price
     from bankfull.limits.machine.catalogue import load
 
-    found = load().find(device)
-    if found.dollars_per_hour is None:
-        raise ConfigError(f"The catalogue has no price for {found.name}; give one with --price.")
-    doubt = "" if found.price_source else ", an assumption"
-    return Price(found.dollars_per_hour, f"catalogue price of {found.name}{doubt}")
+    entry = load().find(device)
+    if entry.dollars_per_hour is None:
+        raise ConfigError(f"The catalogue has no price for {entry.name}; give one with --price.")
+    doubt = "" if entry.price_source else ", an assumption"
+    return Price(entry.dollars_per_hour, f"catalogue price of {entry.name}{doubt}")
 
 
 def write_files(
@@ -194,9 +194,9 @@ def _fields(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json_text.loads(text)
+        body = json_text.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        body = None
+    if not isinstance(body, dict):
         raise ConfigError(f"--extra-body {text!r} is not a JSON object.")
-    return found
+    return body

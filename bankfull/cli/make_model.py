@@ -68,11 +68,11 @@ def _write(name: str, config: dict[str, Any], output: Path, dtype: str, seed: in
     chosen = torch_dtype(str(config.get("dtype") or "bfloat16") if dtype == "auto" else dtype, config)
     with displayed() as report:
         if gguf is None:
-            made = write_checkpoint(name, config, output, chosen, seed, report)
+            written = write_checkpoint(name, config, output, chosen, seed, report)
         else:
-            made = write_gguf(name, config, output, gguf, seed, report)
+            written = write_gguf(name, config, output, gguf, seed, report)
     say(
-        f"bankfull: {scaled(made.parameters)} random parameters written, {scaled(made.weight_bytes, 'B')}"
-        + ("" if made.tokenizer else "; the vocabulary is too small for a tokenizer")
+        f"bankfull: {scaled(written.parameters)} random parameters written, {scaled(written.weight_bytes, 'B')}"
+        + ("" if written.tokenizer else "; the vocabulary is too small for a tokenizer")
     )
-    print(made.path)
+    print(written.path)

@@ -43,8 +43,8 @@ def measure(
     if chart is not None:
         save(memory_chart(outcomes), chart)
     if json:
-        made = {"traffic": described, "requests": len(asked), "world": asdict(world)}
-        print(json_text.dumps({**made, "allocators": [outcome.as_json() for outcome in outcomes]}))
+        facts = {"traffic": described, "requests": len(asked), "world": asdict(world)}
+        print(json_text.dumps({**facts, "allocators": [outcome.as_json() for outcome in outcomes]}))
         return
     print_table(memory_table(outcomes, f"{len(asked)} requests, {described}, in memory for {world.capacity} tokens"))
     print(

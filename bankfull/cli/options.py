@@ -386,22 +386,22 @@ def flat(command: Command) -> Callable[..., int | None]:
 
 def _spread(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    found = list[inspect.Parameter]()
+    parameters = list[inspect.Parameter]()
     for field in fields(group):
         assert field.default is not MISSING, f"{group.__name__}.{field.name} needs a default"
         hint, kind = hints[field.name], inspect.Parameter.KEYWORD_ONLY
         if is_dataclass(hint):
-            found += _spread(hint)
+            parameters += _spread(hint)
         else:
-            found.append(inspect.Parameter(field.name, kind, default=field.default, annotation=hint))
-    return found
+            parameters.append(inspect.Parameter(field.name, kind, default=field.default, annotation=hint))
+    return parameters
 
 
 def _gathered(group: Any, values: dict[str, Any]) -> Any:
     """The group of options with these values, which are removed; a field may be a group itself."""
     hints = get_type_hints(group, include_extras=True)
-    own = {
+    taken = {
         field.name: _gathered(hints[field.name], values) if is_dataclass(hints[field.name]) else values.pop(field.name)
         for field in fields(group)
     }
-    return group(**own)
+    return group(**taken)

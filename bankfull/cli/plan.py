@@ -224,38 +224,38 @@ def plan(
         return
     subject = open_model_or_config(model)
     with progress("simulations", None) as advance:
-        found = Planner(subject, sites, request, advance).plan()
-    if chart is not None and found.pareto:
+        deployment = Planner(subject, sites, request, advance).plan()
+    if chart is not None and deployment.pareto:
         from bankfull.charts import save
         from bankfull.plan.report import plan_chart
 
-        save(plan_chart(found), chart)
+        save(plan_chart(deployment), chart)
     compared = []
     if verify:
         from bankfull.plan.verify import verify as run_here
 
-        if found.recommended is None:
+        if deployment.recommended is None:
             raise ConfigError("There is nothing to verify: no configuration fits; change --traffic or --slo.")
         with progress("requests", requests) as advance:
-            compared = run_here(found.recommended, request.traffic, objectives, requests, seed, advance)
+            compared = run_here(deployment.recommended, request.traffic, objectives, requests, seed, advance)
     forecast = None
-    if drafter is not None and found.recommended is not None:
+    if drafter is not None and deployment.recommended is not None:
         from bankfull.plan.speculation import planned_gain
 
-        forecast = planned_gain(found.recommended.configuration, drafter, request.traffic)
+        forecast = planned_gain(deployment.recommended.configuration, drafter, request.traffic)
     if json:
         extra: dict[str, object] = {"verified": [one.as_json() for one in compared]} if verify else {}
         if forecast is not None:
             extra["speculation"] = forecast.as_json(BATCHES)
-        print(json_text.dumps(_finite(found.as_json() | extra)))
+        print(json_text.dumps(_finite(deployment.as_json() | extra)))
         return
     from bankfull.plan.report import later_table, pareto_table, sentences, verified_table
 
-    if found.pareto:
-        print_table(pareto_table(found))
-    for line in sentences(found):
+    if deployment.pareto:
+        print_table(pareto_table(deployment))
+    for line in sentences(deployment):
         print(line)
-    later = later_table(found)
+    later = later_table(deployment)
     if later is not None:
         print_table(later)
     if compared:

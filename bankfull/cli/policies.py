@@ -162,12 +162,12 @@ def policies(
         few = replace(asked, jobs=min(asked.jobs, SATURATION_JOBS))
         rate = traffic.load * saturation(replace(base, policy="fcfs"), model, few)
     rate *= replicas
-    jobs, found = asked.draw(rate), []
+    jobs, simulated = asked.draw(rate), []
     if replicas > 1:
-        found, compared = _placed(jobs, replicas, compared if names else {}, base, model, asked, stretch), {}
+        simulated, compared = _placed(jobs, replicas, compared if names else {}, base, model, asked, stretch), {}
     with progress("jobs", asked.jobs * max(1, len(compared))) as advance:
         for number, (name, sched) in enumerate(compared.items()):
-            made = SimulatedEngine(
+            simulator = SimulatedEngine(
                 sched,
                 model,
                 asked,
@@ -176,20 +176,23 @@ def policies(
                 token_bytes=token_bytes,
             )
             before = number * asked.jobs
-            run = made.run(jobs, lambda done, _, name=name, before=before: advance(before + done, name))  # type: ignore[misc]
-            found.append(figures(name, run, model, stretch))
+            run = simulator.run(
+                jobs,
+                lambda done, _, name=name, before=before: advance(before + done, name),  # type: ignore[misc]
+            )
+            simulated.append(figures(name, run, model, stretch))
     notes: list[str] = []
     if compared:
         few = replace(asked, jobs=min(asked.jobs, SATURATION_JOBS))
-        found, overloads = mark_overloaded(found, compared, model, few, rate, traffic.load)
+        simulated, overloads = mark_overloaded(simulated, compared, model, few, rate, traffic.load)
         if measured is not None:
-            marked = {one.policy: one.overloaded for one in found}
+            marked = {one.policy: one.overloaded for one in simulated}
             measured.figures[:] = [replace(one, overloaded=marked[one.policy]) for one in measured.figures]
-        notes += overloads + equal_policies(found, compared, asked, memory_tokens or 0)
+        notes += overloads + equal_policies(simulated, compared, asked, memory_tokens or 0)
     engines = f"{replicas} x {base.rows} rows" if replicas > 1 else f"{base.rows} rows"
     title = f"{asked}, {traffic.load:g} of fcfs's saturation ({rate:.3g}/s), {engines}"
     if chart is not None:
-        save(policy_chart(measured.figures if measured else found, title), chart)
+        save(policy_chart(measured.figures if measured else simulated, title), chart)
     agreed = agreement(measured.figures, measured.replayed) if measured else None
     if json:
         said: dict[str, Any] = {
@@ -199,7 +202,7 @@ def policies(
             "rows": base.rows,
             "replicas": replicas,
             "step_model": {name: getattr(model, name) for name in ("step", "row", "context", "prompt")},
-            "simulated": [one.as_json() for one in found],
+            "simulated": [one.as_json() for one in simulated],
             "notes": notes,
         }
         if measured is not None and agreed is not None:
@@ -211,7 +214,7 @@ def policies(
         return
     if measured is not None:
         print_table(policy_table(measured.figures, f"on {engine.model}: {title}"))
-    print_table(policy_table(found, f"simulated: {title}"))
+    print_table(policy_table(simulated, f"simulated: {title}"))
     print(f"steps: {model}. good: within {stretch:g}x of the time on an idle engine.")
     for note in notes:
         print(note)
@@ -238,11 +241,11 @@ def _placed(
     compared = compared or {"skip-join-mlfq": replace(base, policy="skip-join-mlfq")}
     if batched := [name for name, sched in compared.items() if sched.batching != "continuous"]:
         raise ConfigError(f"--replicas runs engines with continuous batching; leave out --with {batched[0]}.")
-    found: list[PolicyFigures] = []
+    simulated: list[PolicyFigures] = []
     with progress("jobs", len(jobs) * len(compared) * len(ROUTINGS)) as advance:
         for name, sched in compared.items():
             for routing in ROUTINGS:
-                before = len(found) * len(jobs)
+                before = len(simulated) * len(jobs)
                 run = place(
                     jobs,
                     replicas,
@@ -253,8 +256,8 @@ def _placed(
                     asked.seed,
                     lambda done, note, before=before: advance(before + done, note),  # type: ignore[misc]
                 )
-                found.append(figures(f"{name}, {routing}", run, model, stretch))
-    return found
+                simulated.append(figures(f"{name}, {routing}", run, model, stretch))
+    return simulated
 
 
 def compared_base(engine: EngineOptions) -> SchedConfig:
@@ -308,40 +311,40 @@ def _on_engine(
 
     options = replace(engine, scheduling=USUAL_SCHEDULING, rows=base.rows, step_tokens=base.step_tokens)
     llm = replace(options, speculative=engine.speculative or "off").load()
-    own, vocab = llm.loaded.engine, llm.loaded.frontend.vocab
-    if own.drafting is not None or not own.strategy.idle:
+    running, vocab = llm.loaded.engine, llm.loaded.frontend.vocab
+    if running.drafting is not None or not running.strategy.idle:
         raise ConfigError("Step times with drafts are not simulated; leave out --speculative.")
     if asked.most_tokens > llm.max_model_len:
         raise ConfigError(
             f"Jobs of up to {asked.most_tokens} tokens do not fit into the context of {llm.max_model_len}; lower "
             "--longest or --prompt-len."
         )
-    base = replace(base, rows=min(base.rows, own.scheduler.config.rows))
+    base = replace(base, rows=min(base.rows, running.scheduler.config.rows))
     compared = contenders(base, list(compared))  # the batches of fewer rows are smaller
     few, fcfs = replace(asked, jobs=min(asked.jobs, CALIBRATION_JOBS)), replace(base, policy="fcfs")
-    own = scheduled(own, fcfs)
-    _, records = measure(own, few.draw(float("inf")), few, vocab)
+    running = scheduled(running, fcfs)
+    _, records = measure(running, few.draw(float("inf")), few, vocab)
     rate = load * saturation(fcfs, fit(records), replace(asked, jobs=SATURATION_JOBS))
     jobs, runs = asked.draw(rate), {}
     with progress("jobs", asked.jobs * len(compared)) as advance:
         for number, (name, sched) in enumerate(compared.items()):
-            own, before = scheduled(own, sched), number * asked.jobs
+            running, before = scheduled(running, sched), number * asked.jobs
             runs[name] = measure(
-                own,
+                running,
                 jobs,
                 asked,
                 vocab,
                 lambda done, _, name=name, before=before: advance(before + done, name),  # type: ignore[misc]
             )
     model = fit([one for _, records in runs.values() for one in records])
-    found = EngineRuns(rate, model, base.rows, compared, memory_tokens(own.scheduler.state, asked), [], [], {})
+    measured = EngineRuns(rate, model, base.rows, compared, memory_tokens(running.scheduler.state, asked), [], [], {})
     for name, (run, records) in runs.items():
         speed = MachineSpeed(model, records)
-        made = SimulatedEngine(compared[name], model, asked, memory_tokens=found.memory_tokens, speed=speed)
-        found.figures.append(figures(name, run, model, stretch))
-        found.replayed.append(figures(name, made.run(jobs), model, stretch))
-        found.slowdowns[name] = slowdown(model, records)
-    return found
+        simulator = SimulatedEngine(compared[name], model, asked, memory_tokens=measured.memory_tokens, speed=speed)
+        measured.figures.append(figures(name, run, model, stretch))
+        measured.replayed.append(figures(name, simulator.run(jobs), model, stretch))
+        measured.slowdowns[name] = slowdown(model, records)
+    return measured
 
 
 def tradeoff(
@@ -391,21 +394,21 @@ def tradeoff(
     ]
     few = replace(asked, jobs=min(asked.jobs, SATURATION_JOBS))
     rate = traffic.load * saturation(replace(base, policy="fcfs"), model, few)
-    jobs, found = asked.draw(rate), []
+    jobs, points = asked.draw(rate), []
     with progress("runs", len(pairs)) as advance:
         for number, (tokens, count) in enumerate(pairs):
             sched = replace(base, prefill_tokens=tokens, decode_rows=count)
             one = figures(policy, SimulatedEngine(sched, model, asked).run(jobs), model, 10.0)
-            found.append(TradeoffPoint(tokens, count, one.ttft_mean, one.tpot_mean, one.jct_mean))
+            points.append(TradeoffPoint(tokens, count, one.ttft_mean, one.tpot_mean, one.jct_mean))
             advance(number + 1, f"{tokens} prompt tokens, {count} rows")
     title = f"{asked}, {rate:.3g}/s, {rows} rows, {policy}"
-    drawn = tradeoff_chart(found, title)
+    drawn = tradeoff_chart(points, title)
     if chart is not None:
         save(drawn, chart)
     if json:
-        print(json_text.dumps({"traffic": str(asked), "rate": rate, "points": [one.as_json() for one in found]}))
+        print(json_text.dumps({"traffic": str(asked), "rate": rate, "points": [one.as_json() for one in points]}))
         return
-    print_table(tradeoff_table(found, title))
+    print_table(tradeoff_table(points, title))
     print_chart(drawn)
 
 

@@ -119,7 +119,7 @@ def quality(
     shared: dict[str, Any] = {"opening": pair.opening, "window": size, "device": pair.device}
     total = sum(len(part.predicted) for part in samples_of(pair.reference, pair.texts, pair.opening, size))
     with progress("evaluating", total) as advance:
-        found = evaluate(
+        measured = evaluate(
             pair.model,
             pair.reference,
             pair.texts,
@@ -136,9 +136,9 @@ def quality(
             )
     if json:
         extra = {"chunks": {str(width): each.to_dict() for width, each in widths.items()}} if options.chunks else {}
-        print(json_text.dumps(pair.facts | found.to_dict() | extra))
+        print(json_text.dumps(pair.facts | measured.to_dict() | extra))
         return
-    print_table(_quality_table(pair.facts, found))
+    print_table(_quality_table(pair.facts, measured))
     if widths:
         print_table(_chunks_table(widths))
 
@@ -372,7 +372,7 @@ def _chunks_table(widths: dict[int, Quality]) -> Any:
     table = Table(title="tokens at once, against one at a time")
     for heading in ("tokens", "ratio", "KL mean", "KL p99", "KL max", "same likeliest token"):
         table.add_column(heading, justify="right")
-    for width, found in widths.items():
-        figures = (found.kl_mean, found.kl_p99, found.kl_max)
-        table.add_row(str(width), f"{found.ratio:.6f}", *(f"{kl:.3g}" for kl in figures), f"{found.top1:.2%}")
+    for width, measured in widths.items():
+        figures = (measured.kl_mean, measured.kl_p99, measured.kl_max)
+        table.add_row(str(width), f"{measured.ratio:.6f}", *(f"{kl:.3g}" for kl in figures), f"{measured.top1:.2%}")
     return table

@@ -211,6 +211,6 @@ class ReplicaOptions:
             device=device,
             tls=tls,
         )
-        made = cluster_pools(options)
+        factory = cluster_pools(options)
         installed_version()
-        return made
+        return factory

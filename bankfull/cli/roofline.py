@@ -120,20 +120,20 @@ def roofline(
     usual = min(1024, longest)
     contexts = (usual,) if context is None else numbers(context, "context")
     query = RooflineQuery(numbers(batch, "batch"), contexts, usual if prompt is None else prompt)
-    found = ModelRoofline(recipe, machine, query, drafter)
+    bounds = ModelRoofline(recipe, machine, query, drafter)
     forecast = None if mesh is None else LayoutForecast(recipe, machine, mesh, links_of(device, link, catalogue))
-    steps = [(one.title, one.step) for one in found.phases]
+    steps = [(one.title, one.step) for one in bounds.phases]
     if json:
         more = {} if forecast is None else {"parallel": forecast.as_json(steps, query.context)}
-        print(json_text.dumps(found.as_json() | more))
+        print(json_text.dumps(bounds.as_json() | more))
     else:
-        _show(found)
+        _show(bounds)
         if forecast is not None:
             _show_layout(forecast, steps, query.context)
     if charts is not None or (draw and not json):
         from bankfull.limits.model.charts import charts_of
 
-        _draw(charts_of(found), draw and not json, charts, picture)
+        _draw(charts_of(bounds), draw and not json, charts, picture)
 
 
 def _compare(
@@ -156,12 +156,12 @@ def _compare(
     if len(batches) > 1:
         raise ConfigError(f"--architectures takes one batch size, not --batch {batch[:40]}.")
     contexts = CONTEXTS if context is None else numbers(context, "context")
-    found = ArchitectureComparison(machine_of(device, catalogue), batches[0], contexts)
+    comparison = ArchitectureComparison(machine_of(device, catalogue), batches[0], contexts)
     if json:
-        print(json_text.dumps(found.as_json()))
+        print(json_text.dumps(comparison.as_json()))
     else:
-        print_table(found.table())
-    _draw(found.charts(), draw and not json, charts, picture)
+        print_table(comparison.table())
+    _draw(comparison.charts(), draw and not json, charts, picture)
 
 
 def _draw(made: dict[str, Chart], draw: bool, folder: str | None, picture: str) -> None:

@@ -64,20 +64,20 @@ def run(
     if naive:
         from bankfull.cli.naive import naive_answer
 
-        made = naive_answer(llm, asked, given, show)
+        answered = naive_answer(llm, asked, given, show)
     else:
-        made = answer(llm, asked, params, StepLog(llm), show)
+        answered = answer(llm, asked, params, StepLog(llm), show)
     if not json:
-        _finish_text(made, streamed=streams)
-    if problem := next((o.error for o in made.result.outputs if o.error), None):
+        _finish_text(answered, streamed=streams)
+    if problem := next((o.error for o in answered.result.outputs if o.error), None):
         raise RequestError(problem)
-    if made.interrupted:
+    if answered.interrupted:
         return 130
-    speed = speed_of(made, limit_of(llm, not no_limit))
+    speed = speed_of(answered, limit_of(llm, not no_limit))
     if json:
-        print(json_text.dumps(_as_json(engine.model, made, speed), ensure_ascii=False))
+        print(json_text.dumps(_as_json(engine.model, answered, speed), ensure_ascii=False))
     else:
-        if ended := cut_off(made.result, llm.max_model_len, more=MORE, when_full="shorten the prompt"):
+        if ended := cut_off(answered.result, llm.max_model_len, more=MORE, when_full="shorten the prompt"):
             say(f"bankfull: {ended}")
         say(speed.line())
     return None

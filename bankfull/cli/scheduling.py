@@ -86,21 +86,21 @@ class SchedulingOptions:
         for option, value, known in (("policy", self.policy, POLICIES), ("batching", self.batching, GATES)):
             if value is not None and value not in known:
                 raise ConfigError(f"--{option} {value[:40]!r} is unknown; use one of {', '.join(known)}.")
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = {name: value for name, value in found.items() if value is not None}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in given.items() if value is not None}
         for name in ("prefill_tokens", "prefill_rows", "decode_rows"):
-            if name in found and found[name] < 1:  # 0 means no limit in a configuration, but would be a strange limit
-                raise ConfigError(f"--{name.replace('_', '-')} {found[name]} must be at least 1; leave it out for all.")
+            if name in given and given[name] < 1:  # 0 means no limit in a configuration, but would be a strange limit
+                raise ConfigError(f"--{name.replace('_', '-')} {given[name]} must be at least 1; leave it out for all.")
         if self.weights is not None:
-            found["weights"] = parse_weights(self.weights)
-        return found
+            given["weights"] = parse_weights(self.weights)
+        return given
 
     def served(self) -> dict[str, Any]:
         """The given options with the policy of a service, where batch work yields to online requests."""
-        found = self.given()
+        given = self.given()
         if self.batching in (None, "continuous"):
-            found.setdefault("policy", "priority")
-        return found
+            given.setdefault("policy", "priority")
+        return given
 
 
 USUAL_SCHEDULING = SchedulingOptions()
@@ -108,17 +108,17 @@ USUAL_SCHEDULING = SchedulingOptions()
 
 def parse_weights(text: str) -> dict[str, float]:
     """The weights from `alice=2,bob=0.5`."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = (side.strip() for side in part.rpartition("="))
         try:
             weight = float(number)
         except ValueError:
             weight = 0.0
-        if not equals or not name or name in found or not 0 < weight < float("inf"):
+        if not equals or not name or name in weights or not 0 < weight < float("inf"):
             raise ConfigError(
                 f"--weights {text[:80]!r} cannot be read at {part.strip()[:40]!r}; give each key once with a number "
                 "above 0, such as alice=2,bob=0.5."
             )
-        found[name] = weight
-    return found
+        weights[name] = weight
+    return weights

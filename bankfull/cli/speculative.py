@@ -53,7 +53,7 @@ def measure(
 
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=output_len, detokenize=False)
     limit = step_limit_of(plain, measure=True)
-    made = SpeculativeBench(plain, concurrency=concurrency, reps=reps, params=params, limit=limit)
+    bench = SpeculativeBench(plain, concurrency=concurrency, reps=reps, params=params, limit=limit)
     reports: list[SetReport] = []
     done = 0
     with progress("passes", 2 * reps * len(ways) * len(sets)) as advance:
@@ -66,7 +66,7 @@ def measure(
                     done += 1
                     advance(done, note)
 
-                reports.append(made.run(way, llm, name, count))
+                reports.append(bench.run(way, llm, name, count))
             del llm
     if chart is not None:
         save(gain_chart(reports), chart)

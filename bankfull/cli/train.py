@@ -300,8 +300,8 @@ def _load(model: str, options: TrainOptions) -> LLM:
     given |= {"dtype": options.dtype, "activations": options.activations}
     if device.kind == "cuda":
         given["memory"] = "25%"  # the rest is for training
-    made = load(model, *configure(given)[:3], None, device=device)
-    return LLM(model, loaded=made)
+    loaded = load(model, *configure(given)[:3], None, device=device)
+    return LLM(model, loaded=loaded)
 
 
 def _prompts(options: TrainOptions) -> list[str]:

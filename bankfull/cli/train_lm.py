@@ -77,9 +77,9 @@ def lm(
     from bankfull.train.lm.run import train_lm
 
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    found = _config(config)
-    task, tokenizer = _task(found, options)
-    report = train_lm(found, task, tokenizer, _training(options, deadline), output)
+    resolved = _config(config)
+    task, tokenizer = _task(resolved, options)
+    report = train_lm(resolved, task, tokenizer, _training(options, deadline), output)
     if json:
         print(json_text.dumps({"model": config, "finished": report.finished, **asdict(report)}))
     else:
@@ -114,9 +114,9 @@ def _config(name: str) -> dict[str, Any]:
     from bankfull.weights.source import open_model
 
     bare = config_without_weights(name)
-    found = dict(open_model(locate(name)).config if bare is None else bare)
-    found.pop("trained", None)
-    return found
+    config = dict(open_model(locate(name)).config if bare is None else bare)
+    config.pop("trained", None)
+    return config
 
 
 def _task(config: dict[str, Any], options: LmOptions) -> tuple[Task, dict[str, Any]]:

@@ -39,7 +39,7 @@ def tune(
 
     if not torch.cuda.is_available() or device == "cpu":
         raise ConfigError("`bankfull tune` measures the kernels of a GPU, and there is none here.")
-    found = open_device(device)
+    opened = open_device(device)
     from importlib import import_module
 
     from bankfull.cli.terminal import print_table, progress, say
@@ -50,23 +50,23 @@ def tune(
     from bankfull.weights.source import open_model
 
     files = open_model(locate(model))
-    chosen = choose_dtype(dtype, files, found.kind)
+    chosen = choose_dtype(dtype, files, opened.kind)
     shapes = shapes_of(files, str(chosen).removeprefix("torch."))
     if not shapes:
         raise ConfigError(
             f"{model} has no dense linear layers, and quantized layers have only one kernel: there is nothing to tune."
         )
     linears: Any = import_module("bankfull.ops.triton.linear")
-    cache = torch.cuda.get_device_properties(found.torch).L2_cache_size
+    cache = torch.cuda.get_device_properties(opened.torch).L2_cache_size
     timings = []
-    all_of_them = timings_of(shapes, counts, chosen, found.torch, linears, timed_in_a_graph, cache)
+    all_of_them = timings_of(shapes, counts, chosen, opened.torch, linears, timed_in_a_graph, cache)
     with progress("shapes and rows", len(shapes) * len(counts)) as advance, torch.inference_mode():
         for done, timing in enumerate(all_of_them, 1):
             if timing is not None:
                 timings.append(timing)
             advance(done, "" if timing is None else timing.entry.plan)
     try:
-        path = table.store([timing.entry for timing in timings], found.torch)
+        path = table.store([timing.entry for timing in timings], opened.torch)
     except OSError as error:
         raise ConfigError(
             f"The table cannot be written: {error.strerror or error}; set BANKFULL_CACHE to another directory."

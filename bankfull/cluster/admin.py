@@ -141,12 +141,12 @@ def alive(pid: int) -> bool:
 def _running() -> dict[int, str]:
     """Process ids and sockets; notes and folders of servers that were killed are removed."""
     remove_abandoned()
-    found = {}
+    sockets = {}
     for note in sorted(notes_folder().glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             said = json.loads(note.read_text())
             if alive(int(said["pid"])) and Path(said["socket"]).exists():
-                found[int(said["pid"])] = str(said["socket"])
+                sockets[int(said["pid"])] = str(said["socket"])
             else:
                 note.unlink(missing_ok=True)
-    return found
+    return sockets

@@ -201,8 +201,8 @@ class ClusterManager:
         """Ray restarts it, unless its code cannot run there at all."""
         text = str(error)
         if "No module named 'bankfull" in text:
-            found = re.search(r"\bip=([^\s,)]+)", text)
-            host = "" if found is None else found[1]
+            match = re.search(r"\bip=([^\s,)]+)", text)
+            host = "" if match is None else match[1]
             which = f"The node {host}" if host else "A node of the cluster"
             nodes = self._session.node_ids(host) if host else set()
             self._refuse(name, nodes, f"{which} has no bankfull {bankfull.__version__}")

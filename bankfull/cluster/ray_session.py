@@ -146,10 +146,10 @@ class RaySession:
 
 def _token_file(folder: Path) -> Path:
     """A new token for Ray. Every process of Ray inherits the environment, which shows only where it lies."""
-    made = folder / "token"
-    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    path = folder / "token"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
-    return made
+    return path
 
 
 def allowed_nodes(without: Collection[str]) -> dict[str, str]:
@@ -183,9 +183,9 @@ def _unreachable(address: str) -> str | None:
 
 def _join_failure(address: str, text: str) -> str:
     if "Version mismatch" in text:
-        found = " ".join(line.strip() for line in text.splitlines() if line.strip().startswith(("Ray:", "Python:")))
+        versions = " ".join(line.strip() for line in text.splitlines() if line.strip().startswith(("Ray:", "Python:")))
         return (
-            f"The Ray cluster at {address} has another version of Ray or Python than this server ({found}): "
+            f"The Ray cluster at {address} has another version of Ray or Python than this server ({versions}): "
             "install the same versions on all nodes."
         )
     # Ray reports a wrong token as a connection that fails, although the head was reached before.

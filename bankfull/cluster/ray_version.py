@@ -16,11 +16,11 @@ any process that reaches them."""
 def installed_version() -> str:
     """Ray's version, without its import. Raises ConfigError if Ray is missing or too old."""
     try:
-        found = version("ray")
+        installed = version("ray")
     except PackageNotFoundError:
         raise ConfigError("Replicas need Ray, which is not installed: pip install 'bankfull[ray]'.") from None
-    check_version(found)
-    return found
+    check_version(installed)
+    return installed
 
 
 def import_ray() -> Any:

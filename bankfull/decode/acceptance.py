@@ -42,20 +42,20 @@ class AcceptedDrafts:
 
     def add(self, key: Hashable, width: int, accepted: int) -> None:
         """A step of a request has verified `width` drafts."""
-        average, own = self._averages[width], self._requests.setdefault(key, OfRequest())
+        average, request = self._averages[width], self._requests.setdefault(key, OfRequest())
         average.add(accepted)
-        own.accepted = FADING * own.accepted + accepted
-        own.expected = FADING * own.expected + average.mean
+        request.accepted = FADING * request.accepted + accepted
+        request.expected = FADING * request.expected + average.mean
 
     def of(self, key: Hashable, width: int) -> float:
         """Accepted drafts of the request's next step, if it verifies `width`."""
         if not width:
             return 0.0
-        mean, own = self.mean(width), self._requests.get(key)
-        if own is None:
+        mean, request = self.mean(width), self._requests.get(key)
+        if request is None:
             return mean
         prior = PRIOR_STEPS * mean + PRIOR_TOKENS
-        return min(float(width), mean * (prior + own.accepted) / (prior + own.expected))
+        return min(float(width), mean * (prior + request.accepted) / (prior + request.expected))
 
     def mean(self, width: int) -> float:
         """Averaged over requests. Where the width was not used, each draft is assumed to be accepted after those before

@@ -335,8 +335,8 @@ class AdaptiveWidth:
         return tried.usual if tried is not None and len(tried.seconds) >= MEASURED else None
 
     def _known(self, load: int) -> list[int]:
-        found = ((width, self._tried.get((load, width))) for width in self._widths)
-        return [width for width, tried in found if tried is not None and tried.seconds]
+        tries = ((width, self._tried.get((load, width))) for width in self._widths)
+        return [width for width, tried in tries if tried is not None and tried.seconds]
 
     def _age(self, load: int, width: int) -> int:
         """The last step with this width; widths without measurements come first, the widest of them before others."""

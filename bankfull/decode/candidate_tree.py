@@ -62,7 +62,7 @@ def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> CandidateTre
     out."""
     _check(acceptance, nodes)
     orders = [sorted(range(len(of_head)), key=lambda rank, p=of_head: (-p[rank], rank)) for of_head in acceptance]  # type: ignore[misc]
-    made: list[tuple[int, int, int]] = []
+    chosen: list[tuple[int, int, int]] = []
     # (-probability of the path, age, parent, its probability, head, place of the rank in the head's order)
     waiting: list[tuple[float, int, int, float, int, int]] = []
 
@@ -70,15 +70,15 @@ def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> CandidateTre
         if head < len(orders) and place < len(orders[head]):
             chance = before * acceptance[head][orders[head][place]]
             if chance > 0:
-                heapq.heappush(waiting, (-chance, len(made) * 64 + place, parent, before, head, place))
+                heapq.heappush(waiting, (-chance, len(chosen) * 64 + place, parent, before, head, place))
 
     offer(-1, 1.0, 0, 0)
-    while waiting and len(made) < nodes:
+    while waiting and len(chosen) < nodes:
         chance, _, parent, before, head, place = heapq.heappop(waiting)
-        made.append((parent, head, orders[head][place]))
+        chosen.append((parent, head, orders[head][place]))
         offer(parent, before, head, place + 1)
-        offer(len(made) - 1, -chance, head + 1, 0)
-    return _tree(made or [(-1, 0, 0)])
+        offer(len(chosen) - 1, -chance, head + 1, 0)
+    return _tree(chosen or [(-1, 0, 0)])
 
 
 def chain_tree(depth: int) -> CandidateTree:

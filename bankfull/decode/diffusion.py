@@ -137,7 +137,7 @@ class Denoising(Strategy):
                 keys[part],
                 host_rows=sampling.host_rows[part],
             ).tokens
-            own = logits.gather(1, picked.clamp_min(0)[:, None])[:, 0]
+            picked_logits = logits.gather(1, picked.clamp_min(0)[:, None])[:, 0]
             tokens.append(picked)
-            confidences.append((own - logits.logsumexp(1)).exp())
+            confidences.append((picked_logits - logits.logsumexp(1)).exp())
         return torch.cat(tokens), torch.cat(confidences)

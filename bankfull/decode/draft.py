@@ -177,16 +177,16 @@ class DraftModel(Strategy):
                 newest = hidden[view.ship(batch.logit_index[chosen.lines])]
             length = chosen.known + depth
             if drawing:
-                found, shaped = self._draw(newest, view, chosen, length, count)
+                drafts, shaped = self._draw(newest, view, chosen, length, count)
                 if drawn_from is None:
                     drawn_from = shaped.new_zeros(len(tokens), len(self._branching), shaped.shape[1])
                 drawn_from[chosen.there, depth] = shaped
             else:
-                found = choose_drafts(self._own.model.head, newest, view, chosen, length, count)
-            tokens[chosen.there, depth] = found[:, 0]
-            tokens[chosen.there, beside : beside + count - 1] = found[:, 1:]
+                drafts = choose_drafts(self._own.model.head, newest, view, chosen, length, count)
+            tokens[chosen.there, depth] = drafts[:, 0]
+            tokens[chosen.there, beside : beside + count - 1] = drafts[:, 1:]
             beside += count - 1
-            view.tokens[chosen.index, length] = found[:, 0].clamp_min(0)  # read by the next pass, and by penalties
+            view.tokens[chosen.index, length] = drafts[:, 0].clamp_min(0)  # read by the next pass, and by penalties
         if drawn_from is None:
             self._rule.forget(view.host_rows)
         else:
@@ -207,11 +207,11 @@ class DraftModel(Strategy):
         logits, table = self._own.model.head(hidden), view.sampling
         shaped = process(logits, chosen.index, table, view.tokens, length, None, chosen.rows)
         key = NumberKey(table.wholes[chosen.index, SEED], table.wholes[chosen.index, CHILD], length)
-        found = draw_several(shaped, key, Purpose.DRAFT, count)
+        drafts = draw_several(shaped, key, Purpose.DRAFT, count)
         if count > 1 and any(table.facts[row].greedy for row in chosen.rows):
             best = sample_several(logits, chosen.index, table, view.tokens, length, count, host_rows=chosen.rows)
-            found = torch.where(table.wholes[chosen.index, GREEDY, None] > 0, best, found)
-        return found, shaped.float()
+            drafts = torch.where(table.wholes[chosen.index, GREEDY, None] > 0, best, drafts)
+        return drafts, shaped.float()
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
         return self._rule.verify(scores, sampling)
@@ -223,12 +223,12 @@ def choose_drafts(
     """(rows, count) drafts for position `length`, drawn with the numbers that verification draws with."""
     facts = view.sampling.facts
     if count == 1 and all(facts[row] is PLAIN for row in chosen.rows):
-        found = head.best(hidden)[:, None]
+        drafts = head.best(hidden)[:, None]
     else:
-        found = sample_several(
+        drafts = sample_several(
             head(hidden), chosen.index, view.sampling, view.tokens, length, count, host_rows=chosen.rows
         )
-    return found.clamp_min(0)
+    return drafts.clamp_min(0)
 
 
 def size_of(model: Decoder) -> int:

@@ -116,12 +116,12 @@ class Drafting:
         """Drafts to verify in the next step, by row; rows without any are left out, except those that may verify no
         other ones. `owners`: the sequences of the rows that decode. `spare`: the most drafts of the step."""
         self._guesses = {}
-        found = [(row, one) for row, key in owners.items() if (one := self._tracked.get(key)) is not None]
-        widths = {row: 0 for row, one in found if one.alone}
-        if not found or spare <= 0:
+        tracked = [(row, one) for row, key in owners.items() if (one := self._tracked.get(key)) is not None]
+        widths = {row: 0 for row, one in tracked if one.alone}
+        if not tracked or spare <= 0:
             return widths
         most = self._depth * (1 + self.width) + self.width  # steps in flight may add tokens before the drafts
-        chances = self._lookup.predict([one.number for _, one in found], most)
+        chances = self._lookup.predict([one.number for _, one in tracked], most)
         if not any(chances):
             return widths
         offered = [of_row[self._depth : self._depth + self.width] for of_row in chances]
@@ -129,7 +129,7 @@ class Drafting:
             wanted = [len(of_row) for of_row in offered]
         else:
             wanted = best_widths(offered, len(owners), self.costs, self.least_gain, spare)
-        for (row, one), drafts in zip(found, wanted, strict=True):
+        for (row, one), drafts in zip(tracked, wanted, strict=True):
             if drafts:
                 widths[row] = drafts
                 self._guesses[row] = Guess(row, one.known, tuple(self._lookup.tokens(one.number, most)))

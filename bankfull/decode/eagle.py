@@ -182,14 +182,14 @@ class Eagle(Strategy):
             chosen = ChosenRows(view, np.minimum(room, depth) == most)
             states = feature if len(chosen.rows) == whole else feature[chosen.there]
             places = self._steps.ahead(chosen.rows, most)
-            found = places.tokens[:, :1]
+            newest = places.tokens[:, :1]
             for place in range(most):
-                batch = places.batch(place, 1, found)
+                batch = places.batch(place, 1, newest)
                 batch.features = states
                 states = self._steps.run(batch)
-                found = choose_drafts(self._logits, states, view, chosen, chosen.known + place, 1)
-                tokens[chosen.there, place] = found[:, 0]
-                view.tokens[chosen.index, chosen.known + place] = found[:, 0]  # penalties read it
+                newest = choose_drafts(self._logits, states, view, chosen, chosen.known + place, 1)
+                tokens[chosen.there, place] = newest[:, 0]
+                view.tokens[chosen.index, chosen.known + place] = newest[:, 0]  # penalties read it
         return tokens
 
     def _tree(self, view: View, newest: Tensor, room: np.ndarray) -> Draft:
@@ -206,8 +206,8 @@ class Eagle(Strategy):
             tokens[:, :most] = self._chain(view, newest, np.where(widths > 0, 0, room))[:, :most]
         for width in sorted({*widths.tolist()} - {0}):
             chosen = ChosenRows(view, widths == width)
-            found, above = self._grown(view, chosen, newest[chosen.there], width)
-            tokens[chosen.there, : found.shape[1]], parents[chosen.there, : found.shape[1]] = found, above
+            nodes, above = self._grown(view, chosen, newest[chosen.there], width)
+            tokens[chosen.there, : nodes.shape[1]], parents[chosen.there, : nodes.shape[1]] = nodes, above
         return Draft(tokens, parents)
 
     def _grown(self, view: View, chosen: ChosenRows, feature: Tensor, k: int) -> tuple[Tensor, Tensor]:

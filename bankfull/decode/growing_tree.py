@@ -37,13 +37,13 @@ class GrowingTree:
         ids, chances = self._ids[-1], self._chances[-1]
         known = self.tokens.shape[1]
         self._best = chances.topk(self._k, -1).indices
-        own = torch.ones_like(self._best) << torch.arange(known, known + self._k, device=ids.device)
+        masks = torch.ones_like(self._best) << torch.arange(known, known + self._k, device=ids.device)
         up = None
         if known:  # candidate c follows node c // k of the depth before
             up = self._best.div(self._k, rounding_mode="floor") + (known - self._k)
-            own = own | self.masks.gather(1, up)
+            masks = masks | self.masks.gather(1, up)
         self.tokens = torch.cat((self.tokens, ids.gather(1, self._best)), 1)
-        self.masks = torch.cat((self.masks, own), 1)
+        self.masks = torch.cat((self.masks, masks), 1)
         return up
 
     def add(self, ids: Tensor, confidence: Tensor) -> None:

@@ -66,7 +66,7 @@ class MedusaStack:
         if len(self._projections) == 1:
             best = _highest(self._projections[0], x.reshape(rows * self.count, self.hidden), most)
         else:
-            each = [_highest(own, x[:, k].contiguous(), most) for k, own in enumerate(self._projections)]
+            each = [_highest(projection, x[:, k].contiguous(), most) for k, projection in enumerate(self._projections)]
             best = torch.stack(each, 1)
         ids = best if self.vocabulary is None else self.vocabulary[best]
         return ids.view(rows, self.count, most)
@@ -128,9 +128,9 @@ class Medusa(Strategy):
     def propose(self, view: View) -> Draft | None:
         assert self._stack is not None, "the strategy runs with a model"
         tree = self.tree
-        found = self._stack.candidates(view.hidden, tree.widest)
+        candidates = self._stack.candidates(view.hidden, tree.widest)
         heads, ranks = self._places
-        return Draft(found[:, heads, ranks], tree.parents if self.trees else None)
+        return Draft(candidates[:, heads, ranks], tree.parents if self.trees else None)
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,8 @@ class NgramPool:
         places = self._set_of(first)
         newest = self._added[rows, places][:, None] - 1 - torch.arange(self.ways, device=first.device)
         row, place, way = rows[:, None], places[:, None], newest % self.ways
-        found = self._keys[row, place, way] == first[:, None]
-        return torch.where(found[..., None], self._tails[row, place, way], 0).long()
+        matches = self._keys[row, place, way] == first[:, None]
+        return torch.where(matches[..., None], self._tails[row, place, way], 0).long()
 
     def _set_of(self, first: Tensor) -> Tensor:
         """Fibonacci hashing: neighbouring ids go to distant sets."""

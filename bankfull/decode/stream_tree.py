@@ -46,7 +46,7 @@ class FixedTree:
 
     def tokens(self, found: Continuations) -> Tensor:
         """(rows, nodes) in the order of the tree."""
-        most, made, chosen = found.first.shape[1], [], found.tokens[:, 0]
+        most, by_depth, chosen = found.first.shape[1], [], found.tokens[:, 0]
         for depth, (above, ranks) in enumerate(self._levels):
             if not depth:
                 chosen = ranks.expand(len(found.first), -1)
@@ -54,8 +54,8 @@ class FixedTree:
                 ranked = found.following[:, depth - 1].argsort(dim=-1, descending=True, stable=True)
                 children = ranked.gather(1, chosen[:, above][:, :, None].expand(-1, -1, most))
                 chosen = children.gather(2, ranks[None, :, None].expand(len(children), -1, 1))[:, :, 0]
-            made.append(found.tokens[:, depth].gather(1, chosen))
-        return torch.cat(made, 1)[:, self._order]
+            by_depth.append(found.tokens[:, depth].gather(1, chosen))
+        return torch.cat(by_depth, 1)[:, self._order]
 
 
 def grown_tree(found: Continuations, nodes: int) -> tuple[Tensor, Tensor]:

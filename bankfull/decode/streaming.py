@@ -69,8 +69,8 @@ class StreamDrafter(Strategy):
         if not room.any():
             return None
         chosen = ChosenRows(view, room > 0)
-        found = self._continuations(view, chosen, room[chosen.lines])
-        tokens, parents = self.tree_of(found)
+        continuations = self._continuations(view, chosen, room[chosen.lines])
+        tokens, parents = self.tree_of(continuations)
         if len(chosen.rows) == len(view.host_rows):
             return Draft(tokens, parents)
         # Rows without KV slots get no streams; they verify any tokens.

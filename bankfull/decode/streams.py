@@ -67,15 +67,15 @@ def top_attention(model: Decoder, layers: int) -> list[Attention]:
             f"Streams in {layers} top layers are not possible: the model has {len(model.blocks)} layers, and at least "
             "one must come before them."
         )
-    found = []
+    mixers = []
     for block in model.blocks[-layers:]:
         if not isinstance(block.mixer, Attention) or block.feed is None or block.norm_last:
             raise ConfigError(
                 "Speculative Streaming needs layers of grouped-query attention and a feed-forward layer with norms "
                 "before each; this model's top layers are others."
             )
-        found.append(block.mixer)
-    return found
+        mixers.append(block.mixer)
+    return mixers
 
 
 def stream_block(block: Block, attention: Attention, maps: Mapping[str, Map], make: MakeProduct) -> Block:

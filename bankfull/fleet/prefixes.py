@@ -118,8 +118,8 @@ class PrefixIndex:
             return CachedTokens()
         if self._blocks == {prompt.block_tokens}:
             return CachedTokens(self._leading_tokens(prompt))
-        found = ((held.cached_tokens(prompt), 1 << slot) for slot, held in self._held.items())
-        return CachedTokens([(tokens, bit) for tokens, bit in found if tokens])
+        cached = ((held.cached_tokens(prompt), 1 << slot) for slot, held in self._held.items())
+        return CachedTokens([(tokens, bit) for tokens, bit in cached if tokens])
 
     def _leading_tokens(self, prompt: PromptKeys) -> list[tuple[int, int]]:
         """A replica's prefix ends with its first missing block."""

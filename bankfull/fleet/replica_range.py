@@ -19,9 +19,9 @@ class ReplicaRange:
 
     @classmethod
     def parse(cls, text: str) -> ReplicaRange:
-        found = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text.strip())
-        least = int(found[1]) if found else 0
-        most = int(found[2]) if found and found[2] else least
+        match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text.strip())
+        least = int(match[1]) if match else 0
+        most = int(match[2]) if match and match[2] else least
         if not 1 <= least <= most <= MOST_REPLICAS:
             raise ConfigError(
                 f"{text[:40]!r} is no number of replicas: give one from 1 to {MOST_REPLICAS}, or a range such as 1..4."

@@ -152,10 +152,10 @@ def queue_figures(scheduler: Scheduler) -> tuple[list[float], float]:
 def optional_parts(scheduler: Scheduler) -> dict[str, str]:
     """The field `optional` of `Facts` and `Load`."""
     state = scheduler.state
-    found = dict(state.without)
+    problems = dict(state.without)
     if state.tiers is not None:
-        found |= {f"kv_{tier.tier.name.lower()}": tier.problem for tier in state.tiers.lasting}
-    return found
+        problems |= {f"kv_{tier.tier.name.lower()}": tier.problem for tier in state.tiers.lasting}
+    return problems
 
 
 def joined_optional(each: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -105,8 +105,8 @@ class RoutingPolicy(Protocol):
 def first_token_ms(prompt_tokens: int, replica: Candidate) -> float:
     """Predicted milliseconds until the first token, with the replica's own rates: wait for the running step and for a
     row, the prefill of the queue, the prefill of the prompt, and the decodes that share these steps."""
-    own = max(1, prompt_tokens - replica.cached_tokens)
-    work = own + replica.inflight_tokens
+    uncached = max(1, prompt_tokens - replica.cached_tokens)
+    work = uncached + replica.inflight_tokens
     wait = 0.0
     if replica.running:
         steps = math.ceil(work / (replica.step_tokens or DEFAULT_STEP_TOKENS))
@@ -119,8 +119,8 @@ def first_token_ms(prompt_tokens: int, replica: Candidate) -> float:
 def others_delay_ms(prompt_tokens: int, replica: Candidate) -> float:
     """Predicted milliseconds by which the prompt's prefill delays other requests: streams that run there, and later
     requests whose cached prefixes it evicts."""
-    own = max(1, prompt_tokens - replica.cached_tokens) * replica.prefill_ms_per_token
-    return own * (STREAM_WEIGHT * replica.running + EVICTION_WEIGHT * replica.fullness)
+    prefill = max(1, prompt_tokens - replica.cached_tokens) * replica.prefill_ms_per_token
+    return prefill * (STREAM_WEIGHT * replica.running + EVICTION_WEIGHT * replica.fullness)
 
 
 def sharing_ms(replica: Candidate) -> float:
@@ -199,8 +199,8 @@ def predicted_ms(prompt_tokens: int, candidates: ByColumn) -> np.ndarray[Any, An
     prefill = _known(of["prefill_ms_per_token"], DEFAULT_PREFILL_MS)
     step = _known(of["step_ms"], DEFAULT_STEP_MS)
     running, rows, online, tokens = of["running"], of["rows"], of["online"], of["step_tokens"]
-    own = np.maximum(1.0, prompt_tokens - candidates.cached())
-    work = own + of["inflight_tokens"]
+    uncached = np.maximum(1.0, prompt_tokens - candidates.cached())
+    work = uncached + of["inflight_tokens"]
     if not tokens.all():
         tokens = np.where(tokens > 0, tokens, DEFAULT_STEP_TOKENS)
     wait = (0.5 + np.ceil(work / tokens)) * step
@@ -211,7 +211,7 @@ def predicted_ms(prompt_tokens: int, candidates: ByColumn) -> np.ndarray[Any, An
         wait += np.where(full, (online - rows + 1) * row / np.maximum(1, rows), 0.0)
     wait += work * prefill
     shared = SHARING_WEIGHT * row * np.minimum(1.0, online / np.maximum(1, rows)) * (rows > 0)
-    return wait + own * prefill * (STREAM_WEIGHT * running + EVICTION_WEIGHT * of["fullness"]) + shared
+    return wait + uncached * prefill * (STREAM_WEIGHT * running + EVICTION_WEIGHT * of["fullness"]) + shared
 
 
 def _known(rates: np.ndarray[Any, Any], default: float) -> np.ndarray[Any, Any]:
@@ -293,20 +293,20 @@ def completion_ms(prompt_tokens: int, replica: Candidate, steps: float) -> float
     `steps` steps. With queues, it joins the first one whose quantum covers its prefill, and waits for what is left in
     this one and in those before it; for what is left in later queues only if it lasts long enough to get there, and
     its steps are shared with all that are there. Without queues it waits for rows, and then has one for itself."""
-    own = max(1, prompt_tokens - replica.cached_tokens) * replica.prefill_ms_per_token
+    prefill = max(1, prompt_tokens - replica.cached_tokens) * replica.prefill_ms_per_token
     wait, full = 0.0, bool(replica.rows) and replica.online >= replica.rows
     load, decode = replica.load, steps * replica.step_ms
     if full and load is not None and load.quantum_ms:
         chance, quantum = 1.0, load.quantum_ms
         for left in load.queues:
             wait += chance * left / replica.rows
-            if quantum >= own:
+            if quantum >= prefill:
                 chance *= LASTS_TWICE
             quantum *= 2
         decode *= (replica.online + 1) / replica.rows
     elif full:
         wait = (replica.online - replica.rows + 1) * decode / replica.rows
-    return wait + own + replica.inflight_tokens * replica.prefill_ms_per_token + decode
+    return wait + prefill + replica.inflight_tokens * replica.prefill_ms_per_token + decode
 
 
 class CompletionRouting:

@@ -37,12 +37,12 @@ async def _reach_once(
     address: tuple[str, int], token: bytes, purpose: bytes, subject: bytes
 ) -> tuple[socket.socket, SessionKeys]:
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    connection = socket.socket(*found[0][:3])
+    addresses = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    connection = socket.socket(*addresses[0][:3])
     try:
         connection.setblocking(False)
         tune(connection)
-        await loop.sock_connect(connection, found[0][4])
+        await loop.sock_connect(connection, addresses[0][4])
         return connection, await call(connection, token, purpose, subject)
     except BaseException:
         connection.close()

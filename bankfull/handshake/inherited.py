@@ -39,8 +39,8 @@ def handed(secrets: Secrets) -> Iterator[int]:
     try:
         file = os.memfd_create("bankfull-secrets")
     except (AttributeError, OSError):  # not on this system
-        with TemporaryFile() as made:
-            file = os.dup(made.fileno())
+        with TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
     try:
         os.write(file, msgspec.msgpack.encode(secrets))
         yield file

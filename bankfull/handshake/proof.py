@@ -65,8 +65,8 @@ class SessionKeys:
 
     @staticmethod
     def of(token: bytes, said: bytes) -> SessionKeys:
-        own = derived(token, b"session " + said)
-        return SessionKeys(derived(own, b"caller"), derived(own, b"listener"))
+        session_key = derived(token, b"session " + said)
+        return SessionKeys(derived(session_key, b"caller"), derived(session_key, b"listener"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ class Seal:
 
     def tag(self, *parts: Part) -> bytes:
         """The tag of the next message."""
-        found = blake2b(digest_size=TAG, key=self._key, salt=self._count.to_bytes(16, "little"))
+        hasher = blake2b(digest_size=TAG, key=self._key, salt=self._count.to_bytes(16, "little"))
         self._count += 1
         for part in parts:
-            found.update(part)
-        return found.digest()
+            hasher.update(part)
+        return hasher.digest()
 
     def opens(self, tag: Part, *parts: Part) -> bool:
         """Whether this is the tag of the next message."""

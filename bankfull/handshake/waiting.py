@@ -47,9 +47,9 @@ class WaitingRoom(Generic[Who]):
 
     def enter(self, who: Who) -> Who | None:
         """Who must leave for it, if anybody must."""
-        own, gone = self._by_address.get(who.address, {}), None
-        if len(own) >= MOST_OF_ADDRESS:
-            gone = next(iter(own))
+        at_address, gone = self._by_address.get(who.address, {}), None
+        if len(at_address) >= MOST_OF_ADDRESS:
+            gone = next(iter(at_address))
         elif len(self._silent) >= MOST_SILENT:
             most = max(map(len, self._by_address.values()))
             gone = next(one for one in self._silent if len(self._by_address[one.address]) == most)
@@ -77,9 +77,9 @@ class WaitingRoom(Generic[Who]):
         self._claiming.pop(who, None)
         if who in self._silent:
             del self._silent[who]
-            own = self._by_address[who.address]
-            del own[who]
-            if not own:
+            at_address = self._by_address[who.address]
+            del at_address[who]
+            if not at_address:
                 del self._by_address[who.address]
 
     def oldest(self) -> Who | None:
@@ -91,5 +91,5 @@ def peer_of(host: str) -> str:
     """What counts as one address: a network of IPv6 belongs to one peer."""
     if ":" not in host:
         return host
-    found = IPv6Address(host.partition("%")[0])
-    return str(found.ipv4_mapped or int(found) >> 64)
+    address = IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or int(address) >> 64)

@@ -47,9 +47,9 @@ class Adapted:
 
 def adapted_attention(attention: Attention, qkv: Adapter, out: Adapter, state: StateSpec) -> Attention:
     """The attention layer with adapters of queries, keys and values and of its output, over another layer's state."""
-    made = copy(attention)
-    made.states, made.adapter, made.out = (state,), qkv, Adapted(attention.out, out)
-    return made
+    adapted = copy(attention)
+    adapted.states, adapted.adapter, adapted.out = (state,), qkv, Adapted(attention.out, out)
+    return adapted
 
 
 OWN = SCHEMES["q8_0"]

@@ -90,8 +90,8 @@ class Attention:
         self.rotates_first = rotates_first
         self.sinks = None if sinks is None else sinks.to(build.at_least_float32)
         self.rounded = is_rounded(build.pages)
-        own = Paged(page_tensors(heads, build.pages), heads.sight)
-        self.states: tuple[StateSpec, ...] = (own if state is None else state,)
+        paged = Paged(page_tensors(heads, build.pages), heads.sight)
+        self.states: tuple[StateSpec, ...] = (paged if state is None else state,)
         self._rotate = build.bind(rotate)
         self.fixed = _checkpoint_scales(build, heads) if build.pages is FP8 else ((), ())
         wanted = {"fixed": True} if self.fixed[0] else {}
@@ -212,12 +212,12 @@ def page_tensors(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
 
 def _checkpoint_scales(build: Build, heads: Heads) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Scales of fp8 keys and of fp8 values that the checkpoint has, one per head; empty if it has none."""
-    found: list[tuple[Tensor, ...]] = []
+    scales: list[tuple[Tensor, ...]] = []
     for part in ("k", "v"):
         names = (f"{part}_scale", f"{part}_proj.{part}_scale")
         name = next((name for name in names if build.has(name)), None)
-        found.append(() if name is None else (_per_head(build, name, heads.kv),))
-    return (found[0], found[1]) if all(found) else ((), ())
+        scales.append(() if name is None else (_per_head(build, name, heads.kv),))
+    return (scales[0], scales[1]) if all(scales) else ((), ())
 
 
 def _per_head(build: Build, name: str, count: int) -> Tensor:

@@ -100,8 +100,8 @@ class Build:
 
     def at(self, name: str | int) -> Build:
         prefix = self._full(str(name))
-        found = replace(self, prefix=prefix)
-        return found if self.stage is None or self.stage.holds(prefix) else found.blank
+        build = replace(self, prefix=prefix)
+        return build if self.stage is None or self.stage.holds(prefix) else build.blank
 
     @property
     def blank(self) -> Build:
@@ -144,8 +144,8 @@ class Build:
 
     def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
         """These rows of a matrix of that shape, in the form of `weight`. No others are read."""
-        found = self._find(name, shape)
-        return self._as_multiplied(found.rows(rows.to(found.device)), for_linear)
+        matrix = self._find(name, shape)
+        return self._as_multiplied(matrix.rows(rows.to(matrix.device)), for_linear)
 
     def _as_multiplied(self, found: QTensor, for_linear: bool = False) -> QTensor:
         if found.scheme.name in IMPORTANCE:  # no kernel reads these blocks
@@ -250,10 +250,10 @@ class Build:
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""
-        found = self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
+        tensor = self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
         if self.shard is None or not name.endswith("bias") or self.shard.holds_bias(self._full(name)):
-            return found
-        return torch.zeros_like(found)
+            return tensor
+        return torch.zeros_like(tensor)
 
     def sum_of_ranks(self, weight: str) -> Callable[[Tensor], Tensor] | None:
         """Adds up the ranks' products with their parts of a weight's columns; None if each rank has all columns."""
@@ -278,11 +278,11 @@ class Build:
                 "configuration that belongs to the file."
             )
         if isinstance(self.source, ExpertSource):
-            found = self.source.get_experts(full, experts)
+            stacked = self.source.get_experts(full, experts)
         else:
-            found = self.source.get(full).rows(torch.tensor(experts))
-        parts = [(found.shape[1] // fused, shape[0] // fused)] * fused if fused > 1 else None
-        return self._own(name, found, (len(experts), *shape), parts)
+            stacked = self.source.get(full).rows(torch.tensor(experts))
+        parts = [(stacked.shape[1] // fused, shape[0] // fused)] * fused if fused > 1 else None
+        return self._own(name, stacked, (len(experts), *shape), parts)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
         return self._own(name, self.source.get(self._full(name)), shape)

@@ -96,11 +96,11 @@ class ContextMixer:
 
     def _paged(self, batch: Batch, group: int, division: Division, slots: Tensor) -> PagedPart:
         device, rows = batch.tokens.device, division.paged_rows
-        own = np.concatenate(division.owners)
-        sequences = np.unique(np.searchsorted(batch.q_start, own, side="right") - 1)
+        indices = np.concatenate(division.owners)
+        sequences = np.unique(np.searchsorted(batch.q_start, indices, side="right") - 1)
         counts = np.diff(batch.q_start)[sequences]
         q_start, kv_len = np.concatenate(([0], np.cumsum(counts))), batch.kv_len[sequences]
-        tokens, which = torch.from_numpy(own).to(device), torch.from_numpy(sequences).to(device)
+        tokens, which = torch.from_numpy(indices).to(device), torch.from_numpy(sequences).to(device)
         table = batch.pages[group][which]
         table = torch.where(self.pages.owns(table), self.pages.frame(table), torch.full_like(table, -1))
         meta = PagedMeta(
@@ -114,13 +114,13 @@ class ContextMixer:
             ancestors=None if batch.ancestors is None else batch.ancestors[tokens],
             block=self.access.block,
         )
-        places = division.places()[own]
-        sent = np.minimum(np.arange(division.ranks * rows), len(own) - 1)
+        places = division.places()[indices]
+        sent = np.minimum(np.arange(division.ranks * rows), len(indices) - 1)
         return PagedPart(rows, meta, torch.from_numpy(places).to(device), torch.from_numpy(sent).to(device))
 
     def _fresh(self, batch: Batch, division: Division, page_tokens: int) -> FreshPart:
         device = batch.tokens.device
-        lengths = {p.sequence: int(batch.kv_len[p.sequence]) for own in division.pieces for p in own}
+        lengths = {p.sequence: int(batch.kv_len[p.sequence]) for pieces in division.pieces for p in pieces}
         first: dict[int, int] = {}
         frames = 0
         tokens, slots = [], []
@@ -142,16 +142,16 @@ class ContextMixer:
         q, kept = self.access.project(x, angles)
         rows = torch.cat([one.flatten(1) for one in kept], 1) if kept else q.new_empty(len(q), 0)
         paged, fresh = meta.paged, meta.fresh
-        own = 0 if paged is None else paged.rows
+        paged_rows = 0 if paged is None else paged.rows
         queries: Tensor | None = None
         gathered = []
         if paged is not None:
-            both = torch.cat((q[:own].flatten(1), rows[:own]), 1)
-            all_rows = self._gather(both, self.group, self.group.size * own)
+            both = torch.cat((q[:paged_rows].flatten(1), rows[:paged_rows]), 1)
+            all_rows = self._gather(both, self.group, self.group.size * paged_rows)
             queries, keys = all_rows.split((both.shape[1] - rows.shape[1], rows.shape[1]), 1)
             gathered.append(keys)
         if fresh is not None:
-            gathered.append(self._gather(rows[own:], self.group, self.group.size * fresh.rows))
+            gathered.append(self._gather(rows[paged_rows:], self.group, self.group.size * fresh.rows))
         new: list[Tensor] = []
         if kept:
             sizes = [one.shape[1] * one.shape[2] for one in kept]
@@ -162,13 +162,13 @@ class ContextMixer:
         if paged is not None and queries is not None:
             mixed.append(self._over_pages(queries.unflatten(1, q.shape[1:]), state, paged, q.dtype))
         if fresh is not None:
-            mixed.append(self._over_new(q[own:], new, fresh))
+            mixed.append(self._over_new(q[paged_rows:], new, fresh))
         return self.access.finish(x, torch.cat(mixed).flatten(1))
 
     def _over_pages(self, queries: Tensor, state: StateTensors, part: PagedPart, dtype: torch.dtype) -> Tensor:
         """The results of this rank's rows; `queries` are those of all ranks."""
-        found = self.access.partial(queries[part.places], state, part.meta, self.group.size)
-        came = self._exchange(found[part.sent].unflatten(0, (self.group.size, part.rows)), self.group)
+        partials = self.access.partial(queries[part.places], state, part.meta, self.group.size)
+        came = self._exchange(partials[part.sent].unflatten(0, (self.group.size, part.rows)), self.group)
         merged: Tensor = self._merge(came, dtype, self.access.sinks)
         return merged
 

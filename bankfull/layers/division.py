@@ -43,11 +43,11 @@ class Division:
 
     @property
     def paged_rows(self) -> int:
-        return max(len(own) for own in self.owners)
+        return max(len(tokens) for tokens in self.owners)
 
     @property
     def fresh_rows(self) -> int:
-        return max((sum(p.end - p.first for p in own) for own in self.pieces), default=0)
+        return max((sum(p.end - p.first for p in pieces) for pieces in self.pieces), default=0)
 
     @property
     def rows(self) -> int:
@@ -65,21 +65,21 @@ class Division:
 
     def places(self) -> np.ndarray:
         """(tokens) where each token lies in the gathered paged rows of all ranks, followed by their fresh rows."""
-        found = np.zeros(self.tokens, np.int64)
-        for rank, own in enumerate(self.owners):
-            found[own] = rank * self.paged_rows + np.arange(len(own))
+        places = np.zeros(self.tokens, np.int64)
+        for rank, paged in enumerate(self.owners):
+            places[paged] = rank * self.paged_rows + np.arange(len(paged))
             fresh = self.fresh(rank)
-            found[fresh] = self.ranks * self.paged_rows + rank * self.fresh_rows + np.arange(len(fresh))
-        return found
+            places[fresh] = self.ranks * self.paged_rows + rank * self.fresh_rows + np.arange(len(fresh))
+        return places
 
     def in_rank_order(self) -> np.ndarray:
         """(tokens) where each token lies in the gathered rows of all ranks, all rows of a rank being adjacent."""
-        found = np.zeros(self.tokens, np.int64)
-        for rank, own in enumerate(self.owners):
-            found[own] = rank * self.rows + np.arange(len(own))
+        places = np.zeros(self.tokens, np.int64)
+        for rank, paged in enumerate(self.owners):
+            places[paged] = rank * self.rows + np.arange(len(paged))
             fresh = self.fresh(rank)
-            found[fresh] = rank * self.rows + self.paged_rows + np.arange(len(fresh))
-        return found
+            places[fresh] = rank * self.rows + self.paged_rows + np.arange(len(fresh))
+        return places
 
 
 def _padded(tokens: np.ndarray, rows: int) -> np.ndarray:
@@ -112,14 +112,14 @@ def context_division(q_start: np.ndarray, fresh: Sequence[bool], ranks: int) -> 
             pieces[rank] += [Piece(sequence, first, end) for first, end in shares[share]]
             load[rank] += sizes[share]
     owners = in_order(np.flatnonzero(paged), ranks)
-    return Division(int(q_start[-1]), owners, tuple(tuple(own) for own in pieces), q_start[:-1])
+    return Division(int(q_start[-1]), owners, tuple(tuple(of_rank) for of_rank in pieces), q_start[:-1])
 
 
 def zig_zag(count: int, ranks: int) -> list[list[tuple[int, int]]]:
     """The borders of each rank's pieces of `count` tokens, in order; empty ones are left out."""
     border = [count * i // (2 * ranks) for i in range(2 * ranks + 1)]
-    found = []
+    shares = []
     for rank in range(ranks):
         both = [(border[i], border[i + 1]) for i in (rank, 2 * ranks - 1 - rank)]
-        found.append([(first, end) for first, end in both if first < end])
-    return found
+        shares.append([(first, end) for first, end in both if first < end])
+    return shares

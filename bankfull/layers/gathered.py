@@ -49,8 +49,8 @@ class GatheredLinear:
             self._gather(part, share.group, share.group.size * few)
             for part in (best.values, best.indices + share.first)
         )
-        found: Tensor = index.gather(1, values.topk(most, -1).indices)
-        return found.clamp_max(share.count - 1)
+        ids: Tensor = index.gather(1, values.topk(most, -1).indices)
+        return ids.clamp_max(share.count - 1)
 
     def norms_for_best(self, rows: int) -> bool:
         return False
@@ -76,8 +76,10 @@ def gathered_linear(
         weight = stored(rows)
     elif rows is not None:
         weight = build.rows_of("weight", (outer, inner), rows, for_linear=True)
-    own = Linear(build, inner, outer if rows is None else len(rows), weight=weight, int8_when_batched=int8_when_batched)
+    linear = Linear(
+        build, inner, outer if rows is None else len(rows), weight=weight, int8_when_batched=int8_when_batched
+    )
     if bias is not False:
         whole = build.tensor("bias", (outer,)) if bias is True else bias.to(build.device, build.dtype)
-        own.bias = whole if rows is None else whole[rows.to(whole.device)]
-    return own if share is None else GatheredLinear(build, own, share)
+        linear.bias = whole if rows is None else whole[rows.to(whole.device)]
+    return linear if share is None else GatheredLinear(build, linear, share)

@@ -220,8 +220,8 @@ def _halves(size: int) -> Tensor:
 
 def _order(heads: int, before: int, turned: Tensor) -> Tensor:
     """Rows of `heads` heads of `before` rows, which stay, and rows that `turned` reorders."""
-    own = torch.cat((torch.arange(before), before + turned))
-    return (torch.arange(heads)[:, None] * len(own) + own).flatten()
+    order = torch.cat((torch.arange(before), before + turned))
+    return (torch.arange(heads)[:, None] * len(order) + order).flatten()
 
 
 def _reordered(build: Build, inner: int, outer: int, order: Tensor | None, bias: bool = False) -> Linear:
@@ -229,11 +229,11 @@ def _reordered(build: Build, inner: int, outer: int, order: Tensor | None, bias:
     if order is None:
         return Linear(build, inner, outer, bias, int8_when_batched=True)
     weight = build.weight("weight", (outer, inner), for_linear=True)
-    made = Linear(build, inner, outer, weight=weight.rows(order.to(weight.device)), int8_when_batched=True)
+    linear = Linear(build, inner, outer, weight=weight.rows(order.to(weight.device)), int8_when_batched=True)
     if bias:
-        found = build.tensor("bias", (outer,))
-        made.bias = found[order.to(found.device)]
-    return made
+        stored = build.tensor("bias", (outer,))
+        linear.bias = stored[order.to(stored.device)]
+    return linear
 
 
 def _head_weights(build: Build, s: LatentShape) -> tuple[HeadWeights, HeadWeights]:

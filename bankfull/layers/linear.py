@@ -119,9 +119,9 @@ class Normed:
         return rows <= self._most or (rows > 1 and self._more is not None)
 
     def of(self, rows: int) -> Function:
-        found = self._few if rows <= self._most else self._more
-        assert found is not None
-        return found
+        function = self._few if rows <= self._most else self._more
+        assert function is not None
+        return function
 
 
 class Linear:
@@ -268,9 +268,9 @@ def split_linear(
         whole, biases = whole.rows(order), None if biases is None else biases[order]
     parts, first = [], 0
     for outer, batched in zip(outers, int8_when_batched or [False] * len(outers), strict=True):
-        own = slice(first, first + outer)
-        part = Linear(build, inner, outer, weight=whole.rows(own), int8_when_batched=batched)
-        part.bias = None if biases is None else biases[own]
+        rows = slice(first, first + outer)
+        part = Linear(build, inner, outer, weight=whole.rows(rows), int8_when_batched=batched)
+        part.bias = None if biases is None else biases[rows]
         parts.append(part)
         first += outer
     return parts
@@ -290,8 +290,8 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         where = () if self.share is None else (self.share.first, self.share.group)
-        found: Tensor = self._embedding(ids, self.table, self._dtype, self.scale, *where)
-        return found
+        embedded: Tensor = self._embedding(ids, self.table, self._dtype, self.scale, *where)
+        return embedded
 
     def stored(self, rows: Tensor | None = None) -> QTensor:
         """These rows of the whole table (all without `rows`), also those that other ranks hold."""

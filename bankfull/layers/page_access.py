@@ -132,9 +132,9 @@ class LatentPages:
         s = inner.shape
         self.inner, self.rope, self.states = inner, inner.rope, inner.states
         self.heads, self.values = s.heads // parts, s.rank
-        (own,) = inner.states
-        assert isinstance(own, Paged)
-        self.specs: Sequence[TensorSpec] = own.tensors
+        (state,) = inner.states
+        assert isinstance(state, Paged)
+        self.specs: Sequence[TensorSpec] = state.tensors
         facts = {"pages": build.pages, "latent": replace(s, heads=self.heads)}
         self._norm, self._rotate = build.bind(rms_norm), build.bind(rotate)
         self._write = build.bind(write_pages, pages=build.pages)

@@ -45,12 +45,12 @@ class ParallelMixer:
         return parts
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> tuple[Any, ...]:
-        return tuple(mixer.plan(batch, own) for mixer, own in zip(self.mixers, self._parts(groups), strict=True))
+        return tuple(mixer.plan(batch, part) for mixer, part in zip(self.mixers, self._parts(groups), strict=True))
 
     def run(self, x: Tensor, states: LayerStates, meta: tuple[Any, ...], angles: Angles | None) -> Tensor:
         total: Tensor | None = None
-        for mixer, own, plan, scale in zip(self.mixers, self._parts(states), meta, self.scales, strict=True):
-            branch = mixer.run(x, tuple(own), plan, None if mixer.rope is None else angles)
+        for mixer, part, plan, scale in zip(self.mixers, self._parts(states), meta, self.scales, strict=True):
+            branch = mixer.run(x, tuple(part), plan, None if mixer.rope is None else angles)
             if scale is not None:
                 branch = self._scale(branch, scale)
             total = branch if total is None else self._add(total, branch)

@@ -68,8 +68,8 @@ def scattering(build: Build, ends: Sequence[Any], group: RankGroup) -> Callable[
 def _last_layers(branch: Any) -> list[Any]:
     """The layers whose products are a branch's result; none where that is not known."""
     if isinstance(branch, ParallelMixer):
-        found = [_last_layers(mixer) for mixer in branch.mixers]
-        return [layer for layers in found for layer in layers] if all(found) else []
+        by_mixer = [_last_layers(mixer) for mixer in branch.mixers]
+        return [layer for layers in by_mixer for layer in layers] if all(by_mixer) else []
     if isinstance(branch, Experts) and branch.ranks is not None:
         return []  # they exchange and add up their results themselves
     if isinstance(branch, Experts):

@@ -99,10 +99,10 @@ def owner_of(mixers: Sequence[Mixer], layer: int, owner: int) -> Attention:
             f"Layer {layer} shares the keys and values of layer {owner}, which does not come before it; name an "
             "earlier layer."
         )
-    found = mixers[owner]
-    if not isinstance(found, Attention):
+    mixer = mixers[owner]
+    if not isinstance(mixer, Attention):
         raise ModelError(
             f"Layer {layer} shares the keys and values of layer {owner}, which has none of its own; name the layer "
             "that computes them."
         )
-    return found
+    return mixer

@@ -74,8 +74,8 @@ class MambaMixer:
     def run(self, x: Tensor, states: LayerStates, meta: RecurrentMeta, angles: Angles | None) -> Tensor:
         (state,) = states
         u = self._conv(self.into(x), self.kernel, self.kernel_bias, state["conv"], meta)
-        made = [product(u) for product in self.project]
-        low, b, c = made if len(made) > 1 else made[0].split(self.parts, dim=-1)
+        products = [product(u) for product in self.project]
+        low, b, c = products if len(products) > 1 else products[0].split(self.parts, dim=-1)
         if self.norms_of_parts is not None:
             low, b, c = (norm(part) for norm, part in zip(self.norms_of_parts, (low, b, c), strict=True))
         delta = self._activate(self.step(low), "softplus")

@@ -31,8 +31,8 @@ class Stage:
 
     def holds(self, name: str) -> bool:
         """Whether a layer's tensor is needed here; other tensors are."""
-        found = LAYER.search(name)
-        return found is None or self.first <= int(found[1]) < self.last
+        match = LAYER.search(name)
+        return match is None or self.first <= int(match[1]) < self.last
 
 
 class BlankTensors:

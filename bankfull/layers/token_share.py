@@ -39,9 +39,9 @@ class TokenShare:
 
     def at_stage(self, first: bool, last: bool) -> TokenShare:
         """The share as a stage of a pipeline needs it. Between stages, rows stay divided."""
-        made = copy(self)
-        made._first, made._last = first, last
-        return made
+        share = copy(self)
+        share._first, share._last = first, last
+        return share
 
     @property
     def pages(self) -> RankGroup | None:
@@ -70,13 +70,13 @@ class TokenShare:
         division = self.division(batch)
         if division is None or self.context is None:
             return batch
-        own = torch.from_numpy(division.own(self.context.index)).to(batch.tokens.device)
+        indices = torch.from_numpy(division.own(self.context.index)).to(batch.tokens.device)
         return replace(
             batch,
-            tokens=batch.tokens[own],
-            positions=batch.positions[own],
-            features=None if batch.features is None else batch.features[own],
-            angles={name: (cos[own], sin[own]) for name, (cos, sin) in batch.angles.items()},
+            tokens=batch.tokens[indices],
+            positions=batch.positions[indices],
+            features=None if batch.features is None else batch.features[indices],
+            angles={name: (cos[indices], sin[indices]) for name, (cos, sin) in batch.angles.items()},
         )
 
     def entering(self, tokens: Tensor) -> Tensor:

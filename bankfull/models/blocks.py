@@ -117,15 +117,15 @@ class _Sharing:
 
 
 def _plan(layer: Layer, blocks: Mapping[str, Any], fields: ConfigFields) -> tuple[LayerPlan, tuple[_Sharing, ...]]:
-    found = [_mixer(call, blocks, fields) for call in layer.calls]
-    feeds = {feed for _, feed, _ in found}
+    parts = [_mixer(call, blocks, fields) for call in layer.calls]
+    feeds = {feed for _, feed, _ in parts}
     if len(feeds) > 1:
         raise ModelError(
             f"The parallel blocks {', '.join(call.name for call in layer.calls)} have different feed-forward layers; "
             "a layer has one."
         )
-    mixers = tuple(mixer for mixer, _, _ in found)
-    shares = tuple(share for _, _, share in found)
+    mixers = tuple(mixer for mixer, _, _ in parts)
+    shares = tuple(share for _, _, share in parts)
     if len(mixers) > 1 and any(share.layer is not None or share.every > 1 for share in shares):
         raise ModelError(f"Block {layer.calls[0].name!r} runs in parallel with others and cannot share K/V.")
     return LayerPlan(mixers, feeds.pop()), shares
@@ -172,7 +172,7 @@ def _base(name: str, blocks: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _with_owners(plans: Sequence[LayerPlan], sharing: Sequence[tuple[_Sharing, ...]]) -> list[LayerPlan]:
     """Set the owner of the K/V of each layer that shares them."""
-    made: list[LayerPlan] = []
+    resolved: list[LayerPlan] = []
     latest: dict[tuple[str, AttentionShape], tuple[int, int]] = {}
     """Owners by block and shape: the layer that last owned its pages, and how many layers have used them."""
     for number, (plan, shares) in enumerate(zip(plans, sharing, strict=True)):
@@ -184,8 +184,8 @@ def _with_owners(plans: Sequence[LayerPlan], sharing: Sequence[tuple[_Sharing, .
             first, users = latest.get((share.block, mixer.shape), (number, share.every))
             latest[share.block, mixer.shape] = (number, 1) if users >= share.every else (first, users + 1)
             owner = None if users >= share.every else first
-        made.append(plan if owner is None else _sharing(made, plan, number, owner, share.block))
-    return made
+        resolved.append(plan if owner is None else _sharing(resolved, plan, number, owner, share.block))
+    return resolved
 
 
 def _sharing(made: Sequence[LayerPlan], plan: LayerPlan, number: int, owner: int, block: str) -> LayerPlan:

@@ -142,8 +142,8 @@ def head_of(
     vocab, hidden = embed.rows, embed.table.shape[1]
     at = build.at_stage(False, True).at(name)
     if fields.flag(tied):
-        own = Linear(at, hidden, embed.table.shape[0], weight=embed.table, int8_when_batched=True)
-        project: AnyLinear = own if embed.share is None else GatheredLinear(at, own, embed.share)
+        linear = Linear(at, hidden, embed.table.shape[0], weight=embed.table, int8_when_batched=True)
+        project: AnyLinear = linear if embed.share is None else GatheredLinear(at, linear, embed.share)
         return Head(build, project, embed.stored, cap)
 
     def stored(rows: Tensor | None = None) -> QTensor:

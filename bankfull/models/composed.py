@@ -79,7 +79,7 @@ class _Composer:
         q_norm = RMSNorm(at.at("q_norm"), heads.size, self.eps) if shape.qk_norm else None
         if shape.owner is not None:
             return SharedAttention(at, self._owners[shape.owner], shape.owner, q, out, rope=rope, q_norm=q_norm)
-        made = self._owners[number] = Attention(
+        mixer = self._owners[number] = Attention(
             at,
             heads,
             q,
@@ -90,7 +90,7 @@ class _Composer:
             q_norm=q_norm,
             k_norm=RMSNorm(at.at("k_norm"), heads.size, self.eps) if shape.qk_norm else None,
         )
-        return made
+        return mixer
 
     def mla(self, at: Build, shape: LatentShape, number: int) -> LatentAttention:
         rope = self._rope(RopeShape(shape.rope, self.fields.number("rope_theta")))

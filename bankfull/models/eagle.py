@@ -33,10 +33,10 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     another model."""
     layers = len(target.blocks)
     files.suit(target.hidden, target.vocab, layers)
-    own = target.head.build.together
-    source = EagleSource(files, narrows_own(own.activations))
-    shard = None if own.shard is None else Shard(own.shard.group)
-    build = replace(own, source=source, prefix="", shard=shard)
+    target_build = target.head.build.together
+    source = EagleSource(files, narrows_own(target_build.activations))
+    shard = None if target_build.shard is None else Shard(target_build.shard.group)
+    build = replace(target_build, source=source, prefix="", shard=shard)
     defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_positions}
     fields = ConfigFields(_rank_config(files, build.tensor_ranks), {**TRANSFORMER, **defaults})
     hidden, eps, heads = target.hidden, fields.number("rms_norm_eps"), heads_of(fields)
@@ -108,7 +108,7 @@ def _attention(build: Build, heads: Heads, inner: int, hidden: int) -> Attention
 def _head(files: EagleFiles, build: Build, target: Decoder, eps: float) -> DraftLogits:
     """A head with its own rows, or those of the target model's head that the vocabulary names, or all of them."""
     norm = RMSNorm(build.at("norm"), target.hidden, eps) if files.fused else None
-    ids, at, own = files.vocabulary, build.at("lm_head"), target.head
+    ids, at, head = files.vocabulary, build.at("lm_head"), target.head
     count = target.vocab if ids is None else len(ids)
     if at.has("weight"):
 
@@ -118,13 +118,13 @@ def _head(files: EagleFiles, build: Build, target: Decoder, eps: float) -> Draft
 
         return DraftLogits(build, gathered_linear(at, target.hidden, count), stored, target.vocab, ids, norm)
     if ids is None:
-        return DraftLogits(build, own.project, own.stored, target.vocab, None, norm, own.cap)
+        return DraftLogits(build, head.project, head.stored, target.vocab, None, norm, head.cap)
 
     def chosen(rows: Tensor | None = None) -> QTensor:
-        return own.stored(ids if rows is None else ids[rows])
+        return head.stored(ids if rows is None else ids[rows])
 
     project = gathered_linear(build, target.hidden, count, stored=chosen)
-    return DraftLogits(build, project, chosen, target.vocab, ids, norm, own.cap)
+    return DraftLogits(build, project, chosen, target.vocab, ids, norm, head.cap)
 
 
 def _rank_config(files: EagleFiles, ranks: int) -> Mapping[str, Any]:

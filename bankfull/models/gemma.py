@@ -80,7 +80,7 @@ def build_text(fields: ConfigFields, build: Build, root: Build, *, third: bool) 
 
     def block(layer: int) -> Block:
         at = root.at("layers").at(layer)
-        own = at.at("self_attn")
+        attn = at.at("self_attn")
         window = windows[layer]
 
         def norm(name: str) -> RMSNorm:
@@ -89,12 +89,12 @@ def build_text(fields: ConfigFields, build: Build, root: Build, *, third: bool) 
         return Block(
             common.attention(
                 fields,
-                own,
+                attn,
                 replace(heads, window=window),
                 qkv_bias=bias,
                 out_bias=bias,
                 rope="local" if third and window is not None else "global",
-                **(common.head_norms(fields, own, heads, offset) if third else {}),
+                **(common.head_norms(fields, attn, heads, offset) if third else {}),
             ),
             before_mixer=norm("input_layernorm"),
             after_mixer=norm("post_attention_layernorm"),

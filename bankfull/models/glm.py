@@ -67,8 +67,8 @@ def halves_of_pairs(count: int, size: int, rotated: int) -> Tensor:
     """Rows of queries or keys in the order that turns a RoPE of adjacent pairs into one of two halves. Both get the
     same order, so their products do not change."""
     pairs = torch.arange(rotated).view(-1, 2).T.flatten()
-    own = torch.cat((pairs, torch.arange(rotated, size)))
-    return (torch.arange(count)[:, None] * size + own).flatten()
+    order = torch.cat((pairs, torch.arange(rotated, size)))
+    return (torch.arange(count)[:, None] * size + order).flatten()
 
 
 def _split(s: Splitting) -> None:

@@ -47,12 +47,12 @@ def build_gpt2(config: Config, build: Build) -> Decoder:
 
     def block(layer: int) -> Block:
         at = root.at("h").at(layer)
-        own, feed = at.at("attn"), at.at("mlp")
+        attn, feed = at.at("attn"), at.at("mlp")
         scale = (size**-0.5 if scaled else 1.0) / (layer + 1 if by_layer else 1)
-        q, k, v = split_linear(own.at("c_attn"), hidden, [width] * 3, True, int8_when_batched=(True, True, False))
-        out = Linear(own.at("c_proj"), width, hidden, True, int8_when_batched=True)
+        q, k, v = split_linear(attn.at("c_attn"), hidden, [width] * 3, True, int8_when_batched=(True, True, False))
+        out = Linear(attn.at("c_proj"), width, hidden, True, int8_when_batched=True)
         return Block(
-            Attention(own, Heads(count, count, size, scale), q, k, v, out, rope=None),
+            Attention(attn, Heads(count, count, size, scale), q, k, v, out, rope=None),
             before_mixer=norm(at.at("ln_1")),
             feed=MLP(
                 feed,

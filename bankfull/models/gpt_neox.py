@@ -51,12 +51,12 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
         return AddThen(at, LayerNorm(at, hidden, eps))
 
     def block(at: Build) -> Block:
-        own, feed = at.at("attention"), at.at("mlp")
+        attn, feed = at.at("attention"), at.at("mlp")
         q, k, v = split_linear(
-            own.at("query_key_value"), hidden, [width] * 3, bias, int8_when_batched=(True, True, False), order=order
+            attn.at("query_key_value"), hidden, [width] * 3, bias, int8_when_batched=(True, True, False), order=order
         )
         return Block(
-            Attention(own, heads, q, k, v, Linear(own.at("dense"), width, hidden, bias, int8_when_batched=True)),
+            Attention(attn, heads, q, k, v, Linear(attn.at("dense"), width, hidden, bias, int8_when_batched=True)),
             before_mixer=norm(at.at("input_layernorm")),
             feed=MLP(
                 feed,

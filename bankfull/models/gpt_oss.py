@@ -41,8 +41,8 @@ def build_gpt_oss(config: Config, build: Build) -> Decoder:
 
     def mixer(layer: int, at: Build) -> Attention:
         sinks = at.tensor("sinks", (heads.count,))
-        own = replace(heads, window=windows[layer])
-        return attention(fields, at, own, qkv_bias=bias, out_bias=bias, sinks=sinks)
+        layer_heads = replace(heads, window=windows[layer])
+        return attention(fields, at, layer_heads, qkv_bias=bias, out_bias=bias, sinks=sinks)
 
     def feed_of(layer: int, at: Build) -> Experts:
         return Experts(at.at("mlp"), shape, NAMES)

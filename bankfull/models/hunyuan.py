@@ -44,28 +44,28 @@ def build_hunyuan(config: Config, build: Build) -> Decoder:
 
     def shared(layer: int, at: Build) -> SharedAttention:
         owner = owner_of(mixers, layer, layer - layer % factor)
-        own = norms(at)
-        if own:
+        own_norms = norms(at)
+        if own_norms:
             assert isinstance(owner.k_norm, RMSNorm)
-            own["q_norm"].weight = own["q_norm"].weight * _ratio(layer, own["k_norm"], owner.k_norm)
+            own_norms["q_norm"].weight = own_norms["q_norm"].weight * _ratio(layer, own_norms["k_norm"], owner.k_norm)
         return SharedAttention(
             at,
             owner,
             layer - layer % factor,
             Linear(at.at("q_proj"), hidden, heads.count * heads.size, bias, int8_when_batched=True),
             Linear(at.at("o_proj"), heads.count * heads.size, hidden, bias, int8_when_batched=True),
-            q_norm=own.get("q_norm"),
+            q_norm=own_norms.get("q_norm"),
             rotates_first=True,
         )
 
     def mixer(layer: int, at: Build) -> Mixer:
-        made: Attention | SharedAttention
+        attn: Attention | SharedAttention
         if layer % factor:
-            made = shared(layer, at)
+            attn = shared(layer, at)
         else:
-            made = attention(fields, at, heads, qkv_bias=bias, out_bias=bias, rotates_first=True, **norms(at))
-        mixers.append(made)
-        return made
+            attn = attention(fields, at, heads, qkv_bias=bias, out_bias=bias, rotates_first=True, **norms(at))
+        mixers.append(attn)
+        return attn
 
     return prenorm_decoder(fields, build, heads, mixer, rope=stretched_rope)
 

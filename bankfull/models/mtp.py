@@ -52,7 +52,7 @@ def build_mtp(config: Config, target: Decoder) -> EagleHead:
     def features(hidden: Tensor, tapped: Mapping[int, Tensor]) -> Tensor:
         return hidden
 
-    own = target.head
+    head = target.head
     model = Decoder(
         target.vocab,
         hidden,
@@ -60,7 +60,7 @@ def build_mtp(config: Config, target: Decoder) -> EagleHead:
         embed=embed,
         blocks=[block_of(config, layers)(layer)],
         norm=RMSNorm(at.at("shared_head").at("norm"), hidden, eps),
-        head=DraftLogits(build, own.project, own.stored, target.vocab, None, None, own.cap),
+        head=DraftLogits(build, head.project, head.stored, target.vocab, None, None, head.cap),
         ropes=target.ropes,
     )
     return EagleHead(spread_tokens(model, build), features, ())

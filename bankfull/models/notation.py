@@ -76,9 +76,9 @@ def count(items: Iterable[Item]) -> int:
 
 def expanded(items: Sequence[Item]) -> list[Layer]:
     """All layers in order."""
-    found = count(items)
-    if not 1 <= found <= MAX_LAYERS:
-        raise ModelError(f"The layers expand to {_short(found)} layers; a model has from 1 to {MAX_LAYERS}.")
+    layers = count(items)
+    if not 1 <= layers <= MAX_LAYERS:
+        raise ModelError(f"The layers expand to {_short(layers)} layers; a model has from 1 to {MAX_LAYERS}.")
     return _expand(items)
 
 
@@ -122,13 +122,13 @@ class _Parser:
     def _split(self, text: str) -> Iterable[tuple[str, str, int]]:
         place, end = 0, len(text.rstrip())
         while place < end:
-            found = _TOKEN.match(text, place)
-            if found is None:
+            match = _TOKEN.match(text, place)
+            if match is None:
                 at = place + len(text[place:]) - len(text[place:].lstrip())
                 raise self._wrong(f"{text[at]!r} cannot stand there", at)
-            kind = ("number", "name", "sign")[(found.lastindex or 1) - 1]
-            yield kind, found[found.lastindex or 0], found.start(found.lastindex or 0)
-            place = found.end()
+            kind = ("number", "name", "sign")[(match.lastindex or 1) - 1]
+            yield kind, match[match.lastindex or 0], match.start(match.lastindex or 0)
+            place = match.end()
 
     def whole(self) -> tuple[Item, ...]:
         items = self._items(0)
@@ -223,9 +223,9 @@ class _Parser:
         return self._tokens[place] if place < len(self._tokens) else ("end", "", len(self._text))
 
     def _take(self, kind: str, text: str) -> bool:
-        found = self._peek()[:2] == (kind, text)
-        self._next += found
-        return found
+        taken = self._peek()[:2] == (kind, text)
+        self._next += taken
+        return taken
 
     def _demand(self, sign: str) -> None:
         if not self._take("sign", sign):
@@ -233,8 +233,8 @@ class _Parser:
 
     def _unexpected(self, wanted: str) -> ModelError:
         kind, text, place = self._peek()
-        found = "the text ends" if kind == "end" else f"{text[:40]!r} stands"
-        return self._wrong(f"{found} where {wanted} is expected", place)
+        actual = "the text ends" if kind == "end" else f"{text[:40]!r} stands"
+        return self._wrong(f"{actual} where {wanted} is expected", place)
 
     def _wrong(self, problem: str, place: int) -> ModelError:
         near = self._text[max(0, place - 20) : place + 20]

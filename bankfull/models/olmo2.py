@@ -34,13 +34,13 @@ def build_olmo2(config: Config, build: Build) -> Decoder:
 
     def block(layer: int) -> Block:
         at = build.at("model").at("layers").at(layer)
-        own = at.at("self_attn")
+        attn = at.at("self_attn")
         norms = {
-            "q_norm": NormOfHeads(own.at("q_norm"), heads.count * heads.size, eps),
-            "k_norm": NormOfHeads(own.at("k_norm"), heads.kv * heads.size, eps),
+            "q_norm": NormOfHeads(attn.at("q_norm"), heads.count * heads.size, eps),
+            "k_norm": NormOfHeads(attn.at("k_norm"), heads.kv * heads.size, eps),
         }
         return Block(
-            common.attention(fields, own, heads, qkv_bias=bias, out_bias=bias, **norms),
+            common.attention(fields, attn, heads, qkv_bias=bias, out_bias=bias, **norms),
             before_mixer=AddThen(at, unchanged),
             after_mixer=RMSNorm(at.at("post_attention_layernorm"), hidden, eps),
             feed=common.gated_mlp(fields, at.at("mlp")),

@@ -56,11 +56,11 @@ def build_opt(config: Config, build: Build) -> Decoder:
         return AddThen(at, LayerNorm(at, hidden, EPS, affine))
 
     def block(at: Build) -> Block:
-        own = at.at("self_attn")
-        q, k, v = (Linear(own.at(name), hidden, width, bias) for name in ("q_proj", "k_proj", "v_proj"))
-        out = Linear(own.at("out_proj"), width, hidden, bias)
+        attn = at.at("self_attn")
+        q, k, v = (Linear(attn.at(name), hidden, width, bias) for name in ("q_proj", "k_proj", "v_proj"))
+        out = Linear(attn.at("out_proj"), width, hidden, bias)
         return Block(
-            Attention(own, heads, q, k, v, out, rope=None),
+            Attention(attn, heads, q, k, v, out, rope=None),
             before_mixer=norm(at.at("self_attn_layer_norm")),
             feed=MLP(
                 at,

@@ -25,8 +25,8 @@ def build_qwen(config: Config, build: Build) -> Decoder:
 
     def mixer(layer: int, at: Build) -> Attention:
         norms = head_norms(fields, at, heads) if third else {}
-        own = replace(heads, window=windows[layer])
-        return attention(fields, at, own, qkv_bias=qkv_bias, out_bias=out_bias, **norms)
+        layer_heads = replace(heads, window=windows[layer])
+        return attention(fields, at, layer_heads, qkv_bias=qkv_bias, out_bias=out_bias, **norms)
 
     return prenorm_decoder(fields, build, heads, mixer)
 

@@ -30,8 +30,8 @@ def build_qwen_moe(config: Config, build: Build) -> Decoder:
 
     def mixer(layer: int, at: Build) -> Attention:
         norms = head_norms(fields, at, heads) if third else {}
-        own = replace(heads, window=windows[layer])
-        return attention(fields, at, own, qkv_bias=qkv_bias, out_bias=out_bias, **norms)
+        layer_heads = replace(heads, window=windows[layer])
+        return attention(fields, at, layer_heads, qkv_bias=qkv_bias, out_bias=out_bias, **norms)
 
     def feed_of(layer: int, at: Build) -> Feed:
         if layer not in sparse:

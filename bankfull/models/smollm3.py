@@ -28,8 +28,8 @@ def build_smollm3(config: Config, build: Build) -> Decoder:
 
     def mixer(layer: int, at: Build) -> Attention:
         rope = "global" if rotated[layer] else None
-        own = replace(heads, window=windows[layer])
-        return attention(fields, at, own, qkv_bias=bias, out_bias=bias, rope=rope)
+        layer_heads = replace(heads, window=windows[layer])
+        return attention(fields, at, layer_heads, qkv_bias=bias, out_bias=bias, rope=rope)
 
     return prenorm_decoder(fields, build, heads, mixer)
 

@@ -70,10 +70,10 @@ def _takes_own_tokens(feed: Feed) -> bool:
 
 def _over_context(build: Build, mixer: Mixer, share: TokenShare) -> Mixer:
     if isinstance(mixer, ParallelMixer):
-        made = copy(mixer)
-        made.mixers = tuple(_over_context(build, one, share) for one in mixer.mixers)
-        made.states = tuple(spec for one in made.mixers for spec in one.states)
-        return made
+        spread = copy(mixer)
+        spread.mixers = tuple(_over_context(build, one, share) for one in mixer.mixers)
+        spread.states = tuple(spec for one in spread.mixers for spec in one.states)
+        return spread
     if not isinstance(mixer, Attention | SharedAttention | LatentAttention):
         return WholeMixer(build, mixer, share)
     by_heads = build.sequence == ULYSSES

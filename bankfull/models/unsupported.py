@@ -49,5 +49,5 @@ def _letters(kind: str) -> str:
 
 
 def _leading(kind: str) -> str:
-    found = _LEADING.match(kind.lower())
-    return found.group() if found else ""
+    match = _LEADING.match(kind.lower())
+    return match.group() if match else ""

@@ -64,16 +64,16 @@ class ActivationRule:
             return self.dense
         if scheme.is_sparse:
             return FLOAT
-        found = self.by_row if scheme.name in BY_ROW else self.blocks
-        return FLOAT if found is INT8 and columns % GROUP else found
+        chosen = self.by_row if scheme.name in BY_ROW else self.blocks
+        return FLOAT if chosen is INT8 and columns % GROUP else chosen
 
     def of_weight(self, weight: QTensor) -> ActivationFormat:
         return OUTLIERS if weight.outliers is not None else self.of(weight.scheme, weight.shape[-1])
 
     def of_experts(self, weights: Sequence[QTensor]) -> ActivationFormat:
         """The one format for the matrices of experts: that of all, or FLOAT. No kernel rounds them per token."""
-        found = {self.of_weight(weight) for weight in weights}
-        return found.pop() if len(found) == 1 and found <= {BF16, INT8} else FLOAT
+        formats = {self.of_weight(weight) for weight in weights}
+        return formats.pop() if len(formats) == 1 and formats <= {BF16, INT8} else FLOAT
 
     @property
     def rounds(self) -> bool:

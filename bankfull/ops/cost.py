@@ -55,8 +55,8 @@ class Cost:
         """Operands that the FLOPs have, those with the most FLOPs first. Those of less than a millionth do not count:
         fitted costs have rounding errors."""
         kinds: list[Operands] = ["own", "bf16", "int8", "fp8"]
-        found = [kind for kind in kinds if getattr(self, kind) > 1e-6 * self.flops]
-        return sorted(found, key=lambda kind: -getattr(self, kind))
+        used = [kind for kind in kinds if getattr(self, kind) > 1e-6 * self.flops]
+        return sorted(used, key=lambda kind: -getattr(self, kind))
 
     @property
     def intensity(self) -> float:

@@ -66,16 +66,16 @@ class RankPlace:
 
     def tensor_ranks(self) -> list[int]:
         """The ranks that split the same layers by heads and widths."""
-        mesh, own = self.mesh, self.stage_ranks()
+        mesh, ranks = self.mesh, self.stage_ranks()
         if self.feeds:
-            return own[mesh.tp * mesh.cp :]
-        first = (self.rank - own[0]) // mesh.tp * mesh.tp
-        return own[first : first + mesh.tp]
+            return ranks[mesh.tp * mesh.cp :]
+        first = (self.rank - ranks[0]) // mesh.tp * mesh.tp
+        return ranks[first : first + mesh.tp]
 
     def context_ranks(self) -> list[int]:
         """The ranks that divide the tokens of the same layers."""
-        mesh, own = self.mesh, self.stage_ranks()
-        return own[(self.rank - own[0]) % mesh.tp : mesh.tp * mesh.cp : mesh.tp]
+        mesh, ranks = self.mesh, self.stage_ranks()
+        return ranks[(self.rank - ranks[0]) % mesh.tp : mesh.tp * mesh.cp : mesh.tp]
 
 
 class ProcessRanks:
@@ -100,9 +100,9 @@ class ProcessRanks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._count(x, self.size)
-        found = x.new_empty(self.size, *x.shape)
-        self.wait(self.group.allgather([list(found.unbind(0))], [x.contiguous()]))
-        return found
+        gathered = x.new_empty(self.size, *x.shape)
+        self.wait(self.group.allgather([list(gathered.unbind(0))], [x.contiguous()]))
+        return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's part of an all-reduce whose other parts are dropped: Gloo reduces and scatters in no other
@@ -114,18 +114,18 @@ class ProcessRanks:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         self._count(x, 1)
-        found = torch.empty_like(x)
-        self.wait(self.group.alltoall_base(found, x.contiguous(), [], []))
-        return found
+        received = torch.empty_like(x)
+        self.wait(self.group.alltoall_base(received, x.contiguous(), [], []))
+        return received
 
     def exchange(self, parts: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
         """Part i goes to rank i; the parts that came here, which have so many `rows`."""
         own = parts[self.index]
         self.sent += sum(part.numel() * part.element_size() for part in parts) - own.numel() * own.element_size()
-        found = own.new_empty(sum(rows), *own.shape[1:])
+        received = own.new_empty(sum(rows), *own.shape[1:])
         sizes = [len(part) for part in parts]
-        self.wait(self.group.alltoall_base(found, torch.cat(list(parts)), list(rows), sizes))
-        return list(found.split(list(rows)))
+        self.wait(self.group.alltoall_base(received, torch.cat(list(parts)), list(rows), sizes))
+        return list(received.split(list(rows)))
 
     def gather(self, numbers: Sequence[int]) -> Tensor:
         """The numbers of each rank, as its row."""
@@ -325,19 +325,19 @@ class _Groups:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # its sockets authenticate nobody
 
     def made(self, name: str, ranks: list[int]) -> ProcessRanks:
-        own, index = dist.PrefixStore(name, self._store), ranks.index(self._rank)
+        store, index = dist.PrefixStore(name, self._store), ranks.index(self._rank)
         if self._gloo is None:
             patient = dist.ProcessGroupNCCL.Options()
             patient._timeout = self._wait
-            made: Any = dist.ProcessGroupNCCL(own, index, len(ranks), patient)
+            group: Any = dist.ProcessGroupNCCL(store, index, len(ranks), patient)
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [self._gloo.device]
             options._timeout = self._wait
-            made = gloo(own, index, len(ranks), options)
-            prove_members(made, name, ranks, self._rank, self._secret)
-        return ProcessRanks(made, ranks, self._rank, self._device, self._wait.total_seconds())
+            group = gloo(store, index, len(ranks), options)
+            prove_members(group, name, ranks, self._rank, self._secret)
+        return ProcessRanks(group, ranks, self._rank, self._device, self._wait.total_seconds())
 
     def close_doors(self, world: ProcessRanks, listening: socket.socket | None) -> None:
         """All ranks have met when the last one is here: nobody else has to connect."""

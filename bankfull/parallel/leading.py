@@ -83,7 +83,7 @@ def lead(
         ranks = followers.begin(model, run, sched, state, max_len)
         if places is not None and run.threads is None:  # the hosts give the other ranks as many
             run = replace(run, threads=min(usable_cores(), places.threads))
-        made = own_part(run, ranks)
+        part = own_part(run, ranks)
         followers.hot = ranks.hot(device)
         followers.await_ready(weights)
         ranks.wait_at_most(followers.bounds.collective)
@@ -94,7 +94,7 @@ def lead(
         finally:
             followers.close()
         raise
-    return made, followers
+    return part, followers
 
 
 class Followers:
@@ -136,8 +136,8 @@ class Followers:
         self.connections.append(RankConnection(ours, f"rank {rank}"))
         with theirs:
             command = rank_command(theirs.fileno())
-            own = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        self._processes.append(own)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._processes.append(process)
 
     def _greet(self, connection: RankConnection) -> None:
         hello = connection.from_follower(self.bounds.begin)
@@ -161,8 +161,8 @@ class Followers:
             meeting = Meeting(self.bounds.begin, key, file=str(self._folder.path / "store"))
         for rank, connection in enumerate(self.connections, 1):
             # The host of a rank shows it one GPU only.
-            own = replace(run, device=f"cuda:{rank}") if run.device == "cuda" and not self.apart else run
-            connection.send(RankTask(rank, model, own, sched, state, max_len, meeting, self.bounds, self.apart))
+            rank_run = replace(run, device=f"cuda:{rank}") if run.device == "cuda" and not self.apart else run
+            connection.send(RankTask(rank, model, rank_run, sched, state, max_len, meeting, self.bounds, self.apart))
         ranks = join(RankPlace(self.mesh, 0), meeting, host, run.device, self._meeting_key, listening)
         ranks.wait_at_most(self.bounds.load)
         return ranks
@@ -207,11 +207,11 @@ class Followers:
             return
         if keeping := sum(not RankPlace(self.mesh, rank).feeds for rank in range(1, self.mesh.ranks)):
             mover.others = JointMoves(self, keeping, mover.rates)
-        if (own := tiers.erase) is not None:
+        if (erase_here := tiers.erase) is not None:
 
             def erase() -> None:
                 self._tell(encoded(EraseMessage()))
-                own()
+                erase_here()
 
             tiers.erase = erase
 
@@ -251,20 +251,20 @@ class Followers:
         while ready := poll.poll(0 if self._moves else 1e3 * seconds):
             for number, _ in ready:
                 self._hear(by_number[number], self.bounds.collective)
-        found, self._moves = self._moves, []
-        return found
+        moves, self._moves = self._moves, []
+        return moves
 
     def _hear(self, connection: RankConnection, seconds: float) -> ToLeader:
         """The next message of a rank. What was not asked for is kept."""
-        found = connection.from_follower(seconds)
-        if isinstance(found, OutcomeMessage):
-            self._outcomes.append(found)
-        elif isinstance(found, MovedMessage):
+        message = connection.from_follower(seconds)
+        if isinstance(message, OutcomeMessage):
+            self._outcomes.append(message)
+        elif isinstance(message, MovedMessage):
             rank = 1 + self.connections.index(connection)
-            self._moves.append(RankMoves(rank, found.completed, found.failed, found.rates))
-        elif not isinstance(found, ReplicatedMessage):
+            self._moves.append(RankMoves(rank, message.completed, message.failed, message.rates))
+        elif not isinstance(message, ReplicatedMessage):
             raise RankLost(f"{connection.name} has ended.")
-        return found
+        return message
 
     def wait_lost(self) -> str:
         """Until a rank has ended, or its machine is gone: one sentence. Waits beside steps, on a thread of its own."""

@@ -58,9 +58,9 @@ class Meeting:
         RuntimeError."""
         wait = timedelta(seconds=self.seconds)
         if self.file:
-            made: Any = dist.FileStore(self.file, ranks)
-            made.set_timeout(wait)
-            return made
+            store: Any = dist.FileStore(self.file, ranks)
+            store.set_timeout(wait)
+            return store
         file = None if listening is None else listening.dup().detach()
         first = rank == 0
         shared = dist.TCPStore(self.host, self.port, ranks, first, wait, wait_for_workers=False, master_listen_fd=file)
@@ -80,8 +80,8 @@ class SealedStore(dist.Store):
         self._shared.set(key, self._tag(key, content) + content)
 
     def get(self, key: str) -> bytes:
-        found = bytes(self._shared.get(key))
-        tag, content = found[:PROOF], found[PROOF:]
+        sealed = bytes(self._shared.get(key))
+        tag, content = sealed[:PROOF], sealed[PROOF:]
         if not hmac.compare_digest(tag, self._tag(key, content)):
             raise RuntimeError(f"the value of {key} at the store of rank 0 is not of a rank")
         return content
@@ -96,9 +96,9 @@ class SealedStore(dist.Store):
         self._shared.wait(list(keys), self._shared.timeout if timeout is None else timeout)
 
     def _tag(self, key: str, content: bytes) -> bytes:
-        made = blake2b(len(key).to_bytes(4, "little") + key.encode(), digest_size=PROOF, key=self._secret)
-        made.update(content)
-        return made.digest()
+        tag = blake2b(len(key).to_bytes(4, "little") + key.encode(), digest_size=PROOF, key=self._secret)
+        tag.update(content)
+        return tag.digest()
 
 
 def prove_members(group: Any, name: str, ranks: Sequence[int], rank: int, secret: bytes) -> None:
@@ -108,10 +108,10 @@ def prove_members(group: Any, name: str, ranks: Sequence[int], rank: int, secret
         return blake2b(f"{name} {of} {to}".encode(), digest_size=PROOF, key=secret).digest()
 
     sent = torch.frombuffer(bytearray(b"".join(proof(rank, other) for other in ranks)), dtype=torch.uint8)
-    found = torch.empty_like(sent)
-    group.alltoall_base(found, sent, [], []).wait()
+    received = torch.empty_like(sent)
+    group.alltoall_base(received, sent, [], []).wait()
     expected = b"".join(proof(other, rank) for other in ranks)
-    if not hmac.compare_digest(bytes(found.tolist()), expected):
+    if not hmac.compare_digest(bytes(received.tolist()), expected):
         raise RuntimeError(f"a process that is no rank has joined the group {name}")
 
 
@@ -147,13 +147,13 @@ def deafen(listening: socket.socket) -> None:
 
 def _open_files() -> dict[int, str]:
     """What the numbers of this process's files stand for; nothing where the system does not tell."""
-    found = {}
+    files = {}
     for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         try:
-            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+            files[int(number)] = os.readlink(f"/proc/self/fd/{number}")
         except OSError:  # it was the folder's own
             continue
-    return found
+    return files
 
 
 def _listening_since(before: set[int]) -> list[int]:
@@ -163,7 +163,7 @@ def _listening_since(before: set[int]) -> list[int]:
     for number, what in new.items():
         if "eventpoll" in what:
             told = Path(f"/proc/self/fdinfo/{number}").read_text()
-            watched |= {int(found) for found in re.findall(r"^tfd:\s*(\d+)", told, re.MULTILINE)}
+            watched |= {int(target) for target in re.findall(r"^tfd:\s*(\d+)", told, re.MULTILINE)}
     sockets = [number for number, what in new.items() if number in watched and what.startswith("socket")]
     return [number for number in sockets if _listens(number)]
 

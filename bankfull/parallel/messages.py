@@ -235,19 +235,19 @@ def step_result(message: OutcomeMessage) -> StepResult:
 
 
 def masks_message(masks: Mapping[int, Any]) -> MasksMessage:
-    found = {}
+    packed = {}
     for row, mask in masks.items():
         array = np.asarray(mask, np.int32)
-        found[row] = (array.tobytes(), array.shape)
-    return MasksMessage(found)
+        packed[row] = (array.tobytes(), array.shape)
+    return MasksMessage(packed)
 
 
 def masks_of(message: MasksMessage) -> dict[int, Any]:
-    found: dict[int, Any] = {}
+    masks: dict[int, Any] = {}
     for row, (data, shape) in message.masks.items():
         array = np.frombuffer(data, np.int32).reshape(shape)
-        found[row] = array if shape else int(array)
-    return found
+        masks[row] = array if shape else int(array)
+    return masks
 
 
 class RankConnection:
@@ -305,12 +305,12 @@ class RankConnection:
         return b"".join(parts)
 
     def from_leader(self, seconds: float | None = None) -> ToFollower | None:
-        found: ToFollower | None = self.receive(_TO_FOLLOWER, seconds)
-        return found
+        message: ToFollower | None = self.receive(_TO_FOLLOWER, seconds)
+        return message
 
     def from_follower(self, seconds: float) -> ToLeader | None:
-        found: ToLeader | None = self.receive(_TO_LEADER, seconds)
-        return found
+        message: ToLeader | None = self.receive(_TO_LEADER, seconds)
+        return message
 
     def close(self) -> None:
         self._socket.close()

@@ -69,11 +69,11 @@ class RayPlaces:
             )
         self.close = weakref.finalize(self, _end, process, ours)
         try:
-            found = _ask(ours, PlacesWanted(address, str(mesh), mesh.ranks, secrets.token_hex(32)))
+            places = _ask(ours, PlacesWanted(address, str(mesh), mesh.ranks, secrets.token_hex(32)))
         except BaseException:
             self.close()
             raise
-        self.hosts, self.threads = found
+        self.hosts, self.threads = places
 
 
 def _ask(connection: socket.socket, wanted: PlacesWanted) -> tuple[RankHosts, int]:
@@ -86,10 +86,10 @@ def _ask(connection: socket.socket, wanted: PlacesWanted) -> tuple[RankHosts, in
         raise RankLost(f"the process that places ranks on Ray does not answer ({error}).") from error
     if not text:
         raise RankLost("the process that places ranks on Ray has ended; its output is above.")
-    found = msgspec.json.decode(text, type=PlacesFound)
-    if found.problem:
-        raise ConfigError(found.problem)
-    return RankHosts(tuple(found.hosts), bytes.fromhex(wanted.token)), found.threads
+    answer = msgspec.json.decode(text, type=PlacesFound)
+    if answer.problem:
+        raise ConfigError(answer.problem)
+    return RankHosts(tuple(answer.hosts), bytes.fromhex(wanted.token)), answer.threads
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

@@ -47,11 +47,11 @@ class RankHosts:
         if len(self.addresses) != ranks:
             raise ConfigError(f"{ranks} other ranks need a place, and {len(self.addresses)} have one; start them anew.")
         with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop of its own
-            found = pool.submit(lambda: asyncio.run(_connect_all(self.addresses, self.token))).result()
-        problem = next((one for one in found if isinstance(one, Exception)), None)
+            outcomes = pool.submit(lambda: asyncio.run(_connect_all(self.addresses, self.token))).result()
+        problem = next((one for one in outcomes if isinstance(one, Exception)), None)
         if problem is None:
-            return [one for one in found if isinstance(one, socket.socket)]
-        for one in found:
+            return [one for one in outcomes if isinstance(one, socket.socket)]
+        for one in outcomes:
             if isinstance(one, socket.socket):
                 one.close()
         raise problem

@@ -99,16 +99,16 @@ def calibration(
 
 def _calibrate(recipe: Recipe, device: Device, advance: Advance) -> Calibration:
     before = _measured_ceilings(device)
-    made = engine_for(recipe, device)
-    found = timed_steps(made, advance)
-    if len(found.timed) < LEAST_SHAPES:
-        reasons = " ".join(sorted(set(found.missing.values())))
+    assembled = engine_for(recipe, device)
+    steps = timed_steps(assembled, advance)
+    if len(steps.timed) < LEAST_SHAPES:
+        reasons = " ".join(sorted(set(steps.missing.values())))
         raise ConfigError(
-            f"{recipe.files.path.name} cannot be calibrated here: only {len(found.timed)} step shapes could be timed "
+            f"{recipe.files.path.name} cannot be calibrated here: only {len(steps.timed)} step shapes could be timed "
             f"({reasons.rstrip('.')}); use --no-calibrate."
         )
     best = better(before, _measured_ceilings(device))
-    return Calibration(tuple(found.timed.values()), best, datetime.now(UTC).isoformat(timespec="seconds"))
+    return Calibration(tuple(steps.timed.values()), best, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def engine_for(recipe: Recipe, device: Device, rows: int = ROWS, most_tokens: int = ROWS * 512) -> Assembled:
@@ -145,7 +145,7 @@ def timed_steps(
     asked: tuple[tuple[int, ...], ...] = (*decodes, *prefills)
     missing = {s: f"The model supports {made.sizes.max_len} tokens." for s in asked if sum(s[1:]) > longest}
     wanted = [shape for shape in asked if shape not in missing]
-    found: dict[tuple[int, ...], list[Timed]] = {}
+    by_shape: dict[tuple[int, ...], list[Timed]] = {}
     for turn in range(ROUNDS):
         for number, shape in enumerate(wanted):
             advance(turn * len(wanted) + number, shown(shape))
@@ -154,10 +154,10 @@ def timed_steps(
             except ShapeTooLarge as error:
                 missing[shape] = str(error)
             else:
-                found.setdefault(shape, []).append(timed)
+                by_shape.setdefault(shape, []).append(timed)
     return Steps(
-        {shape: Timed(turns[0].step, median(t.seconds for t in turns)) for shape, turns in found.items()},
-        {shape: missing[shape] for shape in asked if shape not in found},
+        {shape: Timed(turns[0].step, median(t.seconds for t in turns)) for shape, turns in by_shape.items()},
+        {shape: missing[shape] for shape in asked if shape not in by_shape},
     )
 
 
@@ -174,10 +174,10 @@ def shown(shape: tuple[int, ...]) -> str:
 
 
 def _measured_ceilings(device: Device) -> Ceilings:
-    found = ceilings.of_device(device, refresh=True)
-    if found is None:
+    measured = ceilings.of_device(device, refresh=True)
+    if measured is None:
         raise ConfigError(f"{device.torch} has too little free memory to be measured; stop other programs that use it.")
-    return found
+    return measured
 
 
 def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:

@@ -70,9 +70,9 @@ class Stored:
 
     @property
     def options(self) -> list[str]:
-        found = [] if self.quantize is None else ["--quantize", self.quantize]
-        found += [] if self.dtype == "auto" else ["--dtype", self.dtype]
-        return found if self.kv_dtype == "auto" else [*found, "--kv-dtype", self.kv_dtype]
+        options = [] if self.quantize is None else ["--quantize", self.quantize]
+        options += [] if self.dtype == "auto" else ["--dtype", self.dtype]
+        return options if self.kv_dtype == "auto" else [*options, "--kv-dtype", self.kv_dtype]
 
 
 @dataclass(slots=True, eq=False)
@@ -233,7 +233,7 @@ class Configuration:
         free = int(site.memory - aside)
         if free <= 0:
             raise ConfigError(f"the weights need {aside / 1e9:.1f} GB, but the device has {site.memory / 1e9:.1f} GB")
-        found = plan_memory(
+        sizes = plan_memory(
             prepared.layout,
             SchedConfig(rows=self.rows, step_tokens=self.step_tokens),
             prepared.state,
@@ -243,9 +243,9 @@ class Configuration:
             max_len=None,
             share=site.share,
         )
-        if found.max_len < longest:
-            raise ConfigError(f"the free memory holds {found.max_len} tokens of context, but {longest} are needed")
-        return found
+        if sizes.max_len < longest:
+            raise ConfigError(f"the free memory holds {sizes.max_len} tokens of context, but {longest} are needed")
+        return sizes
 
     @property
     def times(self) -> StepTimes:

@@ -135,7 +135,7 @@ class RecordedDay:
     """A recorded trace: the formats of `bankfull bench serve --trace`."""
 
     def __init__(self, path: Path, requests: int, context: int, seed: int = 0) -> None:
-        found: list[tuple[float, OpeningParts, int]] = []
+        recorded: list[tuple[float, OpeningParts, int]] = []
         beginnings: dict[tuple[int, int], int] = {}
         """(number of the beginning before, number of a part) -> number of the beginning that ends with the part."""
         for one in RecordedTrace(path).make(requests, seed, _PartPrompts()):
@@ -151,13 +151,13 @@ class RecordedDay:
                 end += tokens
                 beginning = beginnings.setdefault((beginning, number), len(beginnings) + 1)
                 parts.append((end, beginning))
-            found.append((one.at or 0.0, tuple(parts), turn.max_tokens))
-        self._found = found
-        uses = Counter(beginning for _, parts, _ in found for _, beginning in parts)
+            recorded.append((one.at or 0.0, tuple(parts), turn.max_tokens))
+        self._found = recorded
+        uses = Counter(beginning for _, parts, _ in recorded for _, beginning in parts)
         self._shared = {beginning for beginning, count in uses.items() if count > 1}
-        self.requests = len(found)
+        self.requests = len(recorded)
         self.context = context
-        self.seconds = max(found[-1][0], 1e-3)
+        self.seconds = max(recorded[-1][0], 1e-3)
 
     def conversations(self) -> Iterator[DayConversation]:
         for begins, parts, output in self._found:

@@ -34,8 +34,8 @@ class DecodeTimes:
         along = (context + rows * self._numbers[:steps]) / (rows * GRID)
         below = along.astype(np.int64)
         table, rises = self._upto(rows, int(below[-1]) + 1)
-        found: Floats = table[below] + (along - below) * rises[below]
-        return found
+        seconds: Floats = table[below] + (along - below) * rises[below]
+        return seconds
 
     def step(self, rows: int, context: int) -> float:
         """Seconds of one step: the first of `strides`, to the last bit."""

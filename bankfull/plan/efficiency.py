@@ -55,13 +55,13 @@ def fit(times: StepTimes, timed: Sequence[Timed], usual: Efficiency, source: str
     start = np.array([*usual.slowdowns, usual.step_seconds, usual.sequence_seconds])
     scale = np.maximum(np.abs(start), 1e-6)
     weights = np.ones(len(timed))
-    found = start
+    fitted = start
     for _ in range(TURNS):
-        found = _bounded(shares, weights, start, scale, floor)
-        weights = 1 / np.maximum(np.abs(shares @ found - 1), NEAR)
+        fitted = _bounded(shares, weights, start, scale, floor)
+        weights = 1 / np.maximum(np.abs(shares @ fitted - 1), NEAR)
         weights /= weights.mean()
-    factors = {term: float(1 / max(slow, 1e-3)) for term, slow in zip(TERMS, found, strict=False)}
-    return Efficiency(factors, float(found[-2]), float(found[-1]), source, assumed=False)
+    factors = {term: float(1 / max(slow, 1e-3)) for term, slow in zip(TERMS, fitted, strict=False)}
+    return Efficiency(factors, float(fitted[-2]), float(fitted[-1]), source, assumed=False)
 
 
 def _bounded(

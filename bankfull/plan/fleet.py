@@ -132,18 +132,18 @@ class FleetSimulation:
     # -- requests
 
     def _next_conversation(self) -> None:
-        found = next(self._coming, None)
-        if found is None:
+        conversation = next(self._coming, None)
+        if conversation is None:
             self._exhausted = True
             return
         self._arriving += 1
 
         def arrive(now: float) -> None:
             self._next_conversation()
-            content = Content(found.opening, next(self._own_parts))
-            self._arrive(FleetConversation(found, content, self._chain(content), length=content.shared), now)
+            content = Content(conversation.opening, next(self._own_parts))
+            self._arrive(FleetConversation(conversation, content, self._chain(content), length=content.shared), now)
 
-        self._at(found.begins, arrive)
+        self._at(conversation.begins, arrive)
 
     def _chain(self, content: Content) -> Chain:
         block = self._spec.layout.block_tokens
@@ -176,10 +176,10 @@ class FleetSimulation:
         known = request.prompt + request.generated
         tokens = tuple(talk.content.tokens(known)) if self.options.stepped else (0,) * known
         prompt = tokens[: request.prompt]
-        found = self.front.route(request.number, prompt, request.generated, resumed, talk.chain)
-        if found is None:
+        routed = self.front.route(request.number, prompt, request.generated, resumed, talk.chain)
+        if routed is None:
             return False
-        request.replica, held = found
+        request.replica, held = routed
         self.active[request.number] = request
         member = self.members[request.replica]
         member.requests.add(request.number)

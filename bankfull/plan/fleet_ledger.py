@@ -95,5 +95,5 @@ def _areas(changes: list[tuple[float, int]], edges: Floats) -> Floats:
     times, values = np.array(changes, np.float64).T
     sums = np.concatenate(([0.0], (values[:-1] * np.diff(times)).cumsum()))
     at = np.searchsorted(times, edges, side="right") - 1
-    found: Floats = np.diff(sums[at] + values[at] * (edges - times[at]))
-    return found
+    areas: Floats = np.diff(sums[at] + values[at] * (edges - times[at]))
+    return areas

@@ -42,11 +42,11 @@ class FleetPlan:
 
     @property
     def title(self) -> str:
-        own = self.configuration
-        ways = "" if own.layout is None else f"{own.ways} "
-        layout = "" if own.layout is None else f" as {own.layout.mesh}"
-        devices = f"{self.replicas} x {ways}{own.site.name}{layout}"
-        return f"{self.model}: {devices}, {own.prepared.name}, {own.rows} rows; {self.traffic}"
+        configuration = self.configuration
+        ways = "" if configuration.layout is None else f"{configuration.ways} "
+        layout = "" if configuration.layout is None else f" as {configuration.layout.mesh}"
+        devices = f"{self.replicas} x {ways}{configuration.site.name}{layout}"
+        return f"{self.model}: {devices}, {configuration.prepared.name}, {configuration.rows} rows; {self.traffic}"
 
     @property
     def command(self) -> str:
@@ -60,7 +60,7 @@ class FleetPlan:
         first = self.outcomes[0].ledger
         minutes = first.seconds / 60
         hours = "" if minutes > 1400 else ": its curve and failures are compressed, pauses, steps and restarts are not"
-        found = [
+        sentences = [
             f"The day takes {minutes:.4g} simulated minutes{hours}.",
             "Goodput and cost are those of the day; conversations that are open at its end go on afterwards.",
             f"{first.failed} replicas failed, {first.updated} were updated; requests that lost their replica continued "
@@ -69,8 +69,8 @@ class FleetPlan:
             f"  {self.command}",
         ]
         if self.configuration.site.depth:
-            found.append("Steps are simulated at loop depth 0: on a GPU an arrival waits for one step more.")
-        return found
+            sentences.append("Steps are simulated at loop depth 0: on a GPU an arrival waits for one step more.")
+        return sentences
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -121,10 +121,10 @@ def configuration_for(
         raise ConfigError("--simulate runs replicas that prefill and decode; leave out --separate, or plan without it.")
     share = request.traffic.at(request.traffic.rate / replicas.most)
     one = replace(request, traffic=share, most=1, requests=min(request.requests, SHARE_REQUESTS))
-    found = Planner(subject, sites, one, advance).plan().recommended
-    if found is None:
+    recommended = Planner(subject, sites, one, advance).plan().recommended
+    if recommended is None:
         raise ConfigError("No device holds the model and its requests; choose others with --devices.")
-    return replace(found.configuration, replicas=1)
+    return replace(recommended.configuration, replicas=1)
 
 
 def simulate_fleet(

@@ -35,10 +35,10 @@ class FleetOutcome:
     @property
     def met(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each request that ended met all objectives."""
-        found = np.ones(self.ledger.ended, bool)
+        met = np.ones(self.ledger.ended, bool)
         for name, limit in self.slo.stated.items():
-            found &= self.seconds(name) <= limit
-        return found
+            met &= self.seconds(name) <= limit
+        return met
 
     def seconds(self, name: str) -> Floats:
         """A latency of each request that ended: "ttft", "tpot", "itl" (the longest gap between two tokens) or "e2e". A
@@ -98,7 +98,7 @@ class FleetOutcome:
         good = _sums(arrived, edges, self.met.astype(np.float64))
         prompts, hits = (_sums(arrived, edges, ledger.column(name)) for name in ("prompt", "cached"))
         tokens = _sums(ledger.column("last"), edges, output)
-        found: dict[str, Floats] = {
+        curves: dict[str, Floats] = {
             "hour": (edges[:-1] + edges[1:]) / 2 / ledger.seconds * 24,
             "arrivals_per_s": (_sums(arrived, edges, np.ones(len(arrived))) + _sums(ledger.refusals(), edges)) / width,
             "goodput_per_s": good / width,
@@ -108,8 +108,8 @@ class FleetOutcome:
         if self.price is not None:
             paid = ledger.paid_seconds(edges) / 3600 * self.price
             cost = np.divide(1e6 * paid, tokens, out=np.full(BINS, np.nan), where=tokens > 0)
-            found["dollars_per_million"] = cost
-        return {name: [None if np.isnan(x) else float(x) for x in values] for name, values in found.items()}
+            curves["dollars_per_million"] = cost
+        return {name: [None if np.isnan(x) else float(x) for x in values] for name, values in curves.items()}
 
     def as_json(self) -> dict[str, Any]:
         ledger = self.ledger
@@ -144,8 +144,8 @@ class FleetOutcome:
 
 
 def _sums(times: Floats, edges: Floats, weights: Floats | None = None) -> Floats:
-    found, _ = np.histogram(times, edges, weights=weights)
-    return found.astype(np.float64)
+    sums, _ = np.histogram(times, edges, weights=weights)
+    return sums.astype(np.float64)
 
 
 def fleet_table(outcomes: Sequence[FleetOutcome], title: str) -> Table:
@@ -190,7 +190,7 @@ def fleet_charts(outcomes: Sequence[FleetOutcome], title: str) -> list[Chart]:
     """Goodput, cost, hit rate and replicas over the day, one below the other."""
     first = outcomes[0]
     hours = Axis("hour of the day", low=0, high=24)
-    found = []
+    charts = []
     for name, label, unit, scale in (
         ("goodput_per_s", "goodput, requests/s", "", 1.0),
         ("dollars_per_million", "$ per million output tokens", "", 1.0),
@@ -219,8 +219,8 @@ def fleet_charts(outcomes: Sequence[FleetOutcome], title: str) -> list[Chart]:
                 series.append(Series("failures", failures, kind="points"))
             ends = zip(_on_curve(first, first.ledger.updates), ("update begins", "update ends"), strict=False)
             marks = [Mark(*point, text) for point, text in ends]
-        found.append(Chart(f"{title}: {label}", hours, Axis(label, low=0, unit=unit), series, marks))
-    return found
+        charts.append(Chart(f"{title}: {label}", hours, Axis(label, low=0, unit=unit), series, marks))
+    return charts
 
 
 def _on_curve(one: FleetOutcome, times: Sequence[float]) -> list[Point]:
@@ -236,8 +236,8 @@ def stacked_svg(charts: Sequence[Chart], theme: Literal["auto", "light", "dark"]
     for chart in charts:
         drawn = chart.svg(CHART_WIDTH, CHART_HEIGHT, theme)
         parts.append(drawn.replace("<svg ", f'<svg y="{top}" ', 1))
-        found = re.search(r'height="(\d+)"', drawn)
-        assert found is not None, "every chart has a height"
-        top += int(found[1])
+        match = re.search(r'height="(\d+)"', drawn)
+        assert match is not None, "every chart has a height"
+        top += int(match[1])
     size = f'width="{CHART_WIDTH}" height="{top}" viewBox="0 0 {CHART_WIDTH} {top}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{"".join(parts)}</svg>\n'

@@ -35,10 +35,10 @@ def links_of(device: str, link: str | None, extra: str | None = None) -> Interco
         return Interconnect(known.find_link(link), known.find_link(BETWEEN_MACHINES))
     if is_here(device):
         raise ConfigError("--parallel needs the link between several of this machine's devices; give --link.")
-    found = known.interconnect(known.find(device))
-    if found is None:
+    interconnect = known.interconnect(known.find(device))
+    if interconnect is None:
         raise ConfigError(f"The catalogue knows no link between several {device[:60]}; give --link.")
-    return found
+    return interconnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,16 @@ class LayoutForecast:
             table = Table(title=f"collectives of {title}")
             for heading in ("axis", "what", "collective", "ranks", "count", "sent per rank", "time"):
                 table.add_column(heading)
-            for own in self.exchanges(step):
-                seconds = own.seconds(self.mesh, links, REACHED)
-                cells = (own.axis, own.what, own.kind, str(own.ranks), f"{own.count:g}", scaled(own.sent, "B"))
+            for exchange in self.exchanges(step):
+                seconds = exchange.seconds(self.mesh, links, REACHED)
+                cells = (
+                    exchange.axis,
+                    exchange.what,
+                    exchange.kind,
+                    str(exchange.ranks),
+                    f"{exchange.count:g}",
+                    scaled(exchange.sent, "B"),
+                )
                 table.add_row(*cells, duration(seconds))
             yield table
 

@@ -39,12 +39,12 @@ def _exchange_times(mesh: MeshSpec, dims: ModelDims, links: Interconnect) -> Exc
         return sum(one.seconds(mesh, links, REACHED) for one in exchanges(dims, mesh, tokens, rows))
 
     def bytes_seconds(stage: int, tokens: float, rows: float) -> dict[tuple[DeviceLink, bool], float]:
-        found: dict[tuple[DeviceLink, bool], float] = {}
+        by_link: dict[tuple[DeviceLink, bool], float] = {}
         for one in exchanges(dims, mesh, tokens, rows, stage):
             link = links.link(span(mesh, one.axis))
             by = link, one.by_feeds
-            found[by] = found.get(by, 0.0) + one.sent / link.bytes_per_s
-        return found
+            by_link[by] = by_link.get(by, 0.0) + one.sent / link.bytes_per_s
+        return by_link
 
     both, bare = seconds(1, 1), seconds(1, 0)
     by_token, by_row = seconds(2, 1) - both, seconds(1, 2) - both
@@ -115,13 +115,13 @@ class ParallelLayout:
     def micro_batch(self, features: np.ndarray, micro: int, tokens: float, shares: tuple[float, ...]) -> np.ndarray:
         """Features of one of the micro-batches of a step: each reads the weights again, and the experts that its tokens
         use. Experts that are copied see only the tokens of their ranks."""
-        made = features / micro
-        made[[STEPS, LOGITS]] = features[[STEPS, LOGITS]]
+        scaled = features / micro
+        scaled[[STEPS, LOGITS]] = features[[STEPS, LOGITS]]
         copies = self.mesh.feed_ranks / (self.mesh.ep * self.mesh.expert_tp)
         for index, share in enumerate(reversed(shares), 1):
             used = 1 - (1 - share) ** (tokens / (micro * copies))
-            made[-index] = features[-index] * used / (1 - (1 - share) ** tokens)
-        return made
+            scaled[-index] = features[-index] * used / (1 - (1 - share) ** tokens)
+        return scaled
 
     def divisors(self, width: int, windows: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of ranks over which the bytes of weights and state, and all else, are divided, by feature.
@@ -148,10 +148,12 @@ class ParallelLayout:
 
     def _experts_divided(self) -> float:
         """Ranks over which the experts of a layer are divided, on the rank that has most; hot ones are copied."""
-        shares = [expert_share(own.experts.experts, self.mesh) for own in self.dims.layers if own.experts is not None]
+        shares = [
+            expert_share(layer.experts.experts, self.mesh) for layer in self.dims.layers if layer.experts is not None
+        ]
         return 1 / max(shares, default=1.0)
 
     def _kv_read(self) -> float:
         """Fraction of the K/V of a layer that a rank reads, averaged over layers."""
-        own = [layer for layer in self.dims.layers if layer.attention is not None]
-        return sum(kv_share(layer, self.mesh) for layer in own) / len(own) if own else 1.0
+        attending = [layer for layer in self.dims.layers if layer.attention is not None]
+        return sum(kv_share(layer, self.mesh) for layer in attending) / len(attending) if attending else 1.0

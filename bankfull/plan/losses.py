@@ -134,8 +134,8 @@ class Losses:
                 return None
             identity = {"loss": FORMAT, "model": weights_fingerprint(self.subject.path), "part": name}
             path = cache_file.path_of(identity, "loss")
-            found = (cache_file.read(path, identity) or {}).get("kl")
-            if not isinstance(found, float) or not 0 <= found < math.inf:
+            kl = (cache_file.read(path, identity) or {}).get("kl")
+            if not isinstance(kl, float) or not 0 <= kl < math.inf:
                 if not self.measures:
                     self._note_unknown("it was not measured; --max-kl measures it, unless --no-calibrate is given")
                     return None
@@ -143,9 +143,9 @@ class Losses:
                     self._note_unknown(reason)
                     return None
                 self.advance(name)
-                found = self._measured(stored, kind)
-                cache_file.write(path, identity, kl=found)
-            self._known[name] = found
+                kl = self._measured(stored, kind)
+                cache_file.write(path, identity, kl=kl)
+            self._known[name] = kl
         return self._known[name]
 
     def _measured(self, stored: Stored, kind: str) -> float:

@@ -98,9 +98,9 @@ class MemoryOutcome:
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        made = asdict(self)
-        made["parts"] = dict(zip(PARTS, self.parts, strict=True))
-        return {**made, "tokens_per_second": self.tokens_per_second}
+        figures = asdict(self)
+        figures["parts"] = dict(zip(PARTS, self.parts, strict=True))
+        return {**figures, "tokens_per_second": self.tokens_per_second}
 
 
 def compare(world: MemoryWorld, requests: Sequence[MemoryRequest]) -> list[MemoryOutcome]:

@@ -102,8 +102,8 @@ class SimulatedOutcome:
 
     def same_with(self, rows: int, step_tokens: int) -> bool:
         """Whether the schedule would be the same with other bounds: neither these nor its own were reached."""
-        own, busiest = self.configuration, (self.most_rows, self.most_tokens)
-        bounds = ((own.rows, rows), (own.step_tokens, step_tokens))
+        configuration, busiest = self.configuration, (self.most_rows, self.most_tokens)
+        bounds = ((configuration.rows, rows), (configuration.step_tokens, step_tokens))
         return all(min(pair) > most for pair, most in zip(bounds, busiest, strict=True))
 
     @property
@@ -179,38 +179,38 @@ def _quantile(values: list[float], share: float) -> float:
 
 def bottlenecks_of(outcome: SimulatedOutcome, objectives: Objectives) -> list[str]:
     """What limits the configuration, in sentences."""
-    found = []
+    sentences = []
     ratios = _objective_ratios(outcome, objectives)
     if ratios:
         name, share = max(ratios.items(), key=lambda item: item[1])
-        found.append(f"{name} is the tightest objective: its p99 is {share:.0%} of the bound.")
+        sentences.append(f"{name} is the tightest objective: its p99 is {share:.0%} of the bound.")
     largest, share = next(iter(outcome.shares.items()))
     part, _, bound = largest.partition(": ")
     by = {"memory": ", bound by memory bandwidth", "arithmetic": ", bound by arithmetic"}.get(bound, "")
-    found.append(
+    sentences.append(
         f"{share:.0%} of the device time goes to {part}{by}; overall it runs at {outcome.percent_of_limit:.0f}% of its "
         "limit."
     )
     if outcome.piling_up > PILING:
-        found.append(
+        sentences.append(
             f"It does not keep up: of 100 arriving requests, {100 * outcome.piling_up:.0f} are added to the backlog."
         )
     if outcome.refused:
-        found.append(
+        sentences.append(
             f"{outcome.refused} of {outcome.requests} requests are rejected because the queue is full: "
             "it needs more replicas, more rows or a faster device."
         )
     if outcome.full_rows > WORTH_TELLING:
-        found.append(
+        sentences.append(
             f"In {outcome.full_rows:.0%} of the steps all rows are taken while requests wait: more --rows would admit "
             "them."
         )
     if outcome.preemptions:
-        found.append(f"{outcome.preemptions} sequences are preempted: memory for the KV cache is short.")
-    found.append(
+        sentences.append(f"{outcome.preemptions} sequences are preempted: memory for the KV cache is short.")
+    sentences.append(
         f"The devices are busy for {outcome.busy:.0%} of the time, with {outcome.mean_batch:.1f} sequences in a step."
     )
-    return found
+    return sentences
 
 
 def _objective_ratios(outcome: SimulatedOutcome, objectives: Objectives) -> dict[str, float]:

@@ -209,12 +209,12 @@ class Planner:
 
     def _prepared(self) -> Iterator[PreparedModel]:
         for site in self.sites:
-            found = [
+            candidates = [
                 (stored, recipe, loss, self._calibration(site, recipe)) for stored, recipe, loss in self._recipes(site)
             ]
             # Other load lowers measured ceilings, nothing raises them: all variants use the best measurement.
-            best = reduce(better, (one.ceilings for *_, one in found if one is not None), site.ceilings)
-            for stored, recipe, loss, one in found:
+            best = reduce(better, (one.ceilings for *_, one in candidates if one is not None), site.ceilings)
+            for stored, recipe, loss, one in candidates:
                 efficiency = assumed(site.kind) if one is None else one.fitted(recipe, site.kind, best)
                 try:
                     yield prepare(site, stored, recipe, step_times(recipe, site.kind, efficiency, best), loss)
@@ -269,11 +269,11 @@ class Planner:
             bases = [self._base(prepared, mesh) for mesh in wanted]
             if number == 0 and isinstance(problem := bases[0], str):
                 self._skipped.append(f"{prepared.site.name}, {prepared.name}: {problem}")
-            found = [base for base in bases if isinstance(base, Configuration)]
-            for base in self._promising(found):
+            usable = [base for base in bases if isinstance(base, Configuration)]
+            for base in self._promising(usable):
                 yield from self._replicated(base)
                 yield from self._separated(base)
-            if found and self.request.parallel is None:
+            if usable and self.request.parallel is None:
                 return
 
     def _promising(self, bases: Sequence[Configuration]) -> list[Configuration]:
@@ -384,15 +384,15 @@ class Planner:
         """The best outcomes with other rows and step token budgets."""
         possible = [outcome for outcome in outcomes if outcome.configuration.not_yet is None]
         chosen = sorted(front(possible), key=ORDER[self.request.goal])[:TRIED]
-        found = []
+        tried = []
         for outcome in chosen:
             base = outcome.configuration
             for other in grid(base.prepared, self.request.scheduling):
                 wanted = replace(other, replicas=base.replicas, layout=base.layout, separation=base.separation)
                 known = outcome.same_with(other.rows, other.step_tokens)
                 if not known and self._problem(wanted) is None:
-                    found.append(self._run(wanted))
-        return found
+                    tried.append(self._run(wanted))
+        return tried
 
     def _again(self, outcomes: Sequence[SimulatedOutcome]) -> list[SimulatedOutcome]:
         """Simulate the remaining outcomes over a longer trace."""

@@ -61,17 +61,17 @@ def _table(outcomes: Sequence[SimulatedOutcome], title: str, recommended: Simula
 
 
 def _cells(outcome: SimulatedOutcome) -> Iterator[Text]:
-    own = outcome.configuration
+    configuration = outcome.configuration
     cost = outcome.dollars_per_million
-    route = f", {own.route}" if own.replicas > 1 else ""
-    ways = "" if own.layout is None else f" as {own.layout.mesh}"
-    ways += "" if own.separation is None else f", {own.separation}"
+    route = f", {configuration.route}" if configuration.replicas > 1 else ""
+    ways = "" if configuration.layout is None else f" as {configuration.layout.mesh}"
+    ways += "" if configuration.separation is None else f", {configuration.separation}"
     for text in (
-        f"{own.devices} x {own.site.name}{ways}{route}",
-        own.prepared.name + (" (lossy)" if own.lossy else ""),
-        str(own.prepared.loss),
-        str(own.rows),
-        str(own.step_tokens),
+        f"{configuration.devices} x {configuration.site.name}{ways}{route}",
+        configuration.prepared.name + (" (lossy)" if configuration.lossy else ""),
+        str(configuration.prepared.loss),
+        str(configuration.rows),
+        str(configuration.step_tokens),
         f"{outcome.goodput:.3g}",
         f"{outcome.attainment:.0%}",
         _time(outcome.ttft_p99),
@@ -97,9 +97,9 @@ def plan_chart(plan: DeploymentPlan) -> Chart:
     by_device: dict[str, list[Point]] = {}
     marks = []
     for outcome in plan.pareto:
-        own = outcome.configuration
+        configuration = outcome.configuration
         point = outcome.tpot_p99, outcome.dollars_per_million or 0.0 if priced else outcome.memory
-        by_device.setdefault(f"{own.devices} x {own.site.name}", []).append(point)
+        by_device.setdefault(f"{configuration.devices} x {configuration.site.name}", []).append(point)
         if outcome is plan.recommended:
             marks.append(Mark(*point, "recommended"))
     series = [Series(name, points, kind="points") for name, points in by_device.items()]
@@ -184,11 +184,11 @@ def _exact(plan: DeploymentPlan) -> str:
     exact = plan.lossless
     if exact is None:
         return ""
-    own, cost = exact.configuration, exact.dollars_per_million
+    chosen, cost = exact.configuration, exact.dollars_per_million
     price = "" if cost is None else f" at ${cost:.3g} per million tokens"
     return (
-        f" The best lossless one, {own.devices} x {own.site.name}, gives {exact.goodput:.3g} requests/s{price}: "
-        f"{own.commands(plan.request.model)[0]}"
+        f" The best lossless one, {chosen.devices} x {chosen.site.name}, gives {exact.goodput:.3g} requests/s{price}: "
+        f"{chosen.commands(plan.request.model)[0]}"
     )
 
 

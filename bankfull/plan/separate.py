@@ -43,15 +43,15 @@ class PlannedPools:
     @staticmethod
     def parse(text: str) -> PlannedPools:
         """Pools from `prefill=1,decode=2`."""
-        found: dict[str, int] = {}
+        pools: dict[str, int] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(prefill|decode)\s*=\s*([0-9]{1,6})\s*", part)
-            if match is None or match[1] in found:
+            if match is None or match[1] in pools:
                 raise ConfigError(f"--separate {text[:60]!r} cannot be read; write for example prefill=1,decode=2.")
-            found[match[1]] = int(match[2])
-        if len(found) < 2:
+            pools[match[1]] = int(match[2])
+        if len(pools) < 2:
             raise ConfigError(f"--separate {text[:60]!r} must name engines of both kinds: prefill=1,decode=2.")
-        return PlannedPools(**found)
+        return PlannedPools(**pools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,13 @@ def simulate_separated(spec: SeparatedSpec, trace: Sequence[TraceRequest], routi
 def _transferred(spec: SeparatedSpec, trace: Sequence[TraceRequest], first: Run) -> dict[int, float]:
     """When the state of each request that goes on has arrived. Prompts share the links of the prefill engines."""
     free = [0.0] * spec.engines.prefill
-    found: dict[int, float] = {}
+    arrived: dict[int, float] = {}
     done = [n for n, one in enumerate(first.requests) if one.done and trace[n].output > 1]
     for number in sorted(done, key=lambda n: first.requests[n].first or 0.0):
         link = min(range(len(free)), key=lambda i: free[i])
         free[link] = max(free[link], first.requests[number].first or 0.0) + spec.transfer(len(trace[number].prompt))
-        found[number] = free[link]
-    return found
+        arrived[number] = free[link]
+    return arrived
 
 
 def _continued(asked: TraceRequest, at: float) -> TraceRequest:

@@ -260,16 +260,16 @@ class Replica:
 
     def _plain_seconds(self, running: Sequence[Running], steps: int, until: float) -> list[float]:
         """Times of at most so many steps, as far as they end before `until`."""
-        found, now = list[float](), self.clock.now
+        times, now = list[float](), self.clock.now
         work = [Work(seq.row, seq.start, 1, sample=True) for seq in running]
         for spent in islice(self.spec.times.decodes(work), steps):
             seconds = spent.seconds
             if now + seconds >= until:
                 break
             self.spent.add(spent)
-            found.append(seconds)
+            times.append(seconds)
             now += seconds
-        return found
+        return times
 
     def _wait(self, time: float) -> bool:
         """Move the clock to the next event of an engine whose batch is incomplete; False if it is after `time`."""
@@ -370,9 +370,9 @@ def simulate(
             replica.run_until(served.arrived)
         chosen = 0
         if front is not None:
-            found = front.route(number, trace[number].prompt, resumed=True)
-            assert found is not None, "a replica refuses by itself"
-            chosen = found[0]
+            routed = front.route(number, trace[number].prompt, resumed=True)
+            assert routed is not None, "a replica refuses by itself"
+            chosen = routed[0]
         if not fleet[chosen].assign(number) and front is not None:
             front.left(chosen, number)
     for replica in fleet:

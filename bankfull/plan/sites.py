@@ -58,8 +58,8 @@ def sites_of(names: str, extra: str | None = None, price: float | None = None, l
     if repeated:
         raise ConfigError(f"--devices has {repeated[0]} twice; give each once.")
     known = catalogue.load(extra)
-    found = [_here(name, price) if is_here(name) else _there(known, known.find(name)) for name in wanted]
-    return found if link is None else [_linked(known, site, known.find_link(link)) for site in found]
+    sites = [_here(name, price) if is_here(name) else _there(known, known.find(name)) for name in wanted]
+    return sites if link is None else [_linked(known, site, known.find_link(link)) for site in sites]
 
 
 def _linked(known: catalogue.Catalogue, site: Site, link: DeviceLink) -> Site:

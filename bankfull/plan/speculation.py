@@ -19,9 +19,9 @@ def planned_gain(configuration: Configuration, drafter: DrafterChoice, traffic: 
     factors = times.efficiency.factors
 
     def of_drafter(recipe: Recipe) -> Seconds:
-        own = step_times(recipe, kind, times.efficiency, times.ceilings)
+        drafter_times = step_times(recipe, kind, times.efficiency, times.ceilings)
         # A pass of the drafter is part of a step: the step's fixed cost is counted once.
-        return lambda step: own.likely(step) - own.overhead(len(step.counts))
+        return lambda step: drafter_times.likely(step) - drafter_times.overhead(len(step.counts))
 
     def of_product(cost: Cost) -> float:
         memory = cost.bytes / times.ceilings.read_at(cost.read) / factors[f"{LINEAR}: {MEMORY}"]
@@ -29,5 +29,5 @@ def planned_gain(configuration: Configuration, drafter: DrafterChoice, traffic: 
         return max(memory, arithmetic) if times.overlaps else memory + arithmetic
 
     context = round(traffic.prompt.mean + traffic.output.mean / 2)
-    made = DraftTimes(lambda recipe: times.likely, of_drafter, of_product)
-    return forecast_of(drafter, prepared.recipe, kind, made, max(1, context))
+    draft_times = DraftTimes(lambda recipe: times.likely, of_drafter, of_product)
+    return forecast_of(drafter, prepared.recipe, kind, draft_times, max(1, context))

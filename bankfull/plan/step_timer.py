@@ -63,15 +63,15 @@ class StepTimer:
         """A step that computes the last `tokens` of each prompt after `past` cached tokens, rounded down to a page
         border: the prefix cache finds whole pages only. The chunks of a recurrent model end where its state is kept, so
         the step may be slightly smaller."""
-        found = []
+        runs = []
         past -= past % self._border
         least = tokens - (0 if self._engine.scheduler.state.snapshots is None else self._border)
         for _ in range(turns):
             largest = max(self._run(sequences, past + tokens, tokens, 1), key=lambda timed: timed[0].tokens)
             if len(largest[0].counts) != sequences or largest[0].tokens < sequences * least:
                 raise ShapeTooLarge(f"{sequences} x {tokens} tokens do not run in one step here.")
-            found.append(largest)
-        return found[0][0], median(seconds for _, seconds in found)
+            runs.append(largest)
+        return runs[0][0], median(seconds for _, seconds in runs)
 
     def _run(self, sequences: int, prompt: int, fresh: int, outputs: int) -> list[tuple[StepShape, float]]:
         """Run requests whose last `fresh` prompt tokens, extended to a page border, are not cached."""

@@ -193,9 +193,9 @@ class StepTimes:
 
     def spent(self, step: StepShape) -> TimeBreakdown:
         """Where the likely time of a step goes."""
-        found = TimeBreakdown()
-        self.charge(*self._features(step), len(step.counts), step.tokens, found)
-        return found
+        breakdown = TimeBreakdown()
+        self.charge(*self._features(step), len(step.counts), step.tokens, breakdown)
+        return breakdown
 
     def terms(self, step: StepShape) -> np.ndarray:
         """Seconds at the ceilings, by term."""
@@ -239,7 +239,7 @@ class StepTimes:
         if layout is None:
             ideal, least = self._ideal(decoding, prefill)
             return RankTimes(ideal * self._slowdowns, 0.0, least)
-        found: list[RankTimes] = []
+        possible: list[RankTimes] = []
         rows = float(decoding[3] + prefill[3])
         whole, _ = self._ideal(decoding, prefill)
         for micro in layout.micro_batches(sequences):
@@ -249,9 +249,11 @@ class StepTimes:
             ideal, least = turns * ideal, turns * least
             ideal[HEAD_TERMS] = whole[HEAD_TERMS]  # the head runs once, after the last micro-batch
             exchange = turns * layout.seconds(tokens / micro, rows / micro)
-            found.append(RankTimes(ideal * self._slowdowns, exchange, max(least, layout.least_seconds(tokens, rows))))
-        best = min(found, key=lambda one: float(one.terms.sum()) + one.exchange)
-        return replace(best, least=min(one.least for one in found))
+            possible.append(
+                RankTimes(ideal * self._slowdowns, exchange, max(least, layout.least_seconds(tokens, rows)))
+            )
+        best = min(possible, key=lambda one: float(one.terms.sum()) + one.exchange)
+        return replace(best, least=min(one.least for one in possible))
 
     def overhead(self, sequences: int) -> float:
         """Fixed costs of a step."""
@@ -264,7 +266,7 @@ class StepTimes:
         apart = [self._costs(decoding), self._costs(prefill)] if mixed else [whole, NOTHING]
         lasting = sum(whole[1])
         rate = self.ceilings.read_at(lasting)
-        found: list[float] = []
+        seconds: list[float] = []
         for i, kind in enumerate(KINDS):
             for costs in apart if kind in BY_ROW else (whole,):
                 # Activations of other kinds grow with their arithmetic, so one factor covers both.
@@ -272,8 +274,8 @@ class StepTimes:
                 arithmetic = 0.0 if kind == REST else costs[0][i]
                 if self.overlaps or (kind in BY_ROW and costs is apart[0]):
                     memory, arithmetic = (memory, 0.0) if memory >= arithmetic else (0.0, arithmetic)
-                found += (memory, arithmetic)
-        return np.maximum(found, 0.0), max(lasting / rate, sum(whole[3]))
+                seconds += (memory, arithmetic)
+        return np.maximum(seconds, 0.0), max(lasting / rate, sum(whole[3]))
 
     def _costs(self, summed: np.ndarray) -> list[list[float]]:
         """Seconds of arithmetic, bytes of weights and state, bytes of activations, and the shortest seconds of
@@ -312,9 +314,9 @@ def features_of(
         0,
         tuple(step.kept[i] for i in prefill),
     )
-    own = features(part, windows, shares, block)
-    own[0] = 0
-    return whole - own, own
+    prefilling = features(part, windows, shares, block)
+    prefilling[0] = 0
+    return whole - prefilling, prefilling
 
 
 def features_of_work(

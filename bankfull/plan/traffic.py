@@ -73,11 +73,11 @@ class TrafficSpec:
         """Reproducible for a seed."""
         random, tokens = Random(f"plan/{seed}"), range(vocab)
         shared = tuple(random.choices(tokens, k=self.shared))
-        found = []
+        arrivals = []
         for time in self.arrivals.offsets(requests, seed):
             own = tuple(random.choices(tokens, k=self.prompt.draw(random) - self.shared))
-            found.append(TraceRequest(time, shared + own, self.output.draw(random)))
-        return tuple(found)
+            arrivals.append(TraceRequest(time, shared + own, self.output.draw(random)))
+        return tuple(arrivals)
 
     def __str__(self) -> str:
         parts = [f"{self.rate:g} requests/s ({self.arrivals.kind})", f"{self.prompt} in", f"{self.output} out"]
@@ -100,7 +100,7 @@ def parse_traffic(text: str) -> TrafficSpec:
 
 
 def _pairs(text: str) -> Mapping[str, str]:
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         name = name.lower()
@@ -110,10 +110,10 @@ def _pairs(text: str) -> Mapping[str, str]:
             near = get_close_matches(name, NAMES, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(NAMES)}."
             raise ConfigError(f"--traffic: {name[:40]!r} is unknown; {hint}")
-        if name in found:
+        if name in pairs:
             raise ConfigError(f"--traffic: {name} is given twice; give it once.")
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs
 
 
 def _rate(text: str) -> float:

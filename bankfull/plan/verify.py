@@ -83,7 +83,7 @@ def replay(
 ) -> list[RequestTimes]:
     """Submit requests at their arrival times, whether or not the engine keeps up; latency counts from these times."""
     _warm(engine, trace[0])
-    found = [RequestTimes(arrival.time, len(arrival.prompt), arrival.output) for arrival in trace]
+    requests = [RequestTimes(arrival.time, len(arrival.prompt), arrival.output) for arrival in trace]
     coming = deque(range(len(trace)))
     begun, ended = clock(), 0
     while coming or engine.busy:
@@ -91,7 +91,7 @@ def replay(
         while coming and trace[coming[0]].time <= now:
             number = coming.popleft()
             if engine.scheduler.unfinished >= 2 * rows:
-                found[number].refused = True
+                requests[number].refused = True
                 continue
             arrival = trace[number]
             limit = len(arrival.prompt) + arrival.output
@@ -106,11 +106,11 @@ def replay(
         outputs = engine.step()
         now = clock() - begun
         for output in outputs:
-            served = found[cast(int, output.request)]
+            served = requests[cast(int, output.request)]
             served.receive(now, len(output.tokens), output.finish is not None)
             ended += output.finish is not None
         advance(ended, "in real time")
-    return found
+    return requests
 
 
 def _warm(engine: Engine, arrival: TraceRequest) -> None:
@@ -128,18 +128,18 @@ def compared(
     traffic: TrafficSpec,
     objectives: Objectives,
 ) -> list[PredictionCheck]:
-    found = []
+    checks = []
     both = (simulated, measured)
     limits = {"ttft": 1e3 * predicted.ttft_least, "tpot": 1e3 * predicted.tpot_least}
     for name in ("ttft", "tpot", "e2e"):
         for label, share in (("median", 0.5), ("p99", 0.99)):
             one, other = (_figure(requests, name, share) for requests in both)
-            found.append(PredictionCheck(f"{name} {label}, ms", one, other, limits.get(name)))
+            checks.append(PredictionCheck(f"{name} {label}, ms", one, other, limits.get(name)))
     one, other = map(_tokens_per_s, both)
-    found.append(PredictionCheck("output tokens/s", one, other))
+    checks.append(PredictionCheck("output tokens/s", one, other))
     one, other = (traffic.rate * sum(map(objectives.met, requests)) / len(requests) for requests in both)
-    found.append(PredictionCheck("goodput, requests/s", one, other, traffic.rate))
-    return found
+    checks.append(PredictionCheck("goodput, requests/s", one, other, traffic.rate))
+    return checks
 
 
 def _figure(requests: Sequence[RequestTimes], name: str, share: float) -> float:

@@ -29,15 +29,15 @@ GOLDEN = 0.6180339887498949
 
 def masked_windows(windows: Sequence[EvaluationWindow], diffusion: MaskedDiffusion) -> list[EvaluationWindow]:
     """The windows with masked tokens, which are those to predict."""
-    random, made = Random(0), list[EvaluationWindow]()
+    random, with_masks = Random(0), list[EvaluationWindow]()
     for window in windows:
         for first, end in _spans(window, diffusion.block):
-            share = (0.5 + GOLDEN * len(made)) % 1.0
+            share = (0.5 + GOLDEN * len(with_masks)) % 1.0
             count = 1 + int(share * (end - first))
             masked = tuple(sorted(random.sample(range(first, end), count)))
             tokens = window.tokens[:end]
-            made.append(EvaluationWindow(tokens, first, masked, diffusion.mask, diffusion.shifted))
-    return made
+            with_masks.append(EvaluationWindow(tokens, first, masked, diffusion.mask, diffusion.shifted))
+    return with_masks
 
 
 def _spans(window: EvaluationWindow, block: int) -> list[tuple[int, int]]:

@@ -53,9 +53,9 @@ def recall_prompts(tokenizer: Tokenizer, longest: int) -> list[RecallPrompt]:
     wording = _trained_wording(tokenizer) or _SENTENCES
     pairs = min(MOST_PAIRS, len(wording.names))
     while pairs:
-        made = [_prompt(tokenizer, wording, pairs, number) for number in range(PROMPTS)]
-        if max(len(prompt.tokens) for prompt in made) <= longest:
-            return [prompt for prompt in made if prompt.answers]
+        prompts = [_prompt(tokenizer, wording, pairs, number) for number in range(PROMPTS)]
+        if max(len(prompt.tokens) for prompt in prompts) <= longest:
+            return [prompt for prompt in prompts if prompt.answers]
         pairs //= 2
     return []
 
@@ -67,8 +67,8 @@ def recall(model: Decoder, prompts: Sequence[RecallPrompt], device: torch.device
         hidden = hidden_states(model, prompt.tokens, device)
         with torch.inference_mode():
             for places in prompt.answers:
-                found = model.head(hidden[places.start - 1 : places.stop - 1]).argmax(-1).tolist()
-                right += found == [prompt.tokens[place] for place in places]
+                predicted = model.head(hidden[places.start - 1 : places.stop - 1]).argmax(-1).tolist()
+                right += predicted == [prompt.tokens[place] for place in places]
                 total += 1
     return right / total if total else None
 
@@ -78,10 +78,10 @@ def _trained_wording(tokenizer: Tokenizer) -> _Wording | None:
 
     def known(letter: str) -> list[str]:
         words = [f"{letter}{number}" for number in range(2 * MOST_PAIRS)]
-        found = [tokenizer.encode(word, add_bos=False, parse_special=False) for word in words]
+        encoded = [tokenizer.encode(word, add_bos=False, parse_special=False) for word in words]
         same = [
             len(ids) == 1 and tokenizer.token_bytes(ids[0]) == word.encode()
-            for ids, word in zip(found, words, strict=True)
+            for ids, word in zip(encoded, words, strict=True)
         ]
         return words[: (*same, False).index(False)]
 

@@ -42,8 +42,8 @@ class EvaluationWindow:
 def bundled_texts() -> dict[str, str]:
     """The evaluation texts of the package, by file name."""
     folder = package_files("bankfull.quality") / "texts"
-    found = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
-    return {item.name: item.read_text(encoding="utf-8") for item in found}
+    items = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
+    return {item.name: item.read_text(encoding="utf-8") for item in items}
 
 
 def windows_of(
@@ -54,13 +54,13 @@ def windows_of(
     first = max(1, len(opening))
     if window <= first:
         raise ConfigError(f"window={window} leaves nothing to predict; use at least {first + 1}.")
-    own = window - len(opening)
-    made = []
+    room = window - len(opening)
+    windows = []
     for text in texts:
-        for at in range(0, len(text), own):
-            tokens = (*opening, *text[at : at + own])
+        for at in range(0, len(text), room):
+            tokens = (*opening, *text[at : at + room])
             if len(tokens) > first:
-                made.append(EvaluationWindow(tokens, first))
-    if not made:
+                windows.append(EvaluationWindow(tokens, first))
+    if not windows:
         raise RequestError("The evaluation text has no token to predict; give a longer one.")
-    return made
+    return windows

@@ -40,11 +40,11 @@ class KeptChannels:
             if grid is None:
                 continue
             stack = matrix if matrix.dim() == 3 else matrix[None]
-            made = [
+            mixed = [
                 self._mixed(grid, one, layer.inputs(name, at if matrix.dim() == 3 else None))
                 for at, one in enumerate(stack)
             ]
-            layer.quantized[name] = QTensor.dense(torch.stack(made).reshape(matrix.shape))
+            layer.quantized[name] = QTensor.dense(torch.stack(mixed).reshape(matrix.shape))
 
     def _mixed(self, grid: Grid, matrix: Tensor, inputs: Tensor) -> Tensor:
         columns = matrix.shape[-1]
@@ -54,6 +54,6 @@ class KeptChannels:
             "random": torch.rand(columns, generator=torch.Generator().manual_seed(columns)).to(matrix.device),
         }[self.by]
         kept = scores.topk(max(1, round(self.share * columns)) if self.share else 0).indices
-        made = grid.to_nearest(matrix).dequantize()
-        made[:, kept] = matrix[:, kept]
-        return made.to(torch.bfloat16)
+        rounded = grid.to_nearest(matrix).dequantize()
+        rounded[:, kept] = matrix[:, kept]
+        return rounded.to(torch.bfloat16)

@@ -93,8 +93,8 @@ class LayerActivations:
             return _spread(self._of_expert(name, expert), SAMPLED)
         if not self._inputs:
             self._sample()
-        found = self._inputs.get(self._key.get(name, name))
-        return self._data.matrices[name].new_empty(0, self._data.matrices[name].shape[-1]) if found is None else found
+        inputs = self._inputs.get(self._key.get(name, name))
+        return self._data.matrices[name].new_empty(0, self._data.matrices[name].shape[-1]) if inputs is None else inputs
 
     def output_error(self, replaced: Mapping[str, Tensor]) -> float:
         places = {self._part[name] for name in replaced if name in self._part}
@@ -105,11 +105,11 @@ class LayerActivations:
         for place in places:
             for sequence, x, y in self._compared[place]:
                 if place == MIXER:
-                    made = self._step(sequence).mix(built.block.mixer, x)
+                    output = self._step(sequence).mix(built.block.mixer, x)
                 else:
                     assert built.block.feed is not None
-                    made = built.block.feed(x)
-                error += float((made - y).square().sum(dtype=torch.float64))
+                    output = built.block.feed(x)
+                error += float((output - y).square().sum(dtype=torch.float64))
                 count += y.numel()
         return error / max(1.0, count)
 
@@ -122,12 +122,12 @@ class LayerActivations:
 
     def _earlier(self, key: str) -> set[str]:
         """Matrices that are computed before one, and so change its input."""
-        found: set[str] = set()
+        earlier: set[str] = set()
         for group in self._groups:
             if group[0][0] == key:
                 break
-            found |= {name for name, _ in group}
-        return found
+            earlier |= {name for name, _ in group}
+        return earlier
 
     # -- passes over the text
 
@@ -138,9 +138,9 @@ class LayerActivations:
     def _values(self) -> dict[str, Tensor]:
         """The tensors of the layer, those that are quantized so far with their quantized values."""
         data = self._data
-        for name, made in data.quantized.items():
-            if name not in self._dequantized or self._dequantized[name][0] is not made:
-                self._dequantized[name] = made, made.dequantize()
+        for name, tensor in data.quantized.items():
+            if name not in self._dequantized or self._dequantized[name][0] is not tensor:
+                self._dequantized[name] = tensor, tensor.dequantize()
         return {**data.plain, **data.matrices, **{name: self._dequantized[name][1] for name in data.quantized}}
 
     def _current(self, key: str | None = None) -> BuiltLayer:
@@ -220,9 +220,9 @@ class LayerActivations:
         sites: dict[str, ExpertSite] = {}
         for one in order:
             if isinstance(one, ExpertSite):
-                own = [group for group in one.groups() if group[0][0] in self._data.matrices]
-                groups += own
-                sites |= {name: one for group in own for name, _ in group}
+                of_site = [group for group in one.groups() if group[0][0] in self._data.matrices]
+                groups += of_site
+                sites |= {name: one for group in of_site for name, _ in group}
                 part |= dict.fromkeys(sites, FEED)
             else:
                 groups.append(tuple((name, None) for name in one[1]))
@@ -256,13 +256,13 @@ class LayerActivations:
     def _sample(self) -> None:
         """Keep some tokens' inputs of all matrices."""
         each = max(1, SAMPLED // len(self._streams.sequences))
-        found: dict[str, list[Tensor]] = {}
+        inputs: dict[str, list[Tensor]] = {}
         seen: set[str] = set()
 
         def enters(name: str, x: Tensor) -> None:
             if self._key.get(name) == name and name not in seen:
                 seen.add(name)
-                found.setdefault(name, []).append(_spread(x, each).clone())
+                inputs.setdefault(name, []).append(_spread(x, each).clone())
 
         built = self._current()
         built.recorder.listen = enters
@@ -270,7 +270,7 @@ class LayerActivations:
             seen.clear()
             self._run(built, [sequence])
         built.recorder.listen = None
-        self._inputs = {name: torch.cat(rows) for name, rows in found.items()}
+        self._inputs = {name: torch.cat(rows) for name, rows in inputs.items()}
 
     def _compare(self) -> None:
         """Keep what enters and leaves the parts of the layer with float weights, on the first sequences."""
@@ -282,10 +282,10 @@ class LayerActivations:
             lambda x, y: kept[FEED].append((now[0], x, y)),
         )
         tokens = 0
-        for sequence, own in enumerate(self._streams.sequences):
+        for sequence, ids in enumerate(self._streams.sequences):
             now[0] = sequence
             self._run(built, [sequence])
-            tokens += len(own)
+            tokens += len(ids)
             if tokens >= COMPARED:
                 break
         self._compared = kept

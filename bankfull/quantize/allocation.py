@@ -83,7 +83,7 @@ def _solved(units: Sequence[Sequence[PricedType]], goal: Any, price: Any, most: 
     goal_scale, price_scale = max(goals.max(initial=0.0), 1e-300), max(most, prices.max(initial=0.0) * 1e-9, 1e-300)
     limit = most
     for _ in range(TRIES):
-        found = milp(
+        solution = milp(
             goals / goal_scale,
             integrality=np.ones(len(every)),
             bounds=bounds(0, 1),
@@ -93,10 +93,10 @@ def _solved(units: Sequence[Sequence[PricedType]], goal: Any, price: Any, most: 
             ],
             options={"mip_rel_gap": 0.0},
         )
-        if found.x is None:
+        if solution.x is None:
             break
         chosen: list[PricedType] = [units[number][0] for number in range(len(units))]
-        for (number, one), share in zip(every, found.x, strict=True):
+        for (number, one), share in zip(every, solution.x, strict=True):
             if share > 0.5:
                 chosen[number] = one
         spent = math.fsum(price(one) for one in chosen)

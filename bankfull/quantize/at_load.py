@@ -30,9 +30,9 @@ def is_rounded(run: RunConfig) -> bool:
 
 def suited_sparsity(files: ModelFiles, run: RunConfig, device: str, dtype: torch.dtype) -> ModelFiles:
     """The model with 2:4 sparse matrices where a kind of device has kernels for them."""
-    if run.quantize == sparse_source.WANTED and (found := block_types(files.source)):
+    if run.quantize == sparse_source.WANTED and (types := block_types(files.source)):
         raise ConfigError(
-            f"{files.path.name} is quantized ({', '.join(found)}), so that quantize={run.quantize!r} has no use; leave "
+            f"{files.path.name} is quantized ({', '.join(types)}), so that quantize={run.quantize!r} has no use; leave "
             "it out."
         )
     kernels = run.providers == "auto" and not run.expand
@@ -42,15 +42,15 @@ def suited_sparsity(files: ModelFiles, run: RunConfig, device: str, dtype: torch
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
     """The same model, with its matrices quantized when they are read, on the device that uses them."""
     refuse_unknown(wanted, device.kind)
-    if found := block_types(files.source):
+    if types := block_types(files.source):
         raise ConfigError(
-            f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
+            f"{files.path.name} is quantized already ({', '.join(types)}), so that quantize={wanted[:40]!r} would lose "
             "accuracy twice; leave the option out, or give an unquantized checkpoint."
         )
-    made, kept = requantized(files, wanted, device)
+    quantized, kept = requantized(files, wanted, device)
     if kept:
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
-    return made
+    return quantized
 
 
 def refuse_unknown(wanted: str, device: str) -> None:

@@ -51,9 +51,9 @@ class Awq:
 
     def quantize(self, layer: LayerData) -> None:
         # All searches read the layer as it was; only then the folds change it.
-        found = [(fold, self._search(layer, fold)) for fold in layer.folds]
+        searched = [(fold, self._search(layer, fold)) for fold in layer.folds]
         divisors: dict[str, Tensor] = {}
-        for fold, factors in found:
+        for fold, factors in searched:
             if factors is not None:
                 apply_fold(fold, factors, layer)
                 divisors |= dict.fromkeys(fold.targets, factors)
@@ -104,7 +104,7 @@ class Awq:
         if not self.clips or UNCLIPPED.search(name) or not len(inputs):
             return plain
         clipped = grid.rounded(matrix, *clipped_scales(grid, matrix, inputs))
-        before, after = (matrix_error(made.dequantize() - matrix, inputs) for made in (plain, clipped))
+        before, after = (matrix_error(tensor.dequantize() - matrix, inputs) for tensor in (plain, clipped))
         # Groups are searched one by one; their errors may still add up to more.
         return clipped if after <= before else plain
 
@@ -124,7 +124,7 @@ def clipped_scales(grid: Grid, matrix: Tensor, inputs: Tensor) -> tuple[Tensor, 
     """Scales and zeros (out, groups), each with the least error of its group's part of the output."""
     parts = inputs.unflatten(-1, (-1, grid.group)).transpose(0, 1)
     products = parts.transpose(1, 2) @ parts  # (groups, group, group)
-    found = []
+    winners = []
     for rows in matrix.split(max(1, ELEMENTS_AT_ONCE // matrix.shape[-1])):
         groups = rows.unflatten(-1, (-1, grid.group))
         least: Tensor | None = None
@@ -140,6 +140,6 @@ def clipped_scales(grid: Grid, matrix: Tensor, inputs: Tensor) -> tuple[Tensor, 
             least = torch.where(wins, error, least)
             best = torch.where(wins, scale[..., 0], best[0]), torch.where(wins, zero[..., 0], best[1])
         assert best is not None
-        found.append(best)
-    scales, zeros = (torch.cat(one) for one in zip(*found, strict=True))
+        winners.append(best)
+    scales, zeros = (torch.cat(one) for one in zip(*winners, strict=True))
     return scales, zeros

@@ -25,8 +25,8 @@ Sample = Callable[[Sequence[int], int, int], Sequence[Sequence[int]]]
 def bundled_text() -> str:
     """The calibration text of the package."""
     folder = package_files("bankfull.quantize") / "texts"
-    found = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
-    return "\n\n".join(item.read_text(encoding="utf-8") for item in found)
+    items = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
+    return "\n\n".join(item.read_text(encoding="utf-8") for item in items)
 
 
 def text_of(choice: str) -> str:
@@ -36,7 +36,7 @@ def text_of(choice: str) -> str:
     path = Path(choice)
     try:
         too_large = path.stat().st_size > LARGEST_TEXT
-        found = "" if too_large else path.read_text(encoding="utf-8")
+        text = "" if too_large else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(
@@ -44,7 +44,7 @@ def text_of(choice: str) -> str:
         ) from None
     if too_large:
         raise ConfigError(f"{path} is larger than {LARGEST_TEXT >> 20} MiB; give a shorter calibration text.")
-    return found
+    return text
 
 
 def sequences_of(
@@ -52,10 +52,10 @@ def sequences_of(
 ) -> list[list[int]]:
     """At most `most` tokens of a text as sequences of `length` tokens, each after the `opening`. They are spread evenly
     over a longer text. A last short sequence is dropped unless it is the only one."""
-    own = length - len(opening)
-    if own < 1:
+    room = length - len(opening)
+    if room < 1:
         raise ConfigError(f"Calibration sequences of {length} tokens leave no room for text; make them longer.")
-    cut = [[*opening, *tokens[at : at + own]] for at in range(0, len(tokens), own)]
+    cut = [[*opening, *tokens[at : at + room]] for at in range(0, len(tokens), room)]
     if not cut:
         raise ConfigError("The calibration text has no tokens; give a longer one.")
     whole = [one for one in cut if len(one) == length] or cut
@@ -68,5 +68,5 @@ def own_text(sample: Sample, opening: Sequence[int], length: int = LENGTH, most:
     if not opening:
         raise ConfigError("This model has no token that begins a text, so it cannot write one; use another text.")
     count = max(1, most // length)
-    found = [[*opening, *answer] for answer in sample(opening, count, length - len(opening))]
-    return [tokens for tokens in found if len(tokens) > len(opening)]
+    sequences = [[*opening, *answer] for answer in sample(opening, count, length - len(opening))]
+    return [tokens for tokens in sequences if len(tokens) > len(opening)]

@@ -20,22 +20,22 @@ from bankfull.quantize.recording import InputRecorder
 def folds_of(built: BuiltLayer, data: LayerData, shared: bool = False) -> list[Fold]:
     """`shared`: whether later layers read the layer's keys and values, which must then stay as they are."""
     block, recorder = built.block, built.recorder
-    found: list[Fold | None] = []
+    folds: list[Fold | None] = []
     plain_stream = not block.norm_last and not block.normed_stream
     mixer, feed = block.mixer, block.feed
     if type(mixer) is Attention:
         assert isinstance(mixer.out, Linear)
         if plain_stream:
-            found.append(_norm_fold(block.before_mixer, (mixer.q, mixer.k, mixer.v), data, recorder))
+            folds.append(_norm_fold(block.before_mixer, (mixer.q, mixer.k, mixer.v), data, recorder))
         if mixer.heads.count == mixer.heads.kv and not shared:
-            found.append(_matrix_fold(mixer.v, mixer.out, data, recorder))
+            folds.append(_matrix_fold(mixer.v, mixer.out, data, recorder))
     if isinstance(feed, GatedMLP | MLP):
         readers = (feed.gate, feed.up) if isinstance(feed, GatedMLP) else (feed.up,)
         if plain_stream and block.before_feed is not None:
-            found.append(_norm_fold(block.before_feed, readers, data, recorder))
+            folds.append(_norm_fold(block.before_feed, readers, data, recorder))
         if isinstance(feed, GatedMLP):
-            found.append(_matrix_fold(feed.up, feed.down, data, recorder))
-    return [fold for fold in found if fold is not None]
+            folds.append(_matrix_fold(feed.up, feed.down, data, recorder))
+    return [fold for fold in folds if fold is not None]
 
 
 def apply_fold(fold: Fold, factors: Tensor, layer: LayerData) -> None:

@@ -49,8 +49,8 @@ class Gptq:
             if grid is None:
                 continue  # no group divides the columns: the matrices stay as they are
             hessian = layer.hessian(first, expert)
-            made = self.rounded(grid, [_matrix(layer, one) for one in group], hessian)
-            for (name, number), tensor in zip(group, made, strict=True):
+            tensors = self.rounded(grid, [_matrix(layer, one) for one in group], hessian)
+            for (name, number), tensor in zip(group, tensors, strict=True):
                 if number is None:
                     layer.quantized[name] = tensor
                 else:
@@ -131,9 +131,9 @@ def _codes(grid: Grid, whole: Tensor, scales: Tensor, zeros: Tensor, feedback: F
         codes[block], left[block] = rounded_columns(
             numbers, wanted, feedback.matrix[block, block], *each, grid.lowest, grid.highest
         )
-    made = torch.empty_like(codes)
-    made[order] = codes
-    return made.T.contiguous()
+    in_order = torch.empty_like(codes)
+    in_order[order] = codes
+    return in_order.T.contiguous()
 
 
 def rounded_columns(

@@ -95,7 +95,7 @@ class Grid:
         groups). `importance`: a weight of each column's error."""
         columns = matrix.shape[-1]
         weight = None if importance is None else importance.view(1, columns // self.group, self.group)
-        found = []
+        winners = []
         for part in matrix.split(max(1, (ON_DEVICE if matrix.is_cuda else ELEMENTS_AT_ONCE) // columns)):
             groups = part.unflatten(-1, (-1, self.group))
             low, high = groups.aminmax(dim=-1, keepdim=True)
@@ -106,8 +106,8 @@ class Grid:
                 total = (error if weight is None else error.mul_(weight)).sum(-1, keepdim=True)
                 best = (total, scale, zero) if best is None else _better(best, (total, scale, zero))
             assert best is not None, "a search needs at least one candidate"
-            found.append((best[1][..., 0], best[2][..., 0]))
-        scales, zeros = (torch.cat(parts) for parts in zip(*found, strict=True))
+            winners.append((best[1][..., 0], best[2][..., 0]))
+        scales, zeros = (torch.cat(parts) for parts in zip(*winners, strict=True))
         return scales, zeros
 
     def packed(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> QTensor:

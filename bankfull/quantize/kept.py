@@ -48,10 +48,10 @@ class KeptOutputs:
     ) -> Tensor:
         """The output of a place for this input. `inside`: places that nobody asks for once this one is kept."""
         at = self.sequence, place
-        found = self._kept.get(at)
-        if found is not None and found.fits(weights, x):
+        kept = self._kept.get(at)
+        if kept is not None and kept.fits(weights, x):
             self.reused += 1
-            return found.y
+            return kept.y
         self._kept.pop(at, None)
         y = compute()
         for name in inside:

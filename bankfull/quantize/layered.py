@@ -90,8 +90,8 @@ class LayeredModel:
         """A layer with some of its tensors replaced."""
         recorder = InputRecorder()
         # A layer may be built from tensors of the one whose keys and values it shares.
-        own = [number, *(spec.layer for spec in self.states[number] if isinstance(spec, Shared))]
-        model = self._built(tuple(f"{self.stem}.{layer}" for layer in own), replaced, recorder)
+        layers = [number, *(spec.layer for spec in self.states[number] if isinstance(spec, Shared))]
+        model = self._built(tuple(f"{self.stem}.{layer}" for layer in layers), replaced, recorder)
         return BuiltLayer(model.blocks[number], recorder)
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
@@ -128,8 +128,8 @@ class LayeredModel:
         """RoPE's angles for the first `length` positions, which are the same in every layer."""
         if length not in self._angles:
             positions = torch.arange(length)
-            found = {name: rope(positions) for name, rope in self._outside.ropes.items()}
-            self._angles[length] = {name: (a.to(self.device), b.to(self.device)) for name, (a, b) in found.items()}
+            angles = {name: rope(positions) for name, rope in self._outside.ropes.items()}
+            self._angles[length] = {name: (a.to(self.device), b.to(self.device)) for name, (a, b) in angles.items()}
         return self._angles[length]
 
     def step(self, layer: int, tokens: Sequence[int], kept: Mapping[int, Storage]) -> LayerStep:
@@ -175,15 +175,15 @@ class LayerStep:
 
 def layers_stem(names: Sequence[str]) -> str:
     """The place of a model's layers: what precedes the first number in most names."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     numbers: dict[str, set[str]] = defaultdict(set)
     for name in names:
         parts = name.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), 0)
         if at:
-            found[".".join(parts[:at])] += 1
+            counts[".".join(parts[:at])] += 1
             numbers[".".join(parts[:at])].add(parts[at])
-    stems = [stem for stem, _ in found.most_common() if "0" in numbers[stem]]
+    stems = [stem for stem, _ in counts.most_common() if "0" in numbers[stem]]
     if not stems:
         raise ModelError("The model's tensors have no numbered layers, so they cannot be quantized layer by layer.")
     return stems[0]

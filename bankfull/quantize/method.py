@@ -80,10 +80,10 @@ class LayerData:
         """Matrices with the same input, in the order of computation; without activations, each by itself."""
         if self.activations is not None:
             return self.activations.groups()
-        found: list[tuple[Matrix, ...]] = []
+        groups: list[tuple[Matrix, ...]] = []
         for name, weight in self.matrices.items():
-            found += [((name, expert),) for expert in range(len(weight))] if weight.dim() == 3 else [((name, None),)]
-        return found
+            groups += [((name, expert),) for expert in range(len(weight))] if weight.dim() == 3 else [((name, None),)]
+        return groups
 
     def _recorded(self) -> Activations:
         assert self.activations is not None, "the method is not calibrated"

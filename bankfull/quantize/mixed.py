@@ -114,14 +114,14 @@ def _within_loss(priced: Sequence[Sequence[PricedType]], most: float, mixture: M
     """The smallest mixture whose measured loss is within `most`."""
     aim, best = most, None
     for _ in range(TRIES):
-        found = mixture(fewest_bytes(priced, aim))
-        if found.kl <= most:
-            if best is None or found.model_bytes < best.model_bytes:
-                best = found
-            if found.kl >= SLACK * SLACK * most or found.expected_kl < SLACK * aim:
+        candidate = mixture(fewest_bytes(priced, aim))
+        if candidate.kl <= most:
+            if best is None or candidate.model_bytes < best.model_bytes:
+                best = candidate
+            if candidate.kl >= SLACK * SLACK * most or candidate.expected_kl < SLACK * aim:
                 break
         # The measured loss is about proportional to the sum of the parts' losses.
-        ratio = most / found.kl if found.kl > 0 else 2.0
+        ratio = most / candidate.kl if candidate.kl > 0 else 2.0
         aim *= min(SLACK * ratio, 2.0)
     if best is None:
         raise ConfigError(f"No mixture with a loss of at most {most:g} was found; raise --kl.")
@@ -130,11 +130,11 @@ def _within_loss(priced: Sequence[Sequence[PricedType]], most: float, mixture: M
 
 def _types(source: TensorSource, names: Sequence[str], width: int, group: int) -> dict[str, str]:
     """The type of each matrix at this width; none for a matrix that no group divides."""
-    found = {}
+    types = {}
     for name in names:
         if (widest := widest_group(source.shape(name)[-1], group)) is not None:
-            found[name] = name_of(f"int{width}", widest)
-    return found
+            types[name] = name_of(f"int{width}", widest)
+    return types
 
 
 def _rounded(matrix: Tensor, kind: str) -> Tensor:

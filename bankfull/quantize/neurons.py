@@ -67,8 +67,8 @@ def refitted(matrix: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
     if int(failed):
         return matrix[:, kept]
     wanted = matrix @ hessian[:, kept] + DAMPING * mean * matrix[:, kept]
-    found: Tensor = torch.cholesky_solve(wanted.T, factor).T
-    return found if bool(found.isfinite().all()) else matrix[:, kept]
+    solution: Tensor = torch.cholesky_solve(wanted.T, factor).T
+    return solution if bool(solution.isfinite().all()) else matrix[:, kept]
 
 
 def _feed(names: Mapping[str, object]) -> tuple[str, list[str]]:
@@ -108,10 +108,10 @@ class PrunedNeurons:
         return BY_DTYPE[self.downs[name].dtype] if name in self.downs else self.source.scheme(name)
 
     def get(self, name: str) -> QTensor:
-        found = self.source.get(name)
+        tensor = self.source.get(name)
         if name in self.downs:
             return QTensor.dense(self.downs[name])
-        return found.rows(self.kept[name]) if name in self.kept else found
+        return tensor.rows(self.kept[name]) if name in self.kept else tensor
 
     def unread(self) -> list[str]:
         return self.source.unread()

@@ -62,9 +62,9 @@ class LargestInputs:
     def enters(self, name: str, x: Tensor) -> None:
         if name not in self.linears:
             return
-        found = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
+        largest = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
         known = self.largest.get(name)
-        self.largest[name] = found if known is None else torch.maximum(known, found)
+        self.largest[name] = largest if known is None else torch.maximum(known, largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,10 @@ def outlier_columns(
         sequences = sequences_of(tokenizer.encode(bundled_text()), (), LENGTH, TOKENS)
     numbers = sum(math.prod(files.source.shape(name)) for name in files.source.names())
     whole = device.type == "cuda" and 2 * numbers < ROOM * torch.cuda.mem_get_info(device)[0]
-    found = _inputs_at_once(files, device, sequences) if whole else _inputs_by_layer(files, sequences, done)
+    inputs = _inputs_at_once(files, device, sequences) if whole else _inputs_by_layer(files, sequences, done)
     return {
         name: chosen(largest)
-        for name, largest in sorted(found.largest.items())
+        for name, largest in sorted(inputs.largest.items())
         if is_inner_matrix(files.source, name, False)
     }
 
@@ -149,16 +149,16 @@ def _inputs_by_layer(
     model = LayeredModel(files, max(map(len, sequences)))
     cut = [tokens[: model.max_positions] for tokens in sequences]
     streams = CalibrationStreams(cut, [model.embedded(tokens).clone() for tokens in cut])
-    found = LargestInputs()
+    inputs = LargestInputs()
     for number in range(len(model)):
         built = model.layer(number, {})
-        found.linears |= built.recorder.linears
-        built.recorder.listen = found.enters
+        inputs.linears |= built.recorder.linears
+        built.recorder.listen = inputs.enters
         advance(model, streams, number, {}, built)
         files.source.release()
         if done is not None:
             done(number + 1, "calibrated")
-    return found
+    return inputs
 
 
 def chosen(largest: Tensor, threshold: float = THRESHOLD) -> list[int]:
@@ -183,11 +183,11 @@ def _cached(path: Path, source: TensorSource) -> Columns | None:
     try:
         if path.stat().st_size > LARGEST_FILE:
             return None
-        found = json.loads(path.read_bytes())
+        stored = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    fits = isinstance(found, dict) and all(_fits(source, name, columns) for name, columns in found.items())
-    return found if fits else None
+    fits = isinstance(stored, dict) and all(_fits(source, name, columns) for name, columns in stored.items())
+    return stored if fits else None
 
 
 def _fits(source: TensorSource, name: str, columns: Any) -> bool:

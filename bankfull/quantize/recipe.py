@@ -79,8 +79,8 @@ class QuantizeRecipe:
         if self.sparsity:
             return None
         if self.budget is not None:
-            found = self.types.get(name, KEEP)
-            return None if found == KEEP else found
+            chosen = self.types.get(name, KEEP)
+            return None if chosen == KEEP else chosen
         return self.scheme_of(columns)
 
     def scheme_of(self, columns: int) -> str | None:
@@ -251,12 +251,12 @@ def _size(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        found = parse_memory(text, 0)
+        size = parse_memory(text, 0)
     except ConfigError:
-        found = 0
-    if not found:
+        size = 0
+    if not size:
         raise ConfigError(f"--size {text[:20]!r} is not a size of a model; give for example 4GiB.")
-    return found
+    return size
 
 
 def _with_blocks(

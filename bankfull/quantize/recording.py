@@ -39,11 +39,11 @@ class ExpertSite:
 
     def groups(self) -> list[tuple[Matrix, ...]]:
         """Matrices with the same input, expert by expert."""
-        found: list[tuple[Matrix, ...]] = []
+        groups: list[tuple[Matrix, ...]] = []
         for expert in range(self.count):
             gate, up, down = (self._matrix(name, expert) for name in (self.gate, self.up, self.down))
-            found += [(gate,) if self.shares_tensor else (gate, up), (down,)]
-        return found
+            groups += [(gate,) if self.shares_tensor else (gate, up), (down,)]
+        return groups
 
     def _matrix(self, name: str, expert: int) -> Matrix:
         return (name, expert) if self.stacked else (name.format(expert), None)
@@ -79,8 +79,8 @@ class InputRecorder:
     """Names that the model asked for, also those that were not read."""
 
     def name_of(self, held: Any) -> str | None:
-        found = self.origins.get(id(held))
-        return None if found is None else found[0]
+        origin = self.origins.get(id(held))
+        return None if origin is None else origin[0]
 
     def own(self, name: str, held: Any) -> Any:
         self.origins[id(held)] = name, held
@@ -127,24 +127,24 @@ class LayerBuild(Build):
             self.recorder.linears.add(self._full(name))
         if self.live is None:
             return self._find(name, shape)  # tables are read row by row
-        made: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape, for_linear))
-        return made
+        tensor: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape, for_linear))
+        return tensor
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
         self.recorder.read.append(self._full(name))
         if not self._reads:
             return QTensor.dense(torch.empty((count, *shape), dtype=self.dtype, device=META))
         whole = name.replace("{}.", "")
-        found = Build.stacked(self, name, count, shape)
-        made: QTensor = self.recorder.own(self._full(whole if self.has(whole) else name), found)
-        return made
+        stack = Build.stacked(self, name, count, shape)
+        tensor: QTensor = self.recorder.own(self._full(whole if self.has(whole) else name), stack)
+        return tensor
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self.recorder.read.append(self._full(name))
         if not self._reads:
             return torch.empty(shape, dtype=dtype or self.dtype, device=META)
-        made: Tensor = self.recorder.own(self._full(name), Build.tensor(self, name, shape, dtype))
-        return made
+        tensor: Tensor = self.recorder.own(self._full(name), Build.tensor(self, name, shape, dtype))
+        return tensor
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         run = Build.bind(self, operation, **facts)

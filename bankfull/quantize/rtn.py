@@ -59,12 +59,12 @@ def rounded(weight: Tensor, scheme: str, clip: bool = False, scale_dtype: torch.
     which know no clipping."""
     if not bool(weight.isfinite().all()):
         raise ModelError("a matrix with values that are not finite cannot be quantized; use another checkpoint.")
-    made, whole = SCHEMES[scheme], weight.detach().to(torch.float32)
-    if made.name in (INT8_ROW, FP8):
+    target, whole = SCHEMES[scheme], weight.detach().to(torch.float32)
+    if target.name in (INT8_ROW, FP8):
         return _by_row(whole, scheme, clip, scale_dtype)
-    if "codes" not in (part.name for part in made.parts):
+    if "codes" not in (part.name for part in target.parts):
         return quantize(whole, scheme)
-    grid = Grid(bits_of(scheme), made.block, not scheme.startswith(WITH_ZEROS), scale_dtype)
+    grid = Grid(bits_of(scheme), target.block, not scheme.startswith(WITH_ZEROS), scale_dtype)
     shape = tuple(weight.shape)
     flat = whole.reshape(-1, shape[-1])
     scales, zeros = grid.searched(flat, None, SHRINKS if clip else SHRINKS[:1])
@@ -74,15 +74,15 @@ def rounded(weight: Tensor, scheme: str, clip: bool = False, scale_dtype: torch.
 
 
 def _by_row(whole: Tensor, scheme: str, clip: bool, scale_dtype: torch.dtype) -> QTensor:
-    made = SCHEMES[scheme]
-    parts = made.empty(tuple(whole.shape), whole.device)
+    target = SCHEMES[scheme]
+    parts = target.empty(tuple(whole.shape), whole.device)
     flat, codes = whole.reshape(-1, whole.shape[-1]), parts["codes"].view(-1, whole.shape[-1])
     scales = parts["scales"].view(-1, 1)
     step = max(1, ELEMENTS_AT_ONCE // whole.shape[-1])
     for at in range(0, len(flat), step):
-        found, scale = _best(flat[at : at + step], scheme == FP8, SHRINKS if clip else SHRINKS[:1], scale_dtype)
-        codes[at : at + step], scales[at : at + step] = found.to(codes.dtype), scale
-    return QTensor(made, parts, tuple(whole.shape))
+        values, scale = _best(flat[at : at + step], scheme == FP8, SHRINKS if clip else SHRINKS[:1], scale_dtype)
+        codes[at : at + step], scales[at : at + step] = values.to(codes.dtype), scale
+    return QTensor(target, parts, tuple(whole.shape))
 
 
 def _best(rows: Tensor, floats: bool, shrinks: tuple[float, ...], scale_dtype: torch.dtype) -> Coded:

@@ -153,9 +153,9 @@ def save_quantized(
 def refuse_early(files: ModelFiles, target: Path, requantize: bool) -> None:
     """Refuses what no recipe could change, before anything long begins."""
     refuse_existing(target)
-    if (found := block_types(files.source)) and not requantize:
+    if (types := block_types(files.source)) and not requantize:
         raise ConfigError(
-            f"{files.path.name} is quantized already ({', '.join(found)}), so that its weights would be rounded twice; "
+            f"{files.path.name} is quantized already ({', '.join(types)}), so that its weights would be rounded twice; "
             "give an unquantized checkpoint, or --requantize."
         )
 
@@ -219,20 +219,20 @@ def _form(files: ModelFiles, recipe: QuantizeRecipe, targets: Sequence[TargetTen
 
 
 def _target(files: ModelFiles, recipe: QuantizeRecipe, name: str) -> TargetTensor:
-    own = _source_target(files, name)
-    scheme = recipe.scheme_for(name, own.shape[-1]) if is_inner_matrix(files.source, name) else None
+    target = _source_target(files, name)
+    scheme = recipe.scheme_for(name, target.shape[-1]) if is_inner_matrix(files.source, name) else None
     if scheme is None and recipe.tables and is_matrix(files.source, name) and is_table(name):
-        scheme = recipe.table_scheme_of(own.shape[-1])
+        scheme = recipe.table_scheme_of(target.shape[-1])
     if scheme is not None:
         kept = outlier_count(files.source, name) if recipe.method == OUTLIERS else None
-        return TargetTensor(name, own.shape, SCHEMES[scheme], kept)
-    if not own.scheme.is_dense and recipe.form != "gguf":
-        dense = EXPANDED if own.scheme.is_rounded else own.scheme.parts[0].dtype
-        own = TargetTensor(name, own.shape, BY_DTYPE[dense])
-    sparse = two_of_four.BY_DTYPE.get(own.scheme.parts[0].dtype)
+        return TargetTensor(name, target.shape, SCHEMES[scheme], kept)
+    if not target.scheme.is_dense and recipe.form != "gguf":
+        dense = EXPANDED if target.scheme.is_rounded else target.scheme.parts[0].dtype
+        target = TargetTensor(name, target.shape, BY_DTYPE[dense])
+    sparse = two_of_four.BY_DTYPE.get(target.scheme.parts[0].dtype)
     if not recipe.drops_zeros or sparse is None or not is_inner_matrix(files.source, name):
-        return own
-    return own if own.shape[-1] % sparse.block else TargetTensor(name, own.shape, sparse)
+        return target
+    return target if target.shape[-1] % sparse.block else TargetTensor(name, target.shape, sparse)
 
 
 def _source_target(files: ModelFiles, name: str) -> TargetTensor:

@@ -33,11 +33,11 @@ Told = Callable[[int, str], None]
 def units_of(names: Sequence[str]) -> dict[str, list[str]]:
     """Matrices by the module of their layer (attention, feed-forward), which gets one type: kernels join the matrices
     of a module that read the same input."""
-    found: dict[str, list[str]] = {}
+    units: dict[str, list[str]] = {}
     for name in names:
         match = _PART.match(name)
-        found.setdefault(match[1] if match else name, []).append(name)
-    return found
+        units.setdefault(match[1] if match else name, []).append(name)
+    return units
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Divergence:
     def of_model(self, model: Decoder) -> float:
         total = count = 0.0
         for tokens, expected in zip(self._sequences, self._expected, strict=True):
-            found = hidden_states(model, tokens, CPU)[:-1]
-            for ours, theirs in zip(expected[:-1].split(ROWS_AT_ONCE), found.split(ROWS_AT_ONCE), strict=True):
+            hidden = hidden_states(model, tokens, CPU)[:-1]
+            for ours, theirs in zip(expected[:-1].split(ROWS_AT_ONCE), hidden.split(ROWS_AT_ONCE), strict=True):
                 p, q = (
                     head(rows).double().log_softmax(-1) for head, rows in ((self._head, ours), (model.head, theirs))
                 )

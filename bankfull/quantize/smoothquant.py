@@ -32,8 +32,8 @@ class SmoothQuant:
 
     def quantize(self, layer: LayerData) -> None:
         # All factors come from the layer as it was; only then the folds change it.
-        found = [(fold, self.factors(layer, fold)) for fold in layer.folds]
-        for fold, factors in found:
+        scalings = [(fold, self.factors(layer, fold)) for fold in layer.folds]
+        for fold, factors in scalings:
             if factors is not None:
                 apply_fold(fold, factors, layer)
         for name, weight in layer.matrices.items():

@@ -114,11 +114,11 @@ class Pruner:
                 matrix = layer.matrices[name] if expert is None else layer.matrices[name][expert]
                 if not self._fits(matrix):
                     continue  # stays as it is
-                made = self.pruned(matrix, hessian)
+                pruned = self.pruned(matrix, hessian)
                 if expert is None:
-                    layer.quantized[name] = self._stored(made)
+                    layer.quantized[name] = self._stored(pruned)
                 else:
-                    experts.setdefault(name, {})[expert] = made
+                    experts.setdefault(name, {})[expert] = pruned
         for name, parts in experts.items():
             layer.quantized[name] = self._stored(torch.stack([parts[number] for number in sorted(parts)]))
 

@@ -68,8 +68,8 @@ def walk(files: ModelFiles, method: Method, options: WalkOptions) -> Iterator[tu
         fresh = result is None
         activations: LayerActivations | None = None
         if result is None:
-            made, activations = _quantized(model, number, method, streams)
-            result = {name: tensor.to(CPU) for name, tensor in made.items()}
+            tensors, activations = _quantized(model, number, method, streams)
+            result = {name: tensor.to(CPU) for name, tensor in tensors.items()}
             if kept is not None:
                 kept.write(number, result)
         if streams is not None and number + 1 < len(model):
@@ -115,11 +115,11 @@ def _quantized(
     method.quantize(data)
     after = {**data.plain, **data.matrices}
     changed = {name: tensor for name, tensor in after.items() if tensor is not before.get(name)}
-    made = {name: QTensor.dense(tensor.contiguous()) for name, tensor in changed.items()} | data.quantized
-    for name, tensor in made.items():
+    tensors = {name: QTensor.dense(tensor.contiguous()) for name, tensor in changed.items()} | data.quantized
+    for name, tensor in tensors.items():
         if name in before and tensor.shape != model.files.source.shape(name):
             raise ModelError(f"Method {method.name} changed the shape of {name}.")
-    return made, activations
+    return tensors, activations
 
 
 def _streams(model: LayeredModel, options: WalkOptions) -> CalibrationStreams:
@@ -149,12 +149,12 @@ class FinishedLayers:
         self._folder, self._path = folder, folder / MANIFEST
         folder.mkdir(parents=True, exist_ok=True)
         plain = json.loads(json.dumps(recipe))
-        found = read_json(self._path) if self._path.exists() else {"recipe": plain, "layers": {}}
-        if found.get("recipe") != plain:
+        manifest = read_json(self._path) if self._path.exists() else {"recipe": plain, "layers": {}}
+        if manifest.get("recipe") != plain:
             raise ConfigError(
                 f"{folder} holds layers of a run with other options; repeat its command to continue, or remove it."
             )
-        layers = found.get("layers")
+        layers = manifest.get("layers")
         self._layers: dict[str, Any] = layers if isinstance(layers, dict) else {}
         self._recipe = plain
 
@@ -170,10 +170,10 @@ class FinishedLayers:
             raise ModelError(f"{path} does not fit {self._path}; remove {self._folder} and start again.") from None
 
     def write(self, number: int, tensors: Mapping[str, QTensor]) -> None:
-        parts = {f"{name}/{part}": value for name, made in tensors.items() for part, value in made.parts.items()}
+        parts = {f"{name}/{part}": value for name, tensor in tensors.items() for part, value in tensor.parts.items()}
         write_tensors(self._file(number), parts)
         self._layers[str(number)] = {
-            name: {"scheme": made.scheme.name, "shape": list(made.shape)} for name, made in tensors.items()
+            name: {"scheme": tensor.scheme.name, "shape": list(tensor.shape)} for name, tensor in tensors.items()
         }
         write_json(self._path, {"recipe": self._recipe, "layers": self._layers})
 
@@ -183,10 +183,10 @@ class FinishedLayers:
 
 def _from_parts(name: str, stored: Mapping[str, Any], parts: Mapping[str, Tensor]) -> QTensor:
     scheme, shape = SCHEMES[stored["scheme"]], tuple(int(size) for size in stored["shape"])
-    own = {part.name: parts[f"{name}/{part.name}"] for part in scheme.parts}
+    content = {part.name: parts[f"{name}/{part.name}"] for part in scheme.parts}
     for part in scheme.parts:
-        held = own[part.name]
+        held = content[part.name]
         rows, wide = math.prod(shape[:-1]), shape[-1] // scheme.block * part.per_block + part.per_row
         if held.dtype != part.dtype or held.numel() != rows * wide:
             raise ValueError(name)
-    return QTensor(scheme, own, shape)
+    return QTensor(scheme, content, shape)

@@ -266,10 +266,10 @@ class Captured:
         if kind is None or recorded is None:
             if self._rows.trees is not None and any(w.drafts for w in work):
                 return None  # the attention over prompts has no trees
-            found = None if self._chunks is None else self._chunks.replay(work, self.enabled)
-            if found is not None and self._chunks is not None:
+            step = None if self._chunks is None else self._chunks.replay(work, self.enabled)
+            if step is not None and self._chunks is not None:
                 self.tapped = self._chunks.tapped
-            return found
+            return step
         counts = [w.drafts + 1 for w in work]
         self._send([w.row for w in work], counts, kind.width)
         if self._kept is not None:

@@ -189,10 +189,10 @@ def sizes_for(tokens: int) -> list[int]:
 
 def blank_angles(ropes: Mapping[str, Rope], tokens: int, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     """Cosines and sines that `rotation_of` fills, if the model has one RoPE and a kernel computes it."""
-    found = {name: rope for name, rope in ropes.items() if rope.frequencies.dtype is torch.float32}
-    if len(ropes) != 1 or not found:
+    float_ropes = {name: rope for name, rope in ropes.items() if rope.frequencies.dtype is torch.float32}
+    if len(ropes) != 1 or not float_ropes:
         return {}
-    [(name, rope)] = found.items()
+    [(name, rope)] = float_ropes.items()
     cos, sin = (torch.zeros(tokens, len(rope.frequencies), dtype=rope.dtype, device=device) for _ in range(2))
     return {name: (cos, sin)}
 

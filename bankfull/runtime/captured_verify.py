@@ -109,7 +109,7 @@ class CapturedVerify:
             owners = lines[:, None].expand(-1, kind.width).reshape(-1)
             sampled = self._chooser(head(step.hidden).float(), owners, rows.sampling, step.batch.positions + 1)
         recorded.sampled = sampled
-        found = Accepted(recorded.path, recorded.tokens, recorded.counts)
+        accepted = Accepted(recorded.path, recorded.tokens, recorded.counts)
         accept_drafts(
             lines,
             steps.counts[: kind.rows],
@@ -119,9 +119,9 @@ class CapturedVerify:
             rows.tokens,
             rows.known,
             rows.reached,
-            found,
+            accepted,
         )
         for group, (source, target) in enumerate(recorded.moves):
             table, page_tokens, segments = rows.tables[group], rows.page_tokens[group], self._storage.segments[group]
-            accepted_moves(lines, found, rows.reached, table, page_tokens, source, target)
+            accepted_moves(lines, accepted, rows.reached, table, page_tokens, source, target)
             self._move(self._storage.frames, segments, page_tokens, source, target)

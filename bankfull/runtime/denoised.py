@@ -34,10 +34,10 @@ def suited_strategy(model: Decoder, strategy: Strategy, run: RunConfig, choice: 
             f"speculative={choice.name!r} is not for a diffusion model, which predicts several tokens in each step "
             "already; leave it out."
         )
-    made = Denoising(DiffusionChoice.parse(run.diffusion))
-    if made.choice.cache == "block":
+    denoising = Denoising(DiffusionChoice.parse(run.diffusion))
+    if denoising.choice.cache == "block":
         log.warning("cache=block is lossy: known tokens keep the state that they had beside other tokens.")
-    return made
+    return denoising
 
 
 def suited_state(model: Decoder, state: StateConfig) -> StateConfig:

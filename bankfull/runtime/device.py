@@ -292,9 +292,9 @@ class Cuda:
 
         if not isinstance(forward, Captured):
             return None
-        made = CapturedVerify(forward, rows, storage, move)
-        self.launch(made.capture).wait()
-        return made
+        step = CapturedVerify(forward, rows, storage, move)
+        self.launch(step.capture).wait()
+        return step
 
     def chooser(self, kit: Kit) -> Chooser | None:
         if not kit.prefer:

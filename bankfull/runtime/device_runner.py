@@ -203,9 +203,9 @@ class DeviceRunner:
                 if not self.chooses:  # the next chunk of a prompt does not wait for tokens
                     self._advance(step.batch, plan.work, [i for i, w in enumerate(plan.work) if not w.sample], None)
                 if strategy.follows and not skips:
-                    found = step.batch, step.hidden, self.run_model.tapped
+                    outputs = step.batch, step.hidden, self.run_model.tapped
                     with self._timed(landed):
-                        strategy.follow(RunStep(plan.work, self.rows, self.layout, *found))
+                        strategy.follow(RunStep(plan.work, self.rows, self.layout, *outputs))
             step.followed = landed.drafting
             return landed
 
@@ -330,10 +330,10 @@ class DeviceRunner:
         assert batch is not None, "a step is committed once"
         # A row that another sequence has entered since has nothing to do with these tokens.
         if chosen := [i for i, w in enumerate(work) if w.sample and self.entered[w.row] <= step.plan.step]:
-            found = [tokens[i] for i in chosen]
-            widest = max(map(len, found))
-            padded = torch.tensor([[*line, *[NO_TOKEN] * (widest - len(line))] for line in found])
-            counts = torch.tensor([len(line) for line in found]) if any(w.drafts for w in work) else None
+            lines = [tokens[i] for i in chosen]
+            widest = max(map(len, lines))
+            padded = torch.tensor([[*line, *[NO_TOKEN] * (widest - len(line))] for line in lines])
+            counts = torch.tensor([len(line) for line in lines]) if any(w.drafts for w in work) else None
             with torch.inference_mode():
                 self._advance(batch, work, chosen, Verdict(padded, counts, Sampled(padded[:, 0])))
         step.batch = step.hidden = None
@@ -344,8 +344,8 @@ class DeviceRunner:
             return
         if batch.write is not None and len(which) < len(work):
             batch = replace(batch, write=batch.write[self.rows.index(which)])
-        own = [work[i] for i in which]
-        self._commit(batch, own, list(range(len(own))) if verdict is not None else [], verdict)
+        part = [work[i] for i in which]
+        self._commit(batch, part, list(range(len(part))) if verdict is not None else [], verdict)
 
     def _verified(self, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict | None:
         """The verdict of a captured verification, which also commits, if the step has one: for rows that all sample,
@@ -413,8 +413,8 @@ class DeviceRunner:
                 verdict.denoised,
             )
         for i, (at, *columns) in landed.scored.items():
-            own, ids, values = (fetch(column) for column in columns)
-            landed.scored[i] = (at, own, ids, values)
+            logprobs, ids, values = (fetch(column) for column in columns)
+            landed.scored[i] = (at, logprobs, ids, values)
         for i, (at, vector) in landed.pooled.items():
             landed.pooled[i] = (at, fetch(vector))
         if landed.shown is not None:
@@ -443,8 +443,8 @@ class DeviceRunner:
                     for states, tokens in zip(*blocks, strict=True):
                         parts.append(logprobs_of(head(states), tokens, job.params.prompt_logprobs))
                         PROGRESS.tick()
-                    own, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
-                    landed.scored[i] = (start + 1, own, ids, values)
+                    logprobs, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+                    landed.scored[i] = (start + 1, logprobs, ids, values)
 
     def _forget_rejected(self, plan: StepPlan, counts: list[int]) -> None:
         """Subtract rejected drafts, which the host has counted as computed. A row with a newer sequence was reset when
@@ -475,9 +475,9 @@ class DeviceRunner:
                 for i, one in read_drafts(landed.shown, plan.work, landed.verdict.counts.tolist(), path).items():
                     extra = result.extras[i] = result.extras[i] or Extra()
                     extra.drafts = one
-        for i, (first, own, ids, values) in landed.scored.items():
+        for i, (first, logprobs, ids, values) in landed.scored.items():
             extra = result.extras[i] = result.extras[i] or Extra()
-            lines = zip(own.tolist(), ids.tolist(), values.tolist(), strict=True)
+            lines = zip(logprobs.tolist(), ids.tolist(), values.tolist(), strict=True)
             extra.prompt = {first + j: TokenLogprobs(o, tuple(t), tuple(v)) for j, (o, t, v) in enumerate(lines)}
         for i, (at, vector) in landed.pooled.items():
             result.extras[i] = Extra(pooled=(at, vector))

@@ -44,13 +44,13 @@ def first_layer(model: Model) -> int:
 
 def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
     """One meta per layer, made once for all mixers of a class whose states are in the same groups."""
-    made: dict[tuple[type, tuple[int | None, ...]], Any] = {}
+    plans: dict[tuple[type, tuple[int | None, ...]], Any] = {}
     metas = []
     for mixer, groups in zip(model.mixers, layout.groups, strict=True):
         key = (type(mixer), groups)
-        if key not in made:
-            made[key] = mixer.plan(batch, groups)
-        metas.append(made[key])
+        if key not in plans:
+            plans[key] = mixer.plan(batch, groups)
+        metas.append(plans[key])
     return metas
 
 

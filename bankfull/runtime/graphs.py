@@ -23,8 +23,8 @@ def record(work: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        found = work()
-    return graph, found
+        result = work()
+    return graph, result
 
 
 @contextmanager

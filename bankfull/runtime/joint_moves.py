@@ -49,9 +49,9 @@ class JointMoves:
         self._count_down(completed, failed)
         if self._left:
             self.wait(0)
-        found = self._completed_now, self._failed_now
+        ended = self._completed_now, self._failed_now
         self._completed_now, self._failed_now = [], []
-        return found
+        return ended
 
     def wait(self, seconds: float) -> None:
         """Until another rank reports something, at most this long."""

@@ -147,9 +147,11 @@ class Mover:
         name = f"kv-{tier.name.lower()}"
         for i in range(lanes.count * lanes.threads):
             tasks = self._tasks[tier][i % lanes.count]
-            made = threading.Thread(target=self._serve_store, args=(tier, tasks, told), name=f"{name}-{i}", daemon=True)
-            self._threads.append((tasks, made))
-            made.start()
+            thread = threading.Thread(
+                target=self._serve_store, args=(tier, tasks, told), name=f"{name}-{i}", daemon=True
+            )
+            self._threads.append((tasks, thread))
+            thread.start()
 
     def start(self, transfers: Iterable[Transfer]) -> None:
         between: dict[bool, list[Transfer]] = {True: [], False: []}
@@ -167,22 +169,22 @@ class Mover:
                 between[transfer.src.tier == Tier.DEVICE].append(transfer)
         for down, line in between.items():
             for first in range(0, len(line), TOGETHER):
-                own = line[first : first + TOGETHER]
-                pairs = [pair for transfer in own for pair in zip(*self._tensors(transfer), strict=True)]
-                self._copying.append((own, self._copier.copy(pairs, down)))
+                group = line[first : first + TOGETHER]
+                pairs = [pair for transfer in group for pair in zip(*self._tensors(transfer), strict=True)]
+                self._copying.append((group, self._copier.copy(pairs, down)))
 
     def ended(self) -> tuple[list[int], list[int]]:
         """The transfers that have completed and those that have failed since the last call, on all ranks."""
         completed: list[int] = []
         failed: list[int] = []
         left: deque[tuple[list[Transfer], Copying]] = deque()
-        for own, copying in self._copying:
+        for group, copying in self._copying:
             if copying.done():
-                completed += [transfer.id for transfer in own]
-                nbytes = sum(self._bytes_of(transfer) for transfer in own)
-                self.rates.observe(own[0].src.tier, own[0].dst.tier, nbytes, copying.seconds())
+                completed += [transfer.id for transfer in group]
+                nbytes = sum(self._bytes_of(transfer) for transfer in group)
+                self.rates.observe(group[0].src.tier, group[0].dst.tier, nbytes, copying.seconds())
             else:
-                left.append((own, copying))
+                left.append((group, copying))
         self._copying = left
         while self._ended:
             tier, number, succeeded = self._ended.popleft()

@@ -21,9 +21,9 @@ def refuse_other_size(model: Decoder, strategy: Strategy) -> None:
 
 def refuse_other_format(files: ModelFiles, wanted: str | None) -> None:
     """`wanted`: the method that the checkpoint must be quantized with, or gguf."""
-    found = "gguf" if files.kind == "gguf" else (files.quantization or "none").split(",")[0]
-    if wanted is not None and found != wanted:
-        instead = f"is quantized with {found}" if found != "none" else "is not quantized"
+    method = "gguf" if files.kind == "gguf" else (files.quantization or "none").split(",")[0]
+    if wanted is not None and method != wanted:
+        instead = f"is quantized with {method}" if method != "none" else "is not quantized"
         raise ConfigError(
             f"{str(files.path.name)[:80]!r} {instead}, not with {wanted}: leave quantization out, since the format "
             "of a checkpoint is detected, or choose another checkpoint."

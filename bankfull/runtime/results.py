@@ -41,7 +41,7 @@ def read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
     sampled = verdict.sampled
     tokens = verdict.tokens.tolist()
     counts = [1] * len(tokens) if verdict.counts is None else verdict.counts.tolist()
-    own = None if sampled.logprobs is None else sampled.logprobs.tolist()
+    logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
     top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
     top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
     path = None if verdict.path is None else verdict.path.tolist()
@@ -50,10 +50,10 @@ def read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
         result.tokens[i] = tokens[j][: counts[j]]
         if NO_TOKEN in result.tokens[i]:
             result.errors[i] = NOTHING_LEFT
-        if own is not None and own[line] == own[line]:  # not NaN: the row asked for logprobs
+        if logprobs is not None and logprobs[line] == logprobs[line]:  # not NaN: the row asked for logprobs
             extra = result.extras[i] = Extra()
             for k in (line + at for at in (range(counts[j]) if path is None else path[j][: counts[j]])):
                 ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []
                 values = top_values[k][: len(ids)] if top_values is not None else []
-                extra.logprobs.append(TokenLogprobs(own[k], tuple(ids), tuple(values)))
+                extra.logprobs.append(TokenLogprobs(logprobs[k], tuple(ids), tuple(values)))
         line += work[i].lines

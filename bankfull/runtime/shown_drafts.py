@@ -52,16 +52,16 @@ def read_drafts(
     """The drafts of each shown sequence, by the index of its work. `counts`, `path`: those of the verdict, for the work
     that samples."""
     verdicts = {i: j for j, i in enumerate(i for i, w in enumerate(work) if w.sample)}
-    tokens, found, first = shown.tokens.tolist(), {}, 0
+    tokens, by_work, first = shown.tokens.tolist(), {}, 0
     above = None if shown.parents is None else shown.parents.tolist()
     for i in shown.work:
         j, drafts = verdicts[i], work[i].drafts
-        own = tokens[first : first + drafts]
+        drafted = tokens[first : first + drafts]
         parents = list(range(drafts)) if above is None else above[first : first + drafts]
         last = counts[j] - 1 if path is None else path[j][counts[j] - 1]
-        found[i] = StepDrafts(counts[j] - 1, rejected_path(own, parents, last), drafts)
+        by_work[i] = StepDrafts(counts[j] - 1, rejected_path(drafted, parents, last), drafts)
         first += drafts
-    return found
+    return by_work
 
 
 def rejected_path(tokens: Sequence[int], parents: Sequence[int], last: int) -> list[int]:

@@ -53,9 +53,9 @@ class SpreadStorage(Storage):
         ]
         read = torch.cat([view[self._here(source, page_tokens)] for view in views], -1)
         owner = source // page_tokens % self.share.ranks
-        found = self.group.all_gather(read).gather(0, owner[None, ..., None].expand(1, *read.shape))[0]
+        moved = self.group.all_gather(read).gather(0, owner[None, ..., None].expand(1, *read.shape))[0]
         there = self._here(target, page_tokens)
-        for view, part in zip(views, found.split([size for _, size in segments], -1), strict=True):
+        for view, part in zip(views, moved.split([size for _, size in segments], -1), strict=True):
             view[there] = part
 
 

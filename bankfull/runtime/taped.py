@@ -37,9 +37,9 @@ class Taped:
         """Whether the time of every kernel is summed up, for profiles."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        found = inputs_of(batch, self._layout)
-        sources = [_source(tensor) for tensor in found]
-        tensors = dict(zip(input_names(self._layout), found, strict=True)) if self.tape.breaks else None
+        inputs = inputs_of(batch, self._layout)
+        sources = [_source(tensor) for tensor in inputs]
+        tensors = dict(zip(input_names(self._layout), inputs, strict=True)) if self.tape.breaks else None
         hidden = self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
         if self._taps:
             self.tapped = dict(zip(self._taps, self.tape.kept(len(batch.tokens)), strict=True))
@@ -141,8 +141,16 @@ def input_names(layout: Layout) -> list[str]:
 
 def inputs_of(batch: Batch, layout: Layout) -> list[Any]:
     """The inputs of a batch, in the order of `input_names`."""
-    found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, batch.ancestors, *batch.pages, *batch.kv_slots]
-    return found if layout.recurrent is None else [*found, batch.kept, batch.read, batch.write]
+    inputs = [
+        batch.tokens,
+        batch.positions,
+        batch.q_start,
+        batch.kv_len,
+        batch.ancestors,
+        *batch.pages,
+        *batch.kv_slots,
+    ]
+    return inputs if layout.recurrent is None else [*inputs, batch.kept, batch.read, batch.write]
 
 
 def recorded_batch(recorder: Recorder, layout: Layout) -> Batch:

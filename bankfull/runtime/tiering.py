@@ -115,9 +115,9 @@ def add_tiers(
         host = HostPlaces(layout, runner.storage, pages, slots, device)
         lower.append(LowerTier(Tier.HOST, pages, slots, rate=parse_bytes("kv_host_rate", config.kv_host_rate) or 0))
     store = None
-    if (found := config.disk()) is not None:
+    if (disk := config.disk()) is not None:
         try:
-            store, tier = _disk(manager, config, *found, ranks, sizes)
+            store, tier = _disk(manager, config, *disk, ranks, sizes)
         except DiskUnusable as error:  # what it would hold are copies
             log.error("%s Until the next start there is no disk tier.", error)
             manager.without["kv_disk"] = error.brief
@@ -175,10 +175,10 @@ def _add_store(
     if runner.mover is None:
         runner.mover = Mover(runner.storage, runner.device, rates)
     runner.mover.add_store(Tier.EXCHANGE, store, lanes, told)
-    made = _tiers(manager, [*lower, *(() if before is None else before.lower)], rates, _place_bytes(manager.layout))
-    made.erase, made.problems = None if before is None else before.erase, runner.mover.problems
-    manager.tiers = made
-    return made
+    tiers = _tiers(manager, [*lower, *(() if before is None else before.lower)], rates, _place_bytes(manager.layout))
+    tiers.erase, tiers.problems = None if before is None else before.erase, runner.mover.problems
+    manager.tiers = tiers
+    return tiers
 
 
 def _tiers(manager: StateManager, lower: list[LowerTier], rates: TransferRates, nbytes: tuple[int, int]) -> Tiers:

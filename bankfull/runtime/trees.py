@@ -29,14 +29,14 @@ class Paths:
 def paths_of(parents: Tensor) -> Paths:
     """`parents` (rows, drafts): the index of each draft's parent among its row's drafts, -1 for the last known one."""
     rows, drafts = parents.shape
-    own = torch.cat((parents.new_zeros(rows, 1), parents + 1), 1)
-    ancestors = (torch.ones_like(own[:1]) << torch.arange(drafts + 1, device=own.device)).expand_as(own)
-    depths, up = (own != torch.arange(drafts + 1, device=own.device)).long(), own
+    above = torch.cat((parents.new_zeros(rows, 1), parents + 1), 1)
+    ancestors = (torch.ones_like(above[:1]) << torch.arange(drafts + 1, device=above.device)).expand_as(above)
+    depths, up = (above != torch.arange(drafts + 1, device=above.device)).long(), above
     for _ in range(drafts.bit_length()):  # pointer jumping: each round doubles the steps that `up` goes
         ancestors = ancestors | ancestors.gather(1, up)
         depths = depths + depths.gather(1, up)
         up = up.gather(1, up)
-    return Paths(own, depths, ancestors)
+    return Paths(above, depths, ancestors)
 
 
 class RowTrees:

@@ -41,10 +41,10 @@ class KernelTimer:
     def add(self, operation: Operation, provider: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = operation.body if provider == BODY else operation.providers[provider].run
         begun = perf_counter()
-        made = run(*args, **kwargs)
+        result = run(*args, **kwargs)
         self.seconds += perf_counter() - begun
         self.calls += 1
-        return made
+        return result
 
 
 def overhead(forward: Eager, kit: Kit) -> float:

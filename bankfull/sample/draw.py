@@ -53,8 +53,8 @@ def draw_several(scores: Tensor, key: NumberKey, purpose: int, count: int) -> Te
     ids, keys, usable = _finalists(scores, key, purpose, count + _FINALISTS)
     ids, order = ids.sort(-1)
     keys, order = keys.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    found = torch.where(usable.unsqueeze(-1) & keys.isfinite(), ids.gather(1, order), NO_TOKEN)
-    return torch.nn.functional.pad(found, (0, max(0, count - found.shape[-1])), value=NO_TOKEN)[:, :count]
+    drawn = torch.where(usable.unsqueeze(-1) & keys.isfinite(), ids.gather(1, order), NO_TOKEN)
+    return torch.nn.functional.pad(drawn, (0, max(0, count - drawn.shape[-1])), value=NO_TOKEN)[:, :count]
 
 
 def _finalists(scores: Tensor, key: NumberKey, purpose: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

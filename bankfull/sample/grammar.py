@@ -82,11 +82,11 @@ class Matcher:
         """Packed bits of the allowed next tokens; end tokens only where the grammar may end."""
         if self._known is not None:
             return self._known
-        found = np.frombuffer(self._inner.compute_bitmask(), dtype=np.int32)
+        bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.int32)
         self._check()
         words = np.zeros((self._vocab + 31) // 32, dtype=np.int32)
-        shared = min(len(found), len(words))
-        words[:shared] = found[:shared]
+        shared = min(len(bits), len(words))
+        words[:shared] = bits[:shared]
         if self._vocab % 32:
             words[-1] &= np.int32((1 << self._vocab % 32) - 1)
         return words
@@ -192,13 +192,13 @@ class GrammarCompiler:
 
     def _forget_old(self) -> None:
         with self._lock:
-            done = [made for made in self._made.values() if made.done() and made.exception() is None]
-            size = sum(made.result().cost for made in done)
-            for key, made in list(self._made.items()):
+            done = [future for future in self._made.values() if future.done() and future.exception() is None]
+            size = sum(future.result().cost for future in done)
+            for key, future in list(self._made.items()):
                 if len(self._made) <= _CACHED_GRAMMARS and size <= _CACHED_BYTES:
                     break
-                if made.done() and made.exception() is None:
-                    size -= made.result().cost
+                if future.done() and future.exception() is None:
+                    size -= future.result().cost
                     del self._made[key]
 
     def _compiled(self, structured: StructuredOutput) -> Compiled:
@@ -214,18 +214,18 @@ class GrammarCompiler:
                 self._words = _token_trie(library, self._tokenizer)
             words = self._words
         try:
-            made: llguidance.LLMatcher = library.LLMatcher(
+            matcher: llguidance.LLMatcher = library.LLMatcher(
                 words,
                 _grammar_text(library, structured),
                 log_level=0,
                 limits=library.LLParserLimits(max_lexer_states=_LEXER_STATES),
             )
-            reason = made.get_error() if made.is_error() else ""
+            reason = matcher.get_error() if matcher.is_error() else ""
         except ValueError as problem:
             reason = str(problem) or "it cannot be read"
         if reason:
             raise RequestError(f"structured.{structured.kind} cannot be used: {_one_line(reason)}.")
-        return made
+        return matcher
 
 
 class MaskPool:
@@ -286,10 +286,10 @@ def _token_trie(library: Any, tokenizer: GrammarTokenizer) -> llguidance.LLToken
     ends = list(tokenizer.eos_ids)
     if not ends:
         raise RequestError("structured output needs an end token, but the model's tokenizer names none: leave it out.")
-    made: llguidance.LLTokenizer = library.LLTokenizer(
+    trie: llguidance.LLTokenizer = library.LLTokenizer(
         library.TokenizerWrapper(_TokenizerView(tokenizer, ends[0])), n_vocab=tokenizer.vocab_size, eos_token=ends
     )
-    return made
+    return trie
 
 
 class _TokenizerView:

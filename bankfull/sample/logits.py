@@ -165,11 +165,11 @@ def sample_ranked(
     # The first token may be none of the candidates, where top-k or a grammar decides otherwise: it ranks first anyway.
     of_first = torch.where(chosen.any(-1, keepdim=True), confidence.masked_fill(~chosen, -torch.inf), confidence)
     order = scores.masked_fill(chosen, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, : count - 1]
-    found = torch.cat((first, ids.gather(1, order)), 1)
+    best_ids = torch.cat((first, ids.gather(1, order)), 1)
     ranked = torch.cat((of_first.amax(-1, keepdim=True), confidence.gather(1, order)), 1)
-    missing = (0, count - found.shape[1])
+    missing = (0, count - best_ids.shape[1])
     return (
-        torch.nn.functional.pad(found, missing, value=NO_TOKEN),
+        torch.nn.functional.pad(best_ids, missing, value=NO_TOKEN),
         torch.nn.functional.pad(ranked, missing, value=-torch.inf),
     )
 
@@ -202,8 +202,8 @@ def with_logprobs(
     picked: Tensor, logits: Tensor, rows: Tensor, table: SamplingTable, host_rows: Sequence[int]
 ) -> Sampled:
     """Tokens that another rule has chosen [n], with the logprobs that their rows want. NO_TOKEN has any."""
-    found = _with_logprobs(picked.clamp_min(0), logits, rows, table, table.facts_for(host_rows, len(logits)))
-    return Sampled(picked, found.logprobs, found.top_ids, found.top_logprobs)
+    sampled = _with_logprobs(picked.clamp_min(0), logits, rows, table, table.facts_for(host_rows, len(logits)))
+    return Sampled(picked, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
 
 
 def _with_logprobs(
@@ -213,16 +213,16 @@ def _with_logprobs(
     if not chosen:
         return Sampled(picked)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    own = torch.full(picked.shape, torch.nan, dtype=dtype, device=picked.device)
+    logprobs = torch.full(picked.shape, torch.nan, dtype=dtype, device=picked.device)
     width = min(max(facts[line].logprobs or 0 for line in chosen.lines), logits.shape[-1])
     part, ids, values = logprobs_of(chosen.take(logits), chosen.take(picked), width)
     widths = table.wholes[chosen.take(rows), LOGPROBS, None]
-    own = chosen.put(own, part.masked_fill(widths.squeeze(-1) < 0, torch.nan))
+    logprobs = chosen.put(logprobs, part.masked_fill(widths.squeeze(-1) < 0, torch.nan))
     if not width:
-        return Sampled(picked, own)
+        return Sampled(picked, logprobs)
     beyond = torch.arange(width, device=picked.device) >= widths
     top_ids = torch.full((len(picked), width), NO_TOKEN, dtype=torch.int64, device=picked.device)
     top_values = torch.full((len(picked), width), torch.nan, dtype=dtype, device=picked.device)
     top_ids = chosen.put(top_ids, ids.masked_fill(beyond, NO_TOKEN))
     top_values = chosen.put(top_values, values.masked_fill(beyond, torch.nan))
-    return Sampled(picked, own, top_ids, top_values)
+    return Sampled(picked, logprobs, top_ids, top_values)

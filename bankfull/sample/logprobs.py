@@ -10,9 +10,9 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tenso
     """The log-probability of each line's token [n] (NaN for a token below 0), and the `top` best ids and their
     log-probabilities [n, top], best first, lowest id first among equals."""
     table = logits.log_softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    own = table.gather(1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    logprobs = table.gather(1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     ids = _best(table, min(top, table.shape[-1]))
-    return own.masked_fill(tokens < 0, torch.nan), ids, table.gather(1, ids)
+    return logprobs.masked_fill(tokens < 0, torch.nan), ids, table.gather(1, ids)
 
 
 def _best(values: Tensor, count: int) -> Tensor:

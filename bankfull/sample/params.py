@@ -88,15 +88,15 @@ _Class = TypeVar("_Class", bound=type)
 
 def understands_familiar_names(cls: _Class) -> _Class:
     """Class decorator: accepts the names of other libraries for the fields, such as max_new_tokens."""
-    own = frozenset(field.name for field in fields(cls))
+    names = frozenset(field.name for field in fields(cls))
     fill = cls.__init__  # type: ignore[misc]
 
     @wraps(fill)
     def init(self: object, **given: Any) -> None:
-        if not given.keys() <= own:
+        if not given.keys() <= names:
             given = sampling_options(given)
-            if unknown := sorted(given.keys() - own):
-                raise RequestError(f"{cls.__name__} has no {unknown[0]!r}; it has {', '.join(sorted(own))}.")
+            if unknown := sorted(given.keys() - names):
+                raise RequestError(f"{cls.__name__} has no {unknown[0]!r}; it has {', '.join(sorted(names))}.")
         fill(self, **given)
 
     cls.__init__ = init  # type: ignore[misc]
@@ -160,11 +160,11 @@ class SamplingParams:
 
     def seeded(self, seed: int) -> SamplingParams:
         """The same parameters with this seed, not checked again: `dataclasses.replace` takes 77 us."""
-        made = object.__new__(SamplingParams)
+        params = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
-            object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "seed", seed)
-        return made
+            object.__setattr__(params, name, getattr(self, name))
+        object.__setattr__(params, "seed", seed)
+        return params
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, MAX_SAMPLES)

@@ -61,18 +61,18 @@ class Described(Protocol):
 
 def recommended(files: Described, *, chats: bool) -> dict[str, Any]:
     """Values for fields of SamplingParams, checked. `chats`: the model has a chat template."""
-    found = {name: _decimal(files.metadata[key]) for key, name in GGUF_KEYS.items() if key in files.metadata}
-    found |= {key: files.generation[key] for key in KEYS if files.generation.get(key) is not None}
+    settings = {name: _decimal(files.metadata[key]) for key, name in GGUF_KEYS.items() if key in files.metadata}
+    settings |= {key: files.generation[key] for key in KEYS if files.generation.get(key) is not None}
     samples = files.generation.get("do_sample")
     if samples is False:
-        found = {key: value for key, value in found.items() if key == "repetition_penalty"} | {"temperature": 0.0}
-    elif samples is None and "temperature" not in found:
-        found = {**(_published(files) if chats else GENERAL), **found}
+        settings = {key: value for key, value in settings.items() if key == "repetition_penalty"} | {"temperature": 0.0}
+    elif samples is None and "temperature" not in settings:
+        settings = {**(_published(files) if chats else GENERAL), **settings}
     try:
-        SamplingParams(**found)  # invalid values fail at start, not at each request
+        SamplingParams(**settings)  # invalid values fail at start, not at each request
     except RequestError as error:
         raise ModelError(f"{files.path} recommends sampling that does not exist: {error}") from None
-    return found
+    return settings
 
 
 def _decimal(value: Any) -> Any:

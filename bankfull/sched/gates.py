@@ -91,14 +91,14 @@ GATES: dict[str, Callable[[SchedConfig], Gate]] = {
 
 
 def gate_of(config: SchedConfig) -> Gate:
-    made = GATES.get(config.batching)
-    if made is None:
+    gate = GATES.get(config.batching)
+    if gate is None:
         raise ConfigError(f"batching={config.batching!r} is unknown; use one of {', '.join(GATES)}.")
     if config.batching != "continuous" and config.rows and config.batch_size > config.rows:
         raise ConfigError(
             f"batch_size={config.batch_size} is more than the {config.rows} rows of a step; lower it, or raise rows."
         )
-    return made(config)
+    return gate(config)
 
 
 class WaitingQueue(OrderedSequences):

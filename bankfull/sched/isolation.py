@@ -43,19 +43,19 @@ class Isolation:
     def suspect(self, work: Iterable[tuple[Work, Sequence]]) -> Hashable | None:
         """The sequences of a failed step, before they are preempted. The request that was alone in it is the cause, and
         is returned; then the others are cleared."""
-        found: dict[Hashable, _Suspect] = {}
+        suspects: dict[Hashable, _Suspect] = {}
         for share, seq in work:
-            one = found.setdefault(seq.request.id, _Suspect(seq.request.id))
+            one = suspects.setdefault(seq.request.id, _Suspect(seq.request.id))
             one.tokens += share.count + share.drafts
             one.logits += share.count if seq.request.scored else share.lines
             one.goals.append((seq, share.start + share.count, len(seq.tokens) + share.sample))
-        if len(found) == 1:
+        if len(suspects) == 1:
             self._suspects.clear()
-            return next(iter(found))
-        self._half = sum(one.tokens for one in found.values()) // 2
+            return next(iter(suspects))
+        self._half = sum(one.tokens for one in suspects.values()) // 2
         # Those of an earlier failed step that are left here too are among these, and those that are not must wait.
-        others = [one for one in self._suspects if one.request not in found]
-        self._suspects = deque([*sorted(found.values(), key=lambda one: -(one.tokens + one.logits)), *others])
+        others = [one for one in self._suspects if one.request not in suspects]
+        self._suspects = deque([*sorted(suspects.values(), key=lambda one: -(one.tokens + one.logits)), *others])
         return None
 
     @property

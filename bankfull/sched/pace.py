@@ -99,9 +99,9 @@ class Pace:
 
     def token_seconds(self, scored: bool) -> float | None:
         """Seconds per prompt token; None before any was timed."""
-        own = (self._scored if scored else self._plain).seconds
-        if own is not None or not scored:
-            return own
+        seconds = (self._scored if scored else self._plain).seconds
+        if seconds is not None or not scored:
+            return seconds
         plain = self._plain.seconds
         return None if plain is None else SCORED * plain
 

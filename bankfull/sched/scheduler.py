@@ -82,9 +82,9 @@ class Scheduler:
     def successor(self, config: SchedConfig, clock: Callable[[], float] | None = None) -> Scheduler:
         """A scheduler with another configuration over the same state; this one must be idle."""
         assert not self.unfinished and not self._inflight, "sequences would be lost"
-        made = Scheduler(config, self.state, clock or self._clock, self._ahead, self.canvas)
-        made._steps, made._leaving = self._steps, self._leaving  # the state and the runner know the steps so far
-        return made
+        heir = Scheduler(config, self.state, clock or self._clock, self._ahead, self.canvas)
+        heir._steps, heir._leaving = self._steps, self._leaving  # the state and the runner know the steps so far
+        return heir
 
     # -- requests
 
@@ -269,8 +269,8 @@ class Scheduler:
         for tenant, share in (*shares.items(), *((tenant, 0) for tenant in shares)):
             later -= share
             with step.budget_of(step.budget - later):
-                own = [seq for seq in unserved if seq.tenant == tenant and seq.turn != step.plan.step]
-                if self._serve_each(own, step, 0):
+                of_tenant = [seq for seq in unserved if seq.tenant == tenant and seq.turn != step.plan.step]
+                if self._serve_each(of_tenant, step, 0):
                     self._admit(step, tenant)
 
     def _serve_each(self, line: list[Sequence], step: StepBuilder, drafts: Drafts, most: int | None = None) -> bool:
@@ -302,8 +302,8 @@ class Scheduler:
         most = drafts if isinstance(drafts, int) else drafts.get(seq.row, 0)
         if most:
             # Even if every draft in flight and every new one is accepted, the limit holds.
-            room, own = request.limit - seq.known - seq.drafted - 1, request.drafts
-            most = max(0, min(most, step.spare, room, most if own is None else own)) if sample and size == 1 else 0
+            room, asked = request.limit - seq.known - seq.drafted - 1, request.drafts
+            most = max(0, min(most, step.spare, room, most if asked is None else asked)) if sample and size == 1 else 0
         upto = seq.start + seq.drafted + size
         ahead = max(0, min(self._ahead, request.limit - upto - most)) if self._ahead and sample else 0
         reserved = self.state.reserve(seq.state, upto + most, 1 + most, ahead)
@@ -348,10 +348,10 @@ class Scheduler:
             return
         index, overtakes = 0, False
         while step.budget > 0 and self._free_rows:
-            found = self._waiting.admissible(index, step.quota, tenant)
-            if found is None:
+            place = self._waiting.admissible(index, step.quota, tenant)
+            if place is None:
                 return
-            index, seq = found, self._waiting[found]
+            index, seq = place, self._waiting[place]
             if seq.batch and not step.batch:
                 return
             if step.room is not None and step.room.tokens(seq.request.scored) <= 0:

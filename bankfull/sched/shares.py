@@ -111,13 +111,13 @@ class Holdings:
 
     def beyond(self, running: list[Sequence]) -> list[Sequence]:
         """The sequences that tenants beyond their shares would lose; the last one of the list goes first."""
-        rows, pages, found = self.rows.copy(), self.pages.copy(), []
+        rows, pages, lost = self.rows.copy(), self.pages.copy(), []
         for seq in reversed(running):
             if rows[seq.tenant] > self.fair_rows or pages[seq.tenant] > self.fair_pages:
                 rows[seq.tenant] -= 1
                 pages[seq.tenant] -= self._held(seq)
-                found.append(seq)
-        return found[::-1]
+                lost.append(seq)
+        return lost[::-1]
 
 
 def divide(tokens: int, wants: Mapping[str, int], turns: Mapping[str, int]) -> dict[str, int]:

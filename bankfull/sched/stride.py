@@ -76,16 +76,16 @@ def take_plain_steps(scheduler: Scheduler, steps: int, decoded: Decoded, seconds
     state.launch(last)
     ended = []
     for seq in served:
-        own, computed = seq.state, seq.start + steps
-        assert own is not None
-        if computed > own.covered:
-            reserved = state.reserve(own, computed)
+        seq_state, computed = seq.state, seq.start + steps
+        assert seq_state is not None
+        if computed > seq_state.covered:
+            reserved = state.reserve(seq_state, computed)
             assert reserved is not None, "plain_steps() has counted the pages"
         seq.tokens += decoded(seq, steps)
         seq.computed = seq.start = computed
         seq.turn = last
-        if computed >= own.border:
-            state.publish(own, seq.tokens, computed, seq.prompt_len)
+        if computed >= seq_state.border:
+            state.publish(seq_state, seq.tokens, computed, seq.prompt_len)
         if computed + 1 >= seq.request.limit:
             ended.append(seq)
     state.settle(last)

@@ -149,11 +149,11 @@ class Endpoint:
             body = await read_body(receive)
             async with Client(receive):
                 await self._large.turn(len(body))
-                made, headers = await self._answer(scope, body)
-                if isinstance(made, bytes):
-                    await send_json(noted, 200, made, headers)
+                answer, headers = await self._answer(scope, body)
+                if isinstance(answer, bytes):
+                    await send_json(noted, 200, answer, headers)
                 else:
-                    await send_events(made, noted, self._pulse, scope.get(SEND_BODY), headers)
+                    await send_events(answer, noted, self._pulse, scope.get(SEND_BODY), headers)
         except Exception as error:
             problem = problem_of(error)
             if begun:
@@ -220,10 +220,10 @@ async def call_api(
         problem = problem_of(Refusal(f"There is no API at {path[:100]}.", code="not_found", status=404))
         return problem.status, openai_error(problem)
     try:
-        made = await api.answer(body if isinstance(body, bytes) else msgspec.json.encode(body), caller)
-        if isinstance(made, bytes):
-            return 200, made
-        await made.aclose()
+        answer = await api.answer(body if isinstance(body, bytes) else msgspec.json.encode(body), caller)
+        if isinstance(answer, bytes):
+            return 200, answer
+        await answer.aclose()
         raise Refusal("This call cannot be streamed: leave stream out.", param="stream")
     except RETRIED:
         raise
@@ -263,8 +263,8 @@ class Probes:
 
 
 def caller_of(scope: Message) -> Caller:
-    found = scope.get(CALLER)
-    return found if isinstance(found, Caller) else Caller()
+    caller = scope.get(CALLER)
+    return caller if isinstance(caller, Caller) else Caller()
 
 
 def as_json(value: object) -> Response:

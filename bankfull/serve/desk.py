@@ -47,10 +47,10 @@ class DeskJob:
     def go_on(self) -> tuple[bool, int, Any]:
         """One slice: whether that was the last, its size, and the result."""
         if self.slices is None:
-            made = self.work()
-            if not isinstance(made, Generator):
-                return True, self.left, made
-            self.slices = made
+            result = self.work()
+            if not isinstance(result, Generator):
+                return True, self.left, result
+            self.slices = result
         try:
             return False, next(self.slices), None
         except StopIteration as end:
@@ -137,11 +137,11 @@ class Desk:
         """The threads start with the first job; a thread that has died is replaced with the next one."""
         for number in range(self._count):
             if number not in self._threads or not self._threads[number].is_alive():
-                made = threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, args=(number > 0,), name=f"{self._name}-{number}", daemon=True
                 )
-                self._threads[number] = made
-                made.start()
+                self._threads[number] = thread
+                thread.start()
 
     def _queue(self, job: DeskJob) -> None:
         line = self._lines.setdefault((job.batch, job.owner), KeyQueue(self._clock))
@@ -163,9 +163,9 @@ class Desk:
     def _serve(self, short: bool) -> None:
         while (job := self._next(short)) is not None:
             error: BaseException | None = None
-            done, size, made = True, job.left, None
+            done, size, result = True, job.left, None
             try:
-                done, size, made = job.go_on()
+                done, size, result = job.go_on()
             except BaseException as problem:
                 error = problem
             with self._changed:
@@ -180,8 +180,8 @@ class Desk:
                     continue
                 self._leave(job)
             if not job.dropped:
-                job.tell(made, error)
-            del job, made, error  # a waiting thread keeps no result alive
+                job.tell(result, error)
+            del job, result, error  # a waiting thread keeps no result alive
 
     def _next(self, short: bool) -> DeskJob | None:
         """The next job; blocks until there is one. None when the desk is closed. `short`: only short jobs."""

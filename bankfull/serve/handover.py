@@ -132,8 +132,8 @@ class Successor:
                 f"There is no server of this user on {self._where} to take over from: leave out --take-over."
             ) from None
         self._connection.setblocking(False)
-        own = None if data is None else str(data.resolve())
-        for option, old, new in (("--host", told.get("host"), host), ("--data-dir", told.get("data"), own)):
+        folder = None if data is None else str(data.resolve())
+        for option, old, new in (("--host", told.get("host"), host), ("--data-dir", told.get("data"), folder)):
             if old != new and old is not None:
                 self.close()
                 raise ConfigError(

@@ -226,7 +226,7 @@ class Service:
     def _opened_batches(self) -> BatchService:
         """Locks their folder: at a take-over this must wait until the old server has closed it."""
         access, link = self._protection.access, self._link
-        made = BatchService(
+        service = BatchService(
             self._data,
             handle_within(self._app.state.apis, lambda key: caller_named(access, key), self._keyring),
             rows=lambda: link.facts.rows if link.facts is not None else 1,
@@ -235,8 +235,8 @@ class Service:
             most_body_bytes=self._settings.max_body_bytes,
             supervisor=self._supervisor,
         )
-        self._app.router.routes.extend(made.routes)
-        return made
+        self._app.router.routes.extend(service.routes)
+        return service
 
     def _listener(self) -> Server:
         """The application behind its guards, and the connections in front of it."""

@@ -48,11 +48,11 @@ class Supervisor:
     @property
     def running(self) -> dict[str, list[asyncio.Task[None]]]:
         """The running tasks by name, without those that wait for their restart."""
-        found: dict[str, list[asyncio.Task[None]]] = {name: [] for name in sorted(self._names)}
+        tasks: dict[str, list[asyncio.Task[None]]] = {name: [] for name in sorted(self._names)}
         for kept in self._kept.values():
             if kept.current is not None:
-                found[kept.name].append(kept.current)
-        return found
+                tasks[kept.name].append(kept.current)
+        return tasks
 
     @property
     def up(self) -> dict[str, bool]:

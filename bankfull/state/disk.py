@@ -89,8 +89,8 @@ class PlaceFile:
 
     def entries(self, oldest: float | None = None) -> list[PlaceEntry]:
         """What was written since the time `oldest`, in the order of writing."""
-        found = [entry for entry in self._entries.values() if oldest is None or entry.written >= oldest]
-        return sorted(found, key=lambda entry: entry.stamp)
+        recent = [entry for entry in self._entries.values() if oldest is None or entry.written >= oldest]
+        return sorted(recent, key=lambda entry: entry.stamp)
 
     @property
     def last(self) -> int:

@@ -174,8 +174,8 @@ def affordable(root: Path, size: int) -> int:
 def _free_bytes(root: Path) -> int:
     while not root.exists() and root != root.parent:
         root = root.parent
-    found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(root)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _shown(nbytes: int) -> str:

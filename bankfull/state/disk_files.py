@@ -45,8 +45,8 @@ def packed_entry(entry: PlaceEntry) -> bytes:
 
 def parse_entry(place: int, raw: bytes) -> PlaceEntry | None:
     """None for an empty or damaged entry."""
-    stamp, written, nbytes, checksum, key, own = ENTRY.unpack(raw)
-    if not stamp or own != zlib.crc32(raw[:-4]) or key[0] > MOST_KEY:
+    stamp, written, nbytes, checksum, key, entry_crc = ENTRY.unpack(raw)
+    if not stamp or entry_crc != zlib.crc32(raw[:-4]) or key[0] > MOST_KEY:
         return None
     return PlaceEntry(place, key[1 : 1 + key[0]], stamp, written, nbytes, checksum)
 
@@ -99,10 +99,10 @@ def write_about(folder: Path, about: dict[str, Any]) -> None:
 def read_about(folder: Path) -> dict[str, Any]:
     """Empty if it is damaged."""
     try:
-        found = json.loads(read_start(folder / ABOUT, MOST_ABOUT))
+        about = json.loads(read_start(folder / ABOUT, MOST_ABOUT))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return about if isinstance(about, dict) else {}
 
 
 def number_in(about: dict[str, Any], name: str) -> float:

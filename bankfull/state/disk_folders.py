@@ -258,8 +258,8 @@ def _held_locks() -> frozenset[int] | None:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
-    found = (re.search(r" FLOCK .* [0-9a-f]+:[0-9a-f]+:([0-9]+) ", line) for line in lines)
-    return frozenset(int(one[1]) for one in found if one is not None)
+    matches = (re.search(r" FLOCK .* [0-9a-f]+:[0-9a-f]+:([0-9]+) ", line) for line in lines)
+    return frozenset(int(one[1]) for one in matches if one is not None)
 
 
 def _is_held(lock: Path, held: frozenset[int] | None) -> bool:

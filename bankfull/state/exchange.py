@@ -35,8 +35,8 @@ def open_exchange() -> int:
     try:
         file = os.memfd_create("bankfull-exchange")
     except (AttributeError, OSError):  # not on this system
-        with TemporaryFile() as made:
-            file = os.dup(made.fileno())
+        with TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
     os.fchmod(file, 0o600)
     return file
 
@@ -113,8 +113,8 @@ class ExchangePlaces:
     def read(self, place: int, key: bytes, into: memoryview) -> None:
         """Raises DamagedPlace if the place has other content than `key`."""
         raw = os.pread(self._file, ENTRY.size, self._entries + (place - 1) * ENTRY.size)
-        nbytes, checksum, name, own = ENTRY.unpack(raw)
-        if own != zlib.crc32(raw[:-4]) or name[1 : 1 + name[0]] != key or nbytes != len(into):
+        nbytes, checksum, name, entry_crc = ENTRY.unpack(raw)
+        if entry_crc != zlib.crc32(raw[:-4]) or name[1 : 1 + name[0]] != key or nbytes != len(into):
             raise DamagedPlace(f"Place {place} of the exchange holds something else.")
         done, start = 0, self._data + (place - 1) * self._place_bytes
         while done < len(into):

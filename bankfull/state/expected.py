@@ -102,13 +102,13 @@ class ExpectedState:
 
     def grants(self, number: int | None = None) -> list[Grant]:
         """What is given and taken back now; also an empty grant for `number`, which must get an answer."""
-        found: dict[int, Grant] = {}
+        grants: dict[int, Grant] = {}
         if number is not None:
-            self._told(number, found)
+            self._told(number, grants)
         lines: dict[str, list[tuple[int, _Expected]]] = {}
-        for own, one in self._expected.items():
+        for each, one in self._expected.items():
             if one.todo:
-                lines.setdefault(one.tenant, []).append((own, one))
+                lines.setdefault(one.tenant, []).append((each, one))
         if lines:
             held = self._held_by_tenant()
             tenants = len(held.keys() | lines.keys())
@@ -116,8 +116,8 @@ class ExpectedState:
             order = sorted(lines, key=lambda tenant: held[tenant].total() if tenant in held else 0)
             for limit in (shares, None):  # what each is entitled to, then what is left
                 for tenant in order:
-                    self._serve(lines[tenant], limit, found)
-        return [found[own]._replace(waiting=len(one.todo)) for own, one in self._expected.items() if own in found]
+                    self._serve(lines[tenant], limit, grants)
+        return [grants[each]._replace(waiting=len(one.todo)) for each, one in self._expected.items() if each in grants]
 
     def _serve(
         self,
@@ -128,7 +128,7 @@ class ExpectedState:
         """Places for the expectations of one tenant, of its share or of all that is left. A later one gets nothing
         before those before it have all."""
         held = self._held_by_tenant().get(line[0][1].tenant, Counter())
-        for own, one in line:
+        for number, one in line:
             if not one.todo:
                 continue
             wanted = self._wanted(one)
@@ -146,7 +146,7 @@ class ExpectedState:
                 most[pool] -= 1
                 one.taken[pool] += 1
                 held[pool] += 1
-                self._told(own, found).places.append((key, taken[0]))
+                self._told(number, found).places.append((key, taken[0]))
             if one.todo:
                 return
 
@@ -158,8 +158,10 @@ class ExpectedState:
             if not beyond:
                 return
             most = max(beyond, key=lambda other: beyond[other])
-            own, one = next((own, one) for own, one in self._newest() if one.tenant == most and one.taken[pool])
-            self._withdraw(own, one, pool, min(count - pool.available, beyond[most] - share), found)
+            number, one = next(
+                (number, one) for number, one in self._newest() if one.tenant == most and one.taken[pool]
+            )
+            self._withdraw(number, one, pool, min(count - pool.available, beyond[most] - share), found)
 
     def _withdraw(self, own: int, one: _Expected, pool: Pool, count: int, found: dict[int, Grant]) -> None:
         """Take back `count` places, those of the prompt's end first, or all where a part is of no use."""
@@ -193,10 +195,10 @@ class ExpectedState:
         if (one := self._expected.get(number)) is None:
             return
         for key in keys:
-            if (found := one.coming.pop(key, None)) is not None:
-                pool, place = found
+            if (spot := one.coming.pop(key, None)) is not None:
+                pool, place = spot
                 pool.publish(place, key)  # unless another one with the same content came first
-                one.held[key] = found
+                one.held[key] = spot
 
     def ended(self, number: int) -> bool:
         """The expectation's request waits for a row: what has not arrived will not come. Returns whether places have

@@ -108,9 +108,9 @@ class StateManager:
         while len(pages) < most:
             chain.reach(tokens, (len(pages) + 1) * chain.block)
             names = chain.names[len(pages) + 1 : most + 1]
-            found = self.pages.find_first(zip(repeat(0), names))
-            pages += found
-            if len(found) < len(names):
+            leading = self.pages.find_first(zip(repeat(0), names))
+            pages += leading
+            if len(leading) < len(names):
                 break
         return pages
 
@@ -296,16 +296,16 @@ class StateManager:
 
     def keys_of(self, parked: Parked, chain: Chain) -> list[Key]:
         """The keys of all that a parked sequence needs."""
-        own = [key for key in parked.private if key != parked.slot]
-        return [*self._keys_below(chain, parked.computed), *own, *([] if parked.slot is None else [parked.slot])]
+        private = [key for key in parked.private if key != parked.slot]
+        return [*self._keys_below(chain, parked.computed), *private, *([] if parked.slot is None else [parked.slot])]
 
     def match_parked(self, parked: Parked, chain: Chain) -> Match | None:
         """The whole state of a parked sequence; None if some of it was lost."""
-        own = dict(parked.private)
+        private = dict(parked.private)
         if self._one_group:
             names = chain.names[1 : parked.computed // chain.block + 1]
             if parked.computed % chain.block:
-                names.append(own.get(0, b""))
+                names.append(private.get(0, b""))
             pages = self.pages.find_first(zip(repeat(0), names))
             whole = len(pages) * chain.block >= parked.computed
             return Match(parked.computed, (tuple(pages),), NULL, parked.private) if whole else None
@@ -317,11 +317,11 @@ class StateManager:
                 if page < first and not policy.keeps(page):
                     continue
                 whole = (page + 1) * size <= parked.computed
-                name = chain.names[(page + 1) * size // chain.block] if whole else own.get(g)
-                found = None if name is None else self.pages.find((g, name))
-                if found is None:
+                name = chain.names[(page + 1) * size // chain.block] if whole else private.get(g)
+                place = None if name is None else self.pages.find((g, name))
+                if place is None:
                     return None
-                table[page] = found
+                table[page] = place
             tables.append(tuple(table))
         slot = None
         if self.snapshots is not None:

@@ -48,10 +48,10 @@ def frame_of(head: bytes, shape: ExchangeShape) -> Frame:
     kind, place, nbytes, name = FRAME.unpack(head)
     if kind >= len(KINDS) or name[0] > MOST_NAME:
         raise BrokenFrame("A frame from the engine that computes prompts is of an unknown kind.")
-    found = Frame(KINDS[kind], place, nbytes, name[1 : 1 + name[0]])
-    if not 1 <= place <= shape.places[found.kind] or nbytes != shape.place_bytes[found.kind]:
+    frame = Frame(KINDS[kind], place, nbytes, name[1 : 1 + name[0]])
+    if not 1 <= place <= shape.places[frame.kind] or nbytes != shape.place_bytes[frame.kind]:
         raise BrokenFrame(f"There is no place {place} for {nbytes} bytes in the exchange.")
-    return found
+    return frame
 
 
 class PageLine:

@@ -223,10 +223,10 @@ class Pool:
 
     def find_first(self, keys: Iterable[Hashable]) -> list[int]:
         """The places of the first keys, up to the first one that is not found."""
-        found = list(map(self._by_key.get, keys))
-        if None in found:
-            del found[found.index(None) :]
-        return cast(list[int], found)
+        places = list(map(self._by_key.get, keys))
+        if None in places:
+            del places[places.index(None) :]
+        return cast(list[int], places)
 
     def has_key(self, place: int) -> bool:
         """Whether the place's content is published."""
@@ -271,16 +271,16 @@ class Pool:
 
     def next_evicted(self, count: int) -> list[int]:
         """Up to `count` cached places that will be evicted next, without those that `evict_first` has named."""
-        found: list[int] = []
+        places: list[int] = []
         passed: dict[int, int] = {}
         for place in islice(self._oldest, 4 * count):
             if (seen := passed.get(place, 0)) < self._stale[place]:
                 passed[place] = seen + 1
                 continue
-            found.append(place)
-            if len(found) == count:
+            places.append(place)
+            if len(places) == count:
                 break
-        return found
+        return places
 
     def evict_first(self, place: int) -> None:
         """If the place is cached, its content is given up before any other: there is a copy elsewhere."""
@@ -291,9 +291,9 @@ class Pool:
     def adopt(self, keys: Iterable[tuple[int, Hashable]]) -> None:
         """Places with content from an earlier life, and its keys, oldest first; the pool must be new."""
         assert len(self._refs) == 1, "places are adopted before any is taken"
-        found = [(place, key) for place, key in keys if 0 < place <= self.size]
-        self._use(max((place for place, _ in found), default=0))
-        for place, key in found:
+        entries = [(place, key) for place, key in keys if 0 < place <= self.size]
+        self._use(max((place for place, _ in entries), default=0))
+        for place, key in entries:
             if self._key[place] is None and self._by_key.setdefault(key, place) == place:
                 self._key[place] = key
                 self._oldest.append(place)

@@ -124,16 +124,16 @@ class Pins:
         name = chain.names[length // chain.block]
         pin = self.all.get((tenant, name))
         if pin is None:
-            made = Pin(tenant, name, tuple(self._state.keys_for(chain, length)), seconds, 0.0)
-            if not made.keys:
+            fresh = Pin(tenant, name, tuple(self._state.keys_for(chain, length)), seconds, 0.0)
+            if not fresh.keys:
                 return False  # nothing of it can be evicted
-            if self._exceeds(made):
+            if self._exceeds(fresh):
                 self.counts.over_quota += 1
                 return False
-            if not self._acquire(made):
+            if not self._acquire(fresh):
                 return False
-            self._enter(made)
-            pin = made
+            self._enter(fresh)
+            pin = fresh
         else:
             self._repair(pin)
         pin.seconds = max(pin.seconds, seconds)
@@ -214,10 +214,10 @@ class Pins:
 
     def _acquire(self, pin: Pin) -> bool:
         """A reference to each of its keys, or to none if one is nowhere."""
-        found = [self._held.get(key) or self._find(key) for key in pin.keys]
-        if None in found:
+        holdings = [self._held.get(key) or self._find(key) for key in pin.keys]
+        if None in holdings:
             return False
-        for key, held in zip(pin.keys, found, strict=True):
+        for key, held in zip(pin.keys, holdings, strict=True):
             assert held is not None
             if not held.pins:
                 held.pool.share(held.place)
@@ -260,10 +260,10 @@ class Pins:
         """Hold what was computed again because a lower tier's copy was damaged."""
         for key in pin.keys:
             held = self._held[key]
-            if held.pool.find(key) != held.place and (found := self._find(key)) is not None:
-                found.pool.share(found.place)
+            if held.pool.find(key) != held.place and (fresh := self._find(key)) is not None:
+                fresh.pool.share(fresh.place)
                 held.pool.drop(held.place, -1)
-                held.pool, held.place = found.pool, found.place
+                held.pool, held.place = fresh.pool, fresh.place
 
     def _drop(self, pin: Pin) -> None:
         del self.all[pin.tenant, pin.name]

@@ -148,8 +148,8 @@ class Layout:
         paged = tuple(replace(group, members=tuple(filter(kept, group.members))) for group in self.paged)
         recurrent = self.recurrent
         if recurrent is not None:
-            own = [pair for pair in zip(recurrent.members, recurrent.tensors, strict=True) if kept(pair[0])]
-            recurrent = RecurrentGroup(tuple(member for member, _ in own), tuple(tensors for _, tensors in own))
+            pairs = [pair for pair in zip(recurrent.members, recurrent.tensors, strict=True) if kept(pair[0])]
+            recurrent = RecurrentGroup(tuple(member for member, _ in pairs), tuple(tensors for _, tensors in pairs))
         return replace(self, paged=paged, recurrent=recurrent, frame_bytes=_frame_bytes(paged))
 
 

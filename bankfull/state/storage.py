@@ -27,30 +27,30 @@ class Storage:
         self.layout = layout
         # Never zeroed: on a CPU the system commits memory only where it is first written.
         self.frames = torch.empty(frames + 1, layout.frame_bytes, dtype=torch.uint8, device=device)
-        own: dict[Member, StateTensors] = {}
+        states: dict[Member, StateTensors] = {}
         self.segments: list[list[tuple[int, int]]] = [[] for _ in layout.paged]
         """Per paged group, for each tensor: where its tokens begin in a frame, and the bytes of a token."""
         for group, segments in zip(layout.paged, self.segments, strict=True):
-            own |= {member: {} for member in group.members}
+            states |= {member: {} for member in group.members}
             offset = 0
             # Wide numbers first: each tensor then begins at a multiple of its numbers' size, whatever the shapes are.
             for item in sorted({ITEM_BYTES[spec.dtype] for spec in group.tensors}, reverse=True):
                 for member, spec in product(group.members, group.tensors):
                     if ITEM_BYTES[spec.dtype] == item:
-                        own[member][spec.name] = self._paged_view(spec, group.page_tokens, offset)
+                        states[member][spec.name] = self._paged_view(spec, group.page_tokens, offset)
                         segments.append((offset, spec.nbytes))
                         offset += group.page_tokens * spec.nbytes
         self.slots: list[Tensor] = []
         if layout.recurrent is not None:
             for member, specs in zip(layout.recurrent.members, layout.recurrent.tensors, strict=True):
                 # Slot 0 must read as zeros: it is the state before the first token.
-                own[member] = {
+                states[member] = {
                     s.name: torch.zeros(slots + 1, *s.shape, dtype=getattr(torch, s.dtype), device=device)
                     for s in specs
                 }
-                self.slots += own[member].values()
+                self.slots += states[member].values()
         # A layer whose state another rank keeps has no tensors here.
-        self.layers: list[LayerStates] = [tuple(own.get(owner, {}) for owner in owners) for owners in layout.owners]
+        self.layers: list[LayerStates] = [tuple(states.get(owner, {}) for owner in owners) for owners in layout.owners]
 
     def _paged_view(self, spec: TensorSpec, page_tokens: int, offset: int) -> Tensor:
         item = ITEM_BYTES[spec.dtype]

@@ -287,9 +287,9 @@ class Tiers:
         computed it so that this one need not, however fast it would be."""
         total = 0.0
         for key in keys:
-            found = None if self.device_pool(key).find(key) is not None else self.find(key)
-            if found is not None and found[0].tier != Tier.EXCHANGE:
-                total += self.bytes_of(key) / self.rates.of(found[0].tier, Tier.DEVICE)
+            source = None if self.device_pool(key).find(key) is not None else self.find(key)
+            if source is not None and source[0].tier != Tier.EXCHANGE:
+                total += self.bytes_of(key) / self.rates.of(source[0].tier, Tier.DEVICE)
         return total
 
     def seconds_down_and_up(self, pages: int, slots: int) -> float | None:
@@ -315,14 +315,14 @@ class Tiers:
                 return None
         for pool in (self._pages, self._slots):
             taken = self.promised(pool) + self._absent(lacking, pool)
-            if taken > pool.available - sum(1 for own, place in there if own is pool and pool.is_cached(place)):
+            if taken > pool.available - sum(1 for owner, place in there if owner is pool and pool.is_cached(place)):
                 return None
-        made = Fetch(length, expected, self._clock(), todo=lacking)
+        fetch = Fetch(length, expected, self._clock(), todo=lacking)
         for pool, place in there:
             pool.share(place)
-            made.held.append((pool, place))
-        self._fetches.append(made)
-        return made
+            fetch.held.append((pool, place))
+        self._fetches.append(fetch)
+        return fetch
 
     def promised(self, pool: Pool) -> int:
         """Places of the device that fetches will take."""
@@ -361,10 +361,10 @@ class Tiers:
             self._copy_up(key)
 
     def _copy_up(self, key: Key) -> None:
-        found, pool, nbytes = self.find(key), self.device_pool(key), self.bytes_of(key)
+        origin, pool, nbytes = self.find(key), self.device_pool(key), self.bytes_of(key)
         taken = pool.take(1)
-        assert found is not None and taken is not None, "_bring() has looked"
-        (tier, below), (place,) = found, taken
+        assert origin is not None and taken is not None, "_bring() has looked"
+        (tier, below), (place,) = origin, taken
         source = tier.pool(key)
         source.share(below)
 

@@ -33,5 +33,5 @@ class TransferRates:
 
     def of(self, src: Tier, dst: Tier) -> float:
         """The rate of the slowest rank: content has moved when all of its parts have."""
-        known = (found.get((src, dst)) for found in (self._found, *self._elsewhere.values()))
+        known = (rates.get((src, dst)) for rates in (self._found, *self._elsewhere.values()))
         return min((rate for rate in known if rate), default=self.FIRST[max(src, dst)])

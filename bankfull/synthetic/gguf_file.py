@@ -89,14 +89,14 @@ def stored_tensors(config: Mapping[str, Any], source: RandomWeights, kind: str) 
     for name in source.names():
         experts.setdefault(EXPERT.sub(".experts.", name), []).append(name)
     for whole, parts in experts.items():
-        found = names.gguf_name(whole, config["model_type"])
-        if found is None:
+        gguf_name = names.gguf_name(whole, config["model_type"])
+        if gguf_name is None:
             raise ConfigError(
                 f"A .gguf file of architecture {config['model_type']!r} has no place for the tensor {whole}."
             )
         shape = source.shape(parts[0])
         shape = shape if parts == [whole] else (len(parts), *shape)
-        yield StoredTensor(found, shape, _type_of(found, shape, kind, head), tuple(parts))
+        yield StoredTensor(gguf_name, shape, _type_of(gguf_name, shape, kind, head), tuple(parts))
 
 
 def _type_of(name: str, shape: Shape, kind: str, head: str) -> str:

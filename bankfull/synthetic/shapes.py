@@ -100,11 +100,11 @@ def with_layers(config: Mapping[str, Any], layers: int) -> Config:
     before = config[field]
     if not 1 <= layers <= before:
         raise ConfigError(f"--layers {layers} must be from 1 to {before}, the layers of the model.")
-    made = {name: _first(value, layers, before) for name, value in config.items()}
-    made[field] = layers
-    if isinstance(dense := made.get("first_k_dense_replace"), int):
-        made["first_k_dense_replace"] = min(dense, layers)
-    return made
+    shortened = {name: _first(value, layers, before) for name, value in config.items()}
+    shortened[field] = layers
+    if isinstance(dense := shortened.get("first_k_dense_replace"), int):
+        shortened["first_k_dense_replace"] = min(dense, layers)
+    return shortened
 
 
 def _first(value: Any, layers: int, before: int) -> Any:
@@ -113,21 +113,21 @@ def _first(value: Any, layers: int, before: int) -> Any:
 
 def tiny(config: Mapping[str, Any]) -> Config:
     """The same architecture with sizes that a test can run: every kind of layer at least once."""
-    made = dict(config)
+    shrunk = dict(config)
     for name, most in TINY.items():
-        if isinstance(value := made.get(name), int):
-            made[name] = min(value, most)
+        if isinstance(value := shrunk.get(name), int):
+            shrunk[name] = min(value, most)
     for query, shared in HEADS.items():
         if isinstance(heads := config.get(query), int):
-            made[query] = min(heads, TINY_HEADS)
+            shrunk[query] = min(heads, TINY_HEADS)
             if shared is not None and isinstance(kv := config.get(shared), int) and kv > 0:
-                made[shared] = max(1, made[query] * kv // heads)
-    if isinstance(mask := made.get("mask_token_id"), int) and mask >= made["vocab_size"]:
-        made["mask_token_id"] = made["vocab_size"] - SPECIALS_AFTER_MASK
-    if isinstance(scaling := made.get("rope_scaling"), dict) and "original_max_position_embeddings" in scaling:
-        made["rope_scaling"] = {**scaling, "original_max_position_embeddings": TINY["max_position_embeddings"] // 4}
-    count = next((made[name] for name in LAYERS if isinstance(made.get(name), int)), 0)
-    return with_layers(made, min(count, _layers_of_every_kind(config, count))) if count else made
+                shrunk[shared] = max(1, shrunk[query] * kv // heads)
+    if isinstance(mask := shrunk.get("mask_token_id"), int) and mask >= shrunk["vocab_size"]:
+        shrunk["mask_token_id"] = shrunk["vocab_size"] - SPECIALS_AFTER_MASK
+    if isinstance(scaling := shrunk.get("rope_scaling"), dict) and "original_max_position_embeddings" in scaling:
+        shrunk["rope_scaling"] = {**scaling, "original_max_position_embeddings": TINY["max_position_embeddings"] // 4}
+    count = next((shrunk[name] for name in LAYERS if isinstance(shrunk.get(name), int)), 0)
+    return with_layers(shrunk, min(count, _layers_of_every_kind(config, count))) if count else shrunk
 
 
 SPECIALS_AFTER_MASK = 4

@@ -37,10 +37,10 @@ class ByteVocabulary:
     def tokens(self) -> list[str]:
         letters = byte_letters()
         words = [f"{letters[ord(' ')]}w{number}" for number in range(self.size - FEWEST)]
-        made = [*letters, "".join(MERGE), *words, TURN, END_OF_TURN, END]
+        tokens = [*letters, "".join(MERGE), *words, TURN, END_OF_TURN, END]
         if self.mask is not None and BYTES < self.mask < self.size - 3:
-            made[self.mask] = MASK
-        return made
+            tokens[self.mask] = MASK
+        return tokens
 
     @property
     def specials(self) -> dict[str, int]:

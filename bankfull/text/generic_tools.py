@@ -29,14 +29,14 @@ def with_tools_as_text(
 ) -> list[Message]:
     """The conversation with tools, calls and results as text, in plain JSON values. `takes_system`: whether the
     template supports a system message; otherwise the first user message describes the tools."""
-    made = _spoken(messages)
+    spoken = _spoken(messages)
     if tools:
-        _describe(made, "\n".join([_OFFER, *map(_tool, tools), _HOW]), takes_system)
-    return made
+        _describe(spoken, "\n".join([_OFFER, *map(_tool, tools), _HOW]), takes_system)
+    return spoken
 
 
 def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    made: list[Message] = []
+    spoken: list[Message] = []
     names: dict[object, object] = {}
     results: list[str] = []
     """One user turn: tool results, then the user's message."""
@@ -48,14 +48,14 @@ def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if role == "user" and results:
             results.append(_text(message.get("content")))
             continue
-        made += _turn(results)
+        spoken += _turn(results)
         results = []
-        made.append(dict(message))
+        spoken.append(dict(message))
         if isinstance(calls, list) and calls:
             names |= {_field(call, "id"): _function(call).get("name") for call in calls}
-            del made[-1]["tool_calls"]
-            made[-1]["content"] = _joined(_text(message.get("content")), *map(_call, calls))
-    return made + _turn(results)
+            del spoken[-1]["tool_calls"]
+            spoken[-1]["content"] = _joined(_text(message.get("content")), *map(_call, calls))
+    return spoken + _turn(results)
 
 
 def _turn(texts: Sequence[str]) -> list[Message]:
@@ -98,8 +98,8 @@ def _result(message: Mapping[str, Any], names: Mapping[object, object]) -> str:
 def _function(value: object) -> Mapping[str, Any]:
     """The function of a tool or a call; either may be wrapped as {"type": "function", "function": ...}."""
     inner = _field(value, "function")
-    found = inner if isinstance(inner, Mapping) else value
-    return found if isinstance(found, Mapping) else {}
+    function = inner if isinstance(inner, Mapping) else value
+    return function if isinstance(function, Mapping) else {}
 
 
 def _field(value: object, name: str) -> object:

@@ -45,9 +45,9 @@ class SpecialGuard:
     def split(self, text: str) -> list[str]:
         """Text and spellings in alternation, beginning and ending with text, which may be empty."""
         parts, behind = [], 0
-        for found in self._found(text):
-            parts += [text[behind : found.start()], found[0]]
-            behind = found.end()
+        for match in self._found(text):
+            parts += [text[behind : match.start()], match[0]]
+            behind = match.end()
         return [*parts, text[behind:]]
 
     def spells(self, text: str) -> bool:
@@ -62,12 +62,12 @@ class SpecialGuard:
         while start < len(text):
             # A spelling that begins before `end` is seen completely.
             end = start + SEARCHED
-            found = self._pattern.search(text, start, end + longest)
-            if found is None or found.start() >= end:
+            match = self._pattern.search(text, start, end + longest)
+            if match is None or match.start() >= end:
                 start = end
             else:
-                yield found
-                start = found.end()
+                yield match
+                start = match.end()
 
     def touches(self, text: str) -> bool:
         """Whether `text` spells a special token, or begins or ends with a part of one."""

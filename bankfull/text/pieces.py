@@ -66,13 +66,13 @@ def pieces_of(backend: tokenizers.Tokenizer) -> Pieces:
     """How the decoder of `backend` reads its tokens. An unsupported decoder is refused by name."""
     if backend.decoder is None:
         return Pieces(separator=b" ")
-    found: set[str] = set()
-    _walk(json.loads(backend.decoder.__getstate__()), found)
+    features: set[str] = set()
+    _walk(json.loads(backend.decoder.__getstate__()), features)
     return Pieces(
-        byte_level="byte_level" in found,
-        space_mark="space_mark" in found,
-        byte_tokens="byte_tokens" in found,
-        drops_first_space="drops_first_space" in found,
+        byte_level="byte_level" in features,
+        space_mark="space_mark" in features,
+        byte_tokens="byte_tokens" in features,
+        drops_first_space="drops_first_space" in features,
     )
 
 

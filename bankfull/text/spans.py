@@ -51,9 +51,9 @@ class Spans:
         position = max(0, start - 1)
         while position < end:
             # Two more characters: those after the letter.
-            found = self.cut.search(text, position, min(position + _SEARCHED, end) + 2)
-            if found is not None:
-                return found.end() if found.end() < end else None
+            match = self.cut.search(text, position, min(position + _SEARCHED, end) + 2)
+            if match is not None:
+                return match.end() if match.end() < end else None
             position += _SEARCHED
         return None
 

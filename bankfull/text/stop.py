@@ -51,8 +51,8 @@ class StopTable:
         return self._depths[state]
 
     def complete(self, state: int) -> str | None:
-        found = self._found[state]
-        return None if found < 0 else self._stops[found]
+        index = self._found[state]
+        return None if index < 0 else self._stops[index]
 
     def _state_of(self, stop: str) -> int:
         state = 0

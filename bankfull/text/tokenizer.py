@@ -80,8 +80,8 @@ class Tokenizer:
         return min((id for _, id in self._used() ^ other._used()), default=None)
 
     def _used(self) -> set[tuple[str, int]]:
-        found = self._backend.get_vocab(with_added_tokens=True).items()
-        return {(token, id) for token, id in found if id not in self._unused}
+        vocab = self._backend.get_vocab(with_added_tokens=True).items()
+        return {(token, id) for token, id in vocab if id not in self._unused}
 
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
         """The ids of `text`.

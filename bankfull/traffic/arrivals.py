@@ -36,11 +36,11 @@ class Arrivals:
         if self.rate == float("inf"):
             return [0.0] * count
         gap, draw, now = GAPS[self.kind], random.Random(f"arrivals/{seed}"), 0.0
-        found = []
+        offsets = []
         for _ in range(count):
             now += gap(draw, self.rate, self.burstiness)
-            found.append(now)
-        return found
+            offsets.append(now)
+        return offsets
 
 
 def check_count(count: int) -> None:

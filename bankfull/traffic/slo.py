@@ -45,7 +45,7 @@ class Slo:
 
 def parse_slo(text: str) -> Slo:
     """Parse "ttft=500ms, tpot=50ms"; a number without a unit is in milliseconds, as in `vllm bench serve`."""
-    found: dict[str, float] = {}
+    objectives: dict[str, float] = {}
     for part in text.split(","):
         matched = _PART.fullmatch(part)
         name = _NAMES.get(matched[1].lower()) if matched else None
@@ -59,10 +59,10 @@ def parse_slo(text: str) -> Slo:
             raise ConfigError(f"{matched[2]!r} is not a number in the objective {part.strip()!r}.") from None
         if not 0 < seconds < float("inf"):
             raise ConfigError(f"The objective {part.strip()!r} must be above 0.")
-        if name in found:
+        if name in objectives:
             raise ConfigError(f"The objective {name} is given twice in {text!r}.")
-        found[name] = seconds
-    return Slo(**found)
+        objectives[name] = seconds
+    return Slo(**objectives)
 
 
 def _written(seconds: float) -> str:

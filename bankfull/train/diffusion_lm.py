@@ -76,9 +76,9 @@ class DiffusionLM(nn.Module):
         turn = torch.randint(1, self.shape.noise_steps + 1, (len(tokens),), generator=random)
         kept = self.kept[turn].view(-1, 1, 1)
         noise = torch.randn(x0.shape, generator=random)
-        found = self.clean(kept.sqrt() * x0 + (1 - kept).sqrt() * noise, turn)
-        rounding = F.cross_entropy(self.rounding(found).flatten(0, 1), tokens.flatten())
-        return (found - x0).square().mean() + rounding
+        estimate = self.clean(kept.sqrt() * x0 + (1 - kept).sqrt() * noise, turn)
+        rounding = F.cross_entropy(self.rounding(estimate).flatten(0, 1), tokens.flatten())
+        return (estimate - x0).square().mean() + rounding
 
     @torch.inference_mode()
     def sample(self, count: int, *, clamp: bool = True, seed: int = 0) -> Tensor:

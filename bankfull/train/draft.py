@@ -64,11 +64,11 @@ class DraftTrainer:
 
         stored = self._loaded.model.head.stored().dequantize(torch.float32).cpu()
         table = stored @ drawn(stored.shape[1], size.width)
-        made = {"model.embed_tokens.weight": table * (EMBEDDED / table.std())}
+        tensors = {"model.embed_tokens.weight": table * (EMBEDDED / table.std())}
         query, kv = size.heads * size.of_head, size.kv * size.of_head
         for layer in range(size.layers):
             at = f"model.layers.{layer}."
-            made |= {
+            tensors |= {
                 f"{at}self_attn.q_proj.weight": drawn(query, size.width),
                 f"{at}self_attn.k_proj.weight": drawn(kv, size.width),
                 f"{at}self_attn.v_proj.weight": drawn(kv, size.width),
@@ -79,7 +79,7 @@ class DraftTrainer:
                 f"{at}input_layernorm.weight": torch.ones(size.width),
                 f"{at}post_attention_layernorm.weight": torch.ones(size.width),
             }
-        return {**made, "model.norm.weight": torch.ones(size.width)}
+        return {**tensors, "model.norm.weight": torch.ones(size.width)}
 
     def parameters(self) -> dict[str, Tensor]:
         return self._parameters
@@ -90,11 +90,11 @@ class DraftTrainer:
         total = states.new_zeros((), dtype=torch.float32)
         with torch.autocast(self._loaded.device.kind, torch.bfloat16, enabled=self._autocast):
             hidden = self.hidden(examples)[places]
-            for own, target in zip(hidden.split(AT_ONCE), states.split(AT_ONCE), strict=True):
+            for chunk, target in zip(hidden.split(AT_ONCE), states.split(AT_ONCE), strict=True):
                 wanted, ids = self._wanted(target)
                 # Nothing is random here; keeping the state of a random generator would wait for the device.
                 part: Tensor = checkpoint(
-                    self._entropy, own, wanted, ids, use_reentrant=False, preserve_rng_state=False
+                    self._entropy, chunk, wanted, ids, use_reentrant=False, preserve_rng_state=False
                 )
                 total = total + part
         return total / len(places)
@@ -103,13 +103,13 @@ class DraftTrainer:
     def ranks(self, examples: Examples) -> Tensor:
         places, _ = self._places(examples)
         written = self._ship(np.concatenate([one.answer for one in examples.sequences]))
-        found = []
+        ranks = []
         with torch.autocast(self._loaded.device.kind, torch.bfloat16, enabled=self._autocast):
-            for own, token in zip(self.hidden(examples)[places].split(AT_ONCE), written.split(AT_ONCE), strict=True):
-                scores = self._scores(own).float()
-                found.append((scores > scores.gather(1, token[:, None])).sum(-1).clamp_max(RANKS))
+            for chunk, token in zip(self.hidden(examples)[places].split(AT_ONCE), written.split(AT_ONCE), strict=True):
+                scores = self._scores(chunk).float()
+                ranks.append((scores > scores.gather(1, token[:, None])).sum(-1).clamp_max(RANKS))
         counts = [len(one.answer) for one in examples.sequences]
-        return torch.cat([each.unfold(0, self.depth, 1) for each in torch.cat(found).split(counts)])
+        return torch.cat([each.unfold(0, self.depth, 1) for each in torch.cat(ranks).split(counts)])
 
     def draft_cost(self, depth: int) -> Cost:
         return self.size.drafting_cost(depth)

@@ -91,7 +91,7 @@ class EagleTrainer:
             return torch.randn(rows, columns, generator=generator) * (scale * columns**-0.5)
 
         taps = len(self.taps)
-        made = {
+        tensors = {
             "fc.weight": torch.eye(size).repeat(1, taps) / taps + drawn(size, size * taps, 0.1),
             "layer.self_attn.q_proj.weight": drawn(query, 2 * size),
             "layer.self_attn.k_proj.weight": drawn(kv, 2 * size),
@@ -102,11 +102,11 @@ class EagleTrainer:
             "layer.mlp.down_proj.weight": drawn(size, self._inner, 0.5),
         }
         norms = ("layer.hidden_norm", "layer.input_layernorm", "layer.post_attention_layernorm", "norm")
-        made |= {f"{name}.weight": torch.ones(size) for name in norms}
-        own = self._model.norm
-        if isinstance(own, RMSNorm):  # the rows of the model's head are made for the scale of its last norm
-            made["norm.weight"] = (own.weight.detach().float() + own.offset).cpu()
-        return made
+        tensors |= {f"{name}.weight": torch.ones(size) for name in norms}
+        norm = self._model.norm
+        if isinstance(norm, RMSNorm):  # the rows of the model's head are made for the scale of its last norm
+            tensors["norm.weight"] = (norm.weight.detach().float() + norm.offset).cpu()
+        return tensors
 
     def parameters(self) -> dict[str, Tensor]:
         return self._parameters
@@ -121,9 +121,9 @@ class EagleTrainer:
                 wanted = wanted.float().softmax(-1)
                 line = answers.new_zeros(batch.tokens.numel())
                 line[answers] = torch.arange(len(answers), device=line.device)
-            for step, found in enumerate(self._steps(batch)):
+            for step, features in enumerate(self._steps(batch)):
                 at = self._places(batch, step, 0)
-                scores = self._scores(found.flatten(0, 1)[at]).float()
+                scores = self._scores(features.flatten(0, 1)[at]).float()
                 entropy = -(wanted[line[at]] * scores.log_softmax(-1)).sum(-1).mean()
                 total, weight = total + LOSS_DECAY**step * entropy, weight + LOSS_DECAY**step
         return total / weight
@@ -132,16 +132,16 @@ class EagleTrainer:
     def ranks(self, examples: Examples) -> Tensor:
         batch = self._padded(examples)
         newest = self._places(batch, 0, self.depth)
-        written, found = batch.tokens.flatten(), []
+        written, ranks = batch.tokens.flatten(), []
         with torch.autocast(self._device.kind, torch.bfloat16, enabled=self._autocast):
             for step, predicted in enumerate(self._steps(batch)):
                 at = newest + step
                 scores = self._scores(predicted.flatten(0, 1)[at]).float()
                 place = self._reduced[written[at + 1]]
-                own = scores.gather(1, place.clamp_min(0)[:, None])
-                rank = (scores > own).sum(-1).clamp_max(RANKS)
-                found.append(torch.where(place < 0, RANKS, rank))
-        return torch.stack(found, 1)
+                written_score = scores.gather(1, place.clamp_min(0)[:, None])
+                rank = (scores > written_score).sum(-1).clamp_max(RANKS)
+                ranks.append(torch.where(place < 0, RANKS, rank))
+        return torch.stack(ranks, 1)
 
     def draft_cost(self, depth: int) -> Cost:
         """`depth` passes, and one with the true features of a step."""
@@ -168,14 +168,14 @@ class EagleTrainer:
             "max_position_embeddings": self._model.max_positions,
         }
         tensors = {name: _stored(value.detach()) for name, value in self._parameters.items()}
-        made = EagleFiles(config, tensors, self.taps, self._ids, acceptance.by_rank, folder.name)
-        return write_eagle(made, folder, self._about)
+        files = EagleFiles(config, tensors, self.taps, self._ids, acceptance.by_rank, folder.name)
+        return write_eagle(files, folder, self._about)
 
     # -- the layer
 
     def _steps(self, batch: Padded) -> list[Tensor]:
         """(sequences, longest, hidden) the predicted features of each step."""
-        w, found = self._parameters, list[Tensor]()
+        w, features = self._parameters, list[Tensor]()
         embedded = _rms(batch.embedded, w["layer.input_layernorm.weight"])
         feature = linear(batch.states[..., self._size :], w["fc.weight"])
         longest = batch.tokens.shape[1]
@@ -200,8 +200,8 @@ class EagleTrainer:
             y = _rms(x, w["layer.post_attention_layernorm.weight"])
             gated = silu(linear(y, w["layer.mlp.gate_proj.weight"])) * linear(y, w["layer.mlp.up_proj.weight"])
             feature = x + linear(gated, w["layer.mlp.down_proj.weight"])
-            found.append(feature)
-        return found
+            features.append(feature)
+        return features
 
     @staticmethod
     def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor], ahead: Tensor) -> Tensor:
@@ -209,12 +209,12 @@ class EagleTrainer:
         the one entry on its own path."""
         last = len(keys) - 1
         scores = torch.einsum("bqhd,bkhd->bhqk", q, keys[0]).float().masked_fill(ahead > -last, -torch.inf)
-        own = [(_later(keys[step], last - step), _later(values[step], last - step)) for step in range(1, last + 1)]
-        beside = [(q * key).sum(-1).float().transpose(1, 2)[..., None] for key, _ in own]
+        on_path = [(_later(keys[step], last - step), _later(values[step], last - step)) for step in range(1, last + 1)]
+        beside = [(q * key).sum(-1).float().transpose(1, 2)[..., None] for key, _ in on_path]
         weights = torch.cat((scores, *beside), -1).softmax(-1).to(q.dtype)
         longest = q.shape[1]
         mixed = torch.einsum("bhqk,bkhd->bqhd", weights[..., :longest], values[0])
-        for i, (_, value) in enumerate(own):
+        for i, (_, value) in enumerate(on_path):
             mixed = mixed + weights[..., longest + i].transpose(1, 2)[..., None] * value
         return mixed
 

@@ -117,10 +117,10 @@ def optimize(
         saved = time.monotonic()
 
     def record() -> None:
-        found, loss = figures(), _mean(losses)
-        progress.measured.append({"step": progress.step, "loss": loss, **found})
+        measured, loss = figures(), _mean(losses)
+        progress.measured.append({"step": progress.step, "loss": loss, **measured})
         losses.clear()
-        note(progress.step, _note(loss, shown(found)))
+        note(progress.step, _note(loss, shown(measured)))
         save()
 
     if not progress.measured:

@@ -84,15 +84,15 @@ class MedusaTrainer:
         states = self._answers(examples)
         written = self._ship(np.concatenate([(one.prompt[-1], *one.answer) for one in examples.sequences]))
         at = self._positions(lengths, 1 + self.heads)
-        found = []
+        ranks = []
         with torch.autocast(self._device.kind, torch.bfloat16, enabled=self._autocast):
             for k in range(self.heads):
                 scores = self._scores(self._head(states[at], k)).float()
                 place = self._reduced[written[at + 2 + k]]
-                own = scores.gather(1, place.clamp_min(0)[:, None])
-                rank = (scores > own).sum(-1).clamp_max(RANKS)
-                found.append(torch.where(place < 0, RANKS, rank))
-        return torch.stack(found, 1)
+                written_score = scores.gather(1, place.clamp_min(0)[:, None])
+                rank = (scores > written_score).sum(-1).clamp_max(RANKS)
+                ranks.append(torch.where(place < 0, RANKS, rank))
+        return torch.stack(ranks, 1)
 
     def draft_cost(self, depth: int) -> Cost:
         """All heads run at once, whatever the depth."""
@@ -108,8 +108,8 @@ class MedusaTrainer:
             [(weight[k].detach().to(stored), bias[k].detach().to(stored)) for weight, bias in self._blocks]
             for k in range(self.heads)
         ]
-        made = MedusaHeads(blocks, self._vocab, None, self._ids, acceptance.by_rank, folder.name)
-        return write_heads(made, folder, self._about)
+        heads = MedusaHeads(blocks, self._vocab, None, self._ids, acceptance.by_rank, folder.name)
+        return write_heads(heads, folder, self._about)
 
     def _answers(self, examples: Examples) -> Tensor:
         """The states from the last token of each prompt on."""

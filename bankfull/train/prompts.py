@@ -152,16 +152,16 @@ def read_prompts(path: Path) -> list[str]:
         raise ConfigError(f"The prompts in {path} cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
-    found = [
+    prompts = [
         _prompt_of(path, number, line) if path.suffix == ".jsonl" else line
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
-    if not found:
+    if not prompts:
         raise ConfigError(f"{path} holds no prompts; give one per line.")
-    if any(len(prompt) > LONGEST_PROMPT for prompt in found):
+    if any(len(prompt) > LONGEST_PROMPT for prompt in prompts):
         raise ConfigError(f"{path} holds a prompt of more than {LONGEST_PROMPT} characters; shorten it.")
-    return found
+    return prompts
 
 
 def _prompt_of(path: Path, number: int, line: str) -> str:

@@ -124,21 +124,21 @@ class QatModel:
         tokens = tokens.to(self.device)
         with torch.no_grad():
             expected = self._model.logits(tokens, self._teacher).log_softmax(-1)
-        found = self._model.logits(tokens, self.rounded()).log_softmax(-1)
-        return (expected.exp() * (expected - found)).sum(-1).mean()
+        predicted = self._model.logits(tokens, self.rounded()).log_softmax(-1)
+        return (expected.exp() * (expected - predicted)).sum(-1).mean()
 
     def rounded(self) -> dict[str, Tensor]:
-        found = dict(self._model.parameters)
+        parameters = dict(self._model.parameters)
         for name, kind in self.types.items():
-            found[name] = straight_through(found[name], kind, self._scale_dtype)
-        return found
+            parameters[name] = straight_through(parameters[name], kind, self._scale_dtype)
+        return parameters
 
     def tensors(self) -> Iterator[tuple[str, QTensor]]:
         """What has changed, by the names of the checkpoint: the matrices as they are stored, and the norms."""
         for name, value in self.tuned.items():
-            own = value.detach().cpu()
+            tensor = value.detach().cpu()
             kind = self.types.get(name)
-            stored = QTensor.dense(own.clone()) if kind is None else rounded(own, kind, False, self._scale_dtype)
+            stored = QTensor.dense(tensor.clone()) if kind is None else rounded(tensor, kind, False, self._scale_dtype)
             yield self._checkpoint_name(name), stored
 
 

@@ -97,14 +97,14 @@ class HiddenStates:
 
     def _computed(self, chosen: Sequence[int]) -> list[Tensor]:
         """Each sequence's states, from as few passes as fit."""
-        most, found, group, tokens = STEP_TOKENS[self._loaded.device.kind], list[Tensor](), list[OwnAnswer](), 0
+        most, states, group, tokens = STEP_TOKENS[self._loaded.device.kind], list[Tensor](), list[OwnAnswer](), 0
         for one in (self.sequences[i] for i in chosen):
             if group and tokens + len(one) > most:
-                found += self._run(group)
+                states += self._run(group)
                 group, tokens = [], 0
             group.append(one)
             tokens += len(one)
-        return [*found, *self._run(group)]
+        return [*states, *self._run(group)]
 
     @torch.no_grad()
     def _run(self, group: Sequence[OwnAnswer]) -> list[Tensor]:
@@ -125,8 +125,8 @@ class HiddenStates:
         tokens = torch.tensor([token for one in group for token in (*one.prompt, *one.answer)], device=device)
         batch = placed_batch(layout, counts, [0] * len(group), tokens, tables, slots)
         run = Eager(model, layout, storage.layers, taps=self._taps)
-        found = [run(batch), *(run.tapped[layer] for layer in self._taps)]
-        return list(torch.cat([part.to(torch.bfloat16, copy=True) for part in found], -1).split(counts))
+        states = [run(batch), *(run.tapped[layer] for layer in self._taps)]
+        return list(torch.cat([part.to(torch.bfloat16, copy=True) for part in states], -1).split(counts))
 
 
 def _is_shard(path: Path, tokens: int) -> bool:

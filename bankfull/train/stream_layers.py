@@ -126,12 +126,12 @@ class TopLayers:
     @property
     def numbers(self) -> int:
         """Weights of all matrices."""
-        found = 0
+        count = 0
         for block, mixer in zip(self._blocks, self._mixers, strict=True):
             for part in (*vars(mixer.attention).values(), *vars(block.feed).values()):
                 if isinstance(part, Linear) and isinstance(part.weight, QTensor):
-                    found += part.weight.shape[0] * part.weight.shape[1]
-        return found
+                    count += part.weight.shape[0] * part.weight.shape[1]
+        return count
 
     @torch.no_grad()
     def run_main(self, x: Tensor, grid: PositionGrid) -> Tensor:

@@ -60,11 +60,11 @@ class StreamTrainer:
 
     def _begin(self, size: int, rank: int) -> dict[str, Tensor]:
         generator, device = torch.Generator().manual_seed(0), self._device.torch
-        found = {"embeddings": torch.zeros(self.streams, size)}
+        parameters = {"embeddings": torch.zeros(self.streams, size)}
 
         def low_rank(name: str, inner: int, outer: int, rank: int) -> None:
-            found[f"{name}.down"] = torch.randn(rank, inner, generator=generator) * inner**-0.5
-            found[f"{name}.up"] = torch.zeros(outer, rank)
+            parameters[f"{name}.down"] = torch.randn(rank, inner, generator=generator) * inner**-0.5
+            parameters[f"{name}.up"] = torch.zeros(outer, rank)
 
         low_rank("entry", 2 * size, size, ENTRY_RANKS * rank)
         low_rank("exit", 2 * size, size, rank)
@@ -72,7 +72,7 @@ class StreamTrainer:
             low_rank(f"layers.{i}.qkv", size, (heads.count + 2 * heads.kv) * heads.size, rank)
             low_rank(f"layers.{i}.out", heads.count * heads.size, size, rank)
             low_rank(f"layers.{i}.feed", size, size, rank)
-        return {name: tensor.to(device).requires_grad_() for name, tensor in found.items()}
+        return {name: tensor.to(device).requires_grad_() for name, tensor in parameters.items()}
 
     def parameters(self) -> dict[str, Tensor]:
         return self._parameters
@@ -97,7 +97,7 @@ class StreamTrainer:
         """The candidates of a stream are ranked as in a tree: by how well they follow the token before them."""
         grid, _, hidden, tokens = self._run(examples)
         at, later = self._targets(examples, grid, self.streams - 1)
-        first, found = later - (self.streams - 1), []
+        first, ranks = later - (self.streams - 1), []
         for j in range(self.streams):
             states = hidden[at, j]
             best = self._scores(states).topk(self._most, -1)
@@ -105,22 +105,22 @@ class StreamTrainer:
             if j:
                 follows = self._after(states, tokens[first + j])
                 values = self._capped((self._rows[best.indices] @ follows[:, :, None])[:, :, 0].float())
-            own = best.indices == self._reduced[tokens[first + j + 1]][:, None]
-            rank = (values > values.masked_fill(~own, -torch.inf).amax(-1, keepdim=True)).sum(-1)
-            found.append(torch.where(own.any(-1), rank, RANKS))
-        return torch.stack(found, 1)
+            is_written = best.indices == self._reduced[tokens[first + j + 1]][:, None]
+            rank = (values > values.masked_fill(~is_written, -torch.inf).amax(-1, keepdim=True)).sum(-1)
+            ranks.append(torch.where(is_written.any(-1), rank, RANKS))
+        return torch.stack(ranks, 1)
 
     def draft_cost(self, depth: int) -> Cost:
         size, outer = self._rows.shape[1], len(self._ids)
-        own = sum(tensor.numel() for tensor in self._parameters.values())
-        flops = 2.0 * depth * (self._top.numbers + own + size * outer)
+        adapters = sum(tensor.numel() for tensor in self._parameters.values())
+        flops = 2.0 * depth * (self._top.numbers + adapters + size * outer)
         # As many bytes per weight as the head has; the adapters have two.
-        read = (self._top.numbers + size * outer) * self._head.nbytes / (self._vocab * size) + 2 * own
+        read = (self._top.numbers + size * outer) * self._head.nbytes / (self._vocab * size) + 2 * adapters
         return Cost(flops, read, 4.0 * depth * outer)
 
     def save(self, folder: Path, acceptance: Acceptance) -> list[Path]:
         stored = {name: tensor.detach().to(torch.bfloat16) for name, tensor in self._parameters.items()}
-        made = StreamWeights(
+        weights = StreamWeights(
             stored["embeddings"],
             (stored["entry.down"], stored["entry.up"]),
             (stored["exit.down"], stored["exit.up"]),
@@ -130,7 +130,7 @@ class StreamTrainer:
             acceptance.by_rank,
             folder.name,
         )
-        return write_streams(made, folder, self._about)
+        return write_streams(weights, folder, self._about)
 
     def _maps(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Map]]:
         return [

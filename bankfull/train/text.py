@@ -156,7 +156,7 @@ def _read(path: Path, prompts: int) -> dict[int, OwnAnswer]:
     if len(whole) < len(data):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    found = {}
+    answers = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             record = json.loads(line)
@@ -166,5 +166,5 @@ def _read(path: Path, prompts: int) -> dict[int, OwnAnswer]:
             valid = False
         if not valid:
             raise ConfigError(f"Line {number} of {path} is damaged; delete the line, and its answer is written again.")
-        found[index] = answered
-    return found
+        answers[index] = answered
+    return answers

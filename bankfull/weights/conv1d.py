@@ -36,12 +36,12 @@ class Conv1DSource(SourceView):
         return self.source.scheme(name)
 
     def get(self, name: str) -> QTensor:
-        found = self.source.get(name)
+        tensor = self.source.get(name)
         if not self._is_transposed(name):
-            return found
-        if not found.is_dense or len(found.shape) != 2:
-            raise ModelError(f"Tensor {name} has shape {found.shape}, but it must be an unquantized matrix.")
-        return QTensor.dense(found.parts["data"].T.contiguous())
+            return tensor
+        if not tensor.is_dense or len(tensor.shape) != 2:
+            raise ModelError(f"Tensor {name} has shape {tensor.shape}, but it must be an unquantized matrix.")
+        return QTensor.dense(tensor.parts["data"].T.contiguous())
 
     def _is_transposed(self, name: str) -> bool:
         return name not in self.quantized and is_stored_transposed(self.config, name)

@@ -109,8 +109,8 @@ def number_of(folder: Path, config: Mapping[str, Any], name: str, most: int) -> 
     """A whole number of config.json from 1 to `most`."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        found = "no" if value is None else f"{str(value)[:40]!r} as"
-        raise ModelError(f"{folder / CONFIG} has {found} '{name}', which must be 1 to {most}; download it again.")
+        shown = "no" if value is None else f"{str(value)[:40]!r} as"
+        raise ModelError(f"{folder / CONFIG} has {shown} '{name}', which must be 1 to {most}; download it again.")
     return value
 
 

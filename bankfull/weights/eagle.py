@@ -171,12 +171,12 @@ class EagleSource:
         return self._found(name).scheme
 
     def get(self, name: str) -> QTensor:
-        found = self._found(name)
+        tensor = self._found(name)
         self._read.add(name)
         if not self._blocks:
-            return found if found.is_dense else QTensor.dense(found.dequantize())
-        fits = found.is_dense and len(found.shape) == 2 and found.shape[1] % BLOCKS.block == 0
-        return quantize(found.dequantize(), BLOCKS.name) if fits else found
+            return tensor if tensor.is_dense else QTensor.dense(tensor.dequantize())
+        fits = tensor.is_dense and len(tensor.shape) == 2 and tensor.shape[1] % BLOCKS.block == 0
+        return quantize(tensor.dequantize(), BLOCKS.name) if fits else tensor
 
     def unread(self) -> list[str]:
         return [name for name in self._head.tensors if name not in self._read]

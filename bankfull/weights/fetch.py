@@ -111,11 +111,11 @@ def verified(path: Path, name: str, model: Packaged) -> Path:
     touched since the last check; otherwise this costs one stat."""
     record = _models() / f".{name}.checked"
     try:
-        found = _identity(path, model)
-        if _read(record) == found:
+        identity = _identity(path, model)
+        if _read(record) == identity:
             return path
         verify(path, model)
-        if _identity(path, model) != found:
+        if _identity(path, model) != identity:
             raise ModelError(f"{path} was changed while it was checked; try again when nothing writes to it.")
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -123,7 +123,7 @@ def verified(path: Path, name: str, model: Packaged) -> Path:
         record.parent.mkdir(parents=True, exist_ok=True)
         written = record.with_name(f".{name}.checked.{os.getpid()}")
         try:
-            written.write_text(found)
+            written.write_text(identity)
             os.replace(written, record)
         finally:
             written.unlink(missing_ok=True)

@@ -52,8 +52,8 @@ class FileState:
 
     @staticmethod
     def of(handle: int | Path) -> FileState:
-        found = os.stat(handle)
-        return FileState(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+        status = os.stat(handle)
+        return FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
     @property
     def is_settled(self) -> bool:
@@ -72,14 +72,14 @@ def file_digest(path: Path) -> bytes:
         return known
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        made = _hashed(handle, state.size)
+        digest = _hashed(handle, state.size)
         if FileState.of(handle) != state or FileState.of(path) != state:
             raise ModelError(f"{path.name} has changed while it was read; try again when it is complete.")
     finally:
         os.close(handle)
     if state.is_settled:
-        _write(record, path, state, made)
-    return made
+        _write(record, path, state, digest)
+    return digest
 
 
 def _hashed(handle: int, size: int) -> bytes:

@@ -38,22 +38,22 @@ def weights_stamp(path: Path) -> list[tuple[str, FileState]]:
 
 def fingerprint_beside(path: Path) -> Callable[[], str]:
     """The fingerprint, made by a thread while the model is loaded: a call waits for it."""
-    made: Future[str] = Future()
+    fingerprint: Future[str] = Future()
 
     def run() -> None:
         try:
-            made.set_result(weights_fingerprint(path))
+            fingerprint.set_result(weights_fingerprint(path))
         except BaseException as error:
-            made.set_exception(error)
+            fingerprint.set_exception(error)
 
     Thread(target=run, name="bankfull-fingerprint", daemon=True).start()
-    return cache(made.result)
+    return cache(fingerprint.result)
 
 
 def _weight_files(path: Path) -> list[Path]:
     if path.is_dir():
-        found = [*path.glob("*.safetensors"), *path.glob("*.gguf"), path / "config.json"]
-        return sorted((file for file in found if file.exists()), key=lambda file: file.name)
+        candidates = [*path.glob("*.safetensors"), *path.glob("*.gguf"), path / "config.json"]
+        return sorted((file for file in candidates if file.exists()), key=lambda file: file.name)
     stem, _, parts = path.name.rpartition("-of-")
     if not parts.removesuffix(".gguf").isdigit():
         return [path]

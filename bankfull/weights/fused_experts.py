@@ -34,16 +34,16 @@ class FusedExperts:
         self._source = source
 
     def names(self) -> list[str]:
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for name in self._source.names():
             match = _FUSED.fullmatch(name)
             if match is None:
-                found[name] = None
+                names[name] = None
                 continue
             what = "bias" if match["what"] == "_bias" else "weight"
             for which in ("gate", "up") if match["which"] == "gate_up" else ("down",):
-                found[f"{match['stem']}.{which}_proj.{what}"] = None
-        return list(found)
+                names[f"{match['stem']}.{which}_proj.{what}"] = None
+        return list(names)
 
     def has(self, name: str) -> bool:
         match = self._fused(name)
@@ -82,8 +82,8 @@ class FusedExperts:
     def _get(self, name: str, experts: slice | list[int]) -> QTensor:
         match = self._fused(name)
         if match is None:
-            found = self._source.get(name)
-            return found if isinstance(experts, slice) else found.rows(torch.tensor(experts))
+            tensor = self._source.get(name)
+            return tensor if isinstance(experts, slice) else tensor.rows(torch.tensor(experts))
         shape, which, stored = self.shape(name), match["which"], self._stored(match)
         # Rows of gate and up alternate.
         rows = slice(None) if which == "down" else slice(int(which == "up"), None, 2)

@@ -58,10 +58,10 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Config:
 
 def normalize_config(config: Config) -> Config:
     """The configuration with normalized keys; the argument is not changed, a `text_config` stays nested."""
-    made = _normalize_level(config)
-    if isinstance(nested := made.get("text_config"), dict):
-        made["text_config"] = _normalize_level(nested)
-    return made
+    normalized = _normalize_level(config)
+    if isinstance(nested := normalized.get("text_config"), dict):
+        normalized["text_config"] = _normalize_level(nested)
+    return normalized
 
 
 _RENAMED = {
@@ -80,32 +80,34 @@ _RENAMED = {
 def _normalize_level(config: Config) -> Config:
     kind = config.get("model_type")
     renamed = _RENAMED.get(kind, {}) if isinstance(kind, str) else {}
-    made = {renamed.get(key, key): value for key, value in config.items()}
-    old_dtype = made.pop("torch_dtype", None)
-    if made.get("dtype") is None and old_dtype is not None:
-        made["dtype"] = old_dtype
-    parameters = _dict_or_none(made, "rope_parameters")
-    made.pop("rope_parameters", None)
-    scaling = _dict_or_none(made, "rope_scaling")
+    normalized = {renamed.get(key, key): value for key, value in config.items()}
+    old_dtype = normalized.pop("torch_dtype", None)
+    if normalized.get("dtype") is None and old_dtype is not None:
+        normalized["dtype"] = old_dtype
+    parameters = _dict_or_none(normalized, "rope_parameters")
+    normalized.pop("rope_parameters", None)
+    scaling = _dict_or_none(normalized, "rope_scaling")
     if parameters is not None and any(kind in parameters for kind in LAYER_TYPES):
         local = _dict_or_none(parameters, "sliding_attention") or {}
         if local.get("rope_type", "default") != "default":
             kind = str(local["rope_type"])[:80]
             raise ModelError(f"config.json scales the rotary embedding of sliding layers by '{kind}', not supported")
         if "rope_theta" in local:
-            made["rope_local_base_freq"] = local["rope_theta"]
+            normalized["rope_local_base_freq"] = local["rope_theta"]
         parameters = _dict_or_none(parameters, "full_attention")
     chosen = dict(parameters if parameters is not None else scaling or {})
     for key in ("rope_theta", "partial_rotary_factor"):
         if (value := chosen.pop(key, None)) is not None:
-            made[key] = value
-    made["rope_scaling"] = _scaling(chosen, made)
+            normalized[key] = value
+    normalized["rope_scaling"] = _scaling(chosen, normalized)
     for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
-        if made.get(key) is None:
-            made.pop(key, None)  # absent, so that the model's default applies
-        elif not _is_positive(made[key]):
-            raise ModelError(f"config.json has a '{key}' of {str(made[key])[:80]!r}, which is not a positive number")
-    return made
+        if normalized.get(key) is None:
+            normalized.pop(key, None)  # absent, so that the model's default applies
+        elif not _is_positive(normalized[key]):
+            raise ModelError(
+                f"config.json has a '{key}' of {str(normalized[key])[:80]!r}, which is not a positive number"
+            )
+    return normalized
 
 
 def _scaling(chosen: Config, config: Config) -> Config | None:

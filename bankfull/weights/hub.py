@@ -56,8 +56,8 @@ def config_from_hub(name: str) -> Path | None:
     except Exception as error:
         if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
             return None
-        found = _after_failure(hub, name, None, error, offline)
-        return found / "config.json" if found.is_dir() else None
+        path = _after_failure(hub, name, None, error, offline)
+        return path / "config.json" if path.is_dir() else None
 
 
 def _library(name: str) -> tuple[Any, bool]:
@@ -123,7 +123,7 @@ def _after_failure(hub: Any, repo: str, file: str | None, error: Exception, offl
         ) from None
     reason = " ".join(str(error).split())[:200].rstrip(". ") or kind
     try:
-        found = _in_snapshot(Path(hub.snapshot_download(repo, local_files_only=True)), repo, file)
+        path = _in_snapshot(Path(hub.snapshot_download(repo, local_files_only=True)), repo, file)
     except Exception:
         if offline:
             raise ModelError(
@@ -133,7 +133,7 @@ def _after_failure(hub: Any, repo: str, file: str | None, error: Exception, offl
             f"The hub cannot be reached for {repo} ({kind}: {reason}); try again, or give a local path."
         ) from None
     log.warning("The hub cannot be reached (%s: %s); using the copy of %s in its cache.", kind, reason, repo)
-    return found
+    return path
 
 
 def _literal(names: Sequence[str]) -> list[str]:

@@ -13,8 +13,8 @@ from bankfull.weights.hf_config import normalize_config
 
 @cache
 def _shapes() -> Mapping[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
-    return found
+    shapes: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+    return shapes
 
 
 def shape_names() -> list[str]:

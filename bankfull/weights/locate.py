@@ -25,8 +25,8 @@ def locate(name: str, report: fetch.Report | None = None) -> Path:
         raise ModelError(f"{name[:80]!r} is not a model name: give a path, a hub id (org/name) or {_short_names()}.")
     if name in fetch.SHORT_NAMES:
         model = fetch.SHORT_NAMES[name]
-        found = fetch.installed(model) or fetch.cached(name, model) or fetch.fetch(name, model, report)
-        return fetch.verified(found, name, model)
+        file = fetch.installed(model) or fetch.cached(name, model) or fetch.fetch(name, model, report)
+        return fetch.verified(file, name, model)
     if (folder := preset(name)) is not None:
         return folder
     path = _expanded(name)
@@ -82,8 +82,8 @@ def _siblings(folder: Path) -> list[str]:
 
 def _nearest(name: str, names: list[str]) -> str | None:
     folded = {n.lower(): n for n in names}
-    found = get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
-    return folded[found[0]] if found else None
+    matches = get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
 
 
 def _short_names() -> str:

@@ -85,10 +85,10 @@ def read_heads(path: str | Path) -> MedusaHeads:
                 raise ModelError(f"{file} holds residual blocks of different shapes; download the heads again.")
     acceptance = read_acceptance(folder, count)
     if f"0.{layers}.weight" in tensors:
-        own = [named_tensor(file, tensors, f"{head}.{layers}.weight") for head in range(count)]
-        if any(one.dim() != 2 or one.shape != (own[0].shape[0], hidden) for one in own):
+        projections = [named_tensor(file, tensors, f"{head}.{layers}.weight") for head in range(count)]
+        if any(one.dim() != 2 or one.shape != (projections[0].shape[0], hidden) for one in projections):
             raise ModelError(f"{file} holds projections of different shapes; download the heads again.")
-        return MedusaHeads(blocks, own[0].shape[0], own, None, acceptance, folder.name)
+        return MedusaHeads(blocks, projections[0].shape[0], projections, None, acceptance, folder.name)
     vocab = number_of(folder, config, "vocab_size", 1 << 24)
     vocabulary = checked_ids(file, named_tensor(file, tensors, "vocabulary"), vocab)
     return MedusaHeads(blocks, vocab, None, vocabulary, acceptance, folder.name)

@@ -49,8 +49,8 @@ def quantize(tensor: Tensor, name: str) -> QTensor:
         part = blocks[at : at + chunk]
         if not bool(part.isfinite().all()):
             raise ModelError(f"A tensor with values that are not finite cannot be stored as {name}.")
-        for made, encoded in zip(flat, encode(part), strict=True):
-            made[at : at + chunk] = encoded
+        for stored, encoded in zip(flat, encode(part), strict=True):
+            stored[at : at + chunk] = encoded
     return QTensor(scheme, parts, shape)
 
 

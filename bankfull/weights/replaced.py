@@ -18,5 +18,5 @@ class ReplacedTensors(SourceView):
         return self.tensors[name].scheme if name in self.tensors else self.source.scheme(name)
 
     def get(self, name: str) -> QTensor:
-        found = self.source.get(name)
-        return self.tensors.get(name, found)
+        original = self.source.get(name)
+        return self.tensors.get(name, original)

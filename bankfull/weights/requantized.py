@@ -55,10 +55,10 @@ class Requantized(SourceView):
         return self._target(name) or self.source.scheme(name)
 
     def get(self, name: str) -> QTensor:
-        found, target = self.source.get(name), self._target(name)
+        tensor, target = self.source.get(name), self._target(name)
         if target is None:
-            return found
-        return quantize((found if self.device is None else found.to(self.device)).dequantize(), target.name)
+            return tensor
+        return quantize((tensor if self.device is None else tensor.to(self.device)).dequantize(), target.name)
 
     def kept(self) -> list[str]:
         """Matrices kept as they are because none of `types` fits."""

@@ -25,14 +25,14 @@ def inverse(scale: Tensor) -> Tensor:
 def _extreme(blocks: Tensor) -> Tensor:
     """(n, 1): the value farthest from zero, the first of several."""
     low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-    found = torch.where(high > -low, high, low)
+    extreme = torch.where(high > -low, high, low)
     tied = (high == -low).squeeze(-1).nonzero().squeeze(-1)
     if len(tied):  # equal magnitude with both signs: take the first
         rows = blocks[tied]
         places = torch.arange(blocks.shape[-1], device=blocks.device)
         first = places.where(rows.abs() == high[tied], blocks.shape[-1]).amin(-1, keepdim=True)
-        found[tied] = rows.gather(-1, first)
-    return found
+        extreme[tied] = rows.gather(-1, first)
+    return extreme
 
 
 def symmetric(blocks: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,8 @@ def open_directory(
     generation = read_json(generation_file) if generation_file.exists() else {}
     source = DirectorySource(path)
     if quantized is not None:
-        reader, found = quantized
-        return config, generation, PublishedSource(source, reader(source, found))
+        reader, declared = quantized
+        return config, generation, PublishedSource(source, reader(source, declared))
     return config, generation, FusedExperts(source) if fused else source
 
 

@@ -33,10 +33,10 @@ def compressed(matrix: QTensor, dtype: torch.dtype, name: str) -> QTensor:
     parts = scheme.empty((len(values), columns), values.device)
     step = max(1, ELEMENTS_AT_ONCE // max(columns, 1))
     for first in range(0, len(values), step):
-        for part, made in two_of_four.compress(values[first : first + step], name).items():
-            parts[part][first : first + step] = made
+        for part, data in two_of_four.compress(values[first : first + step], name).items():
+            parts[part][first : first + step] = data
     leading = matrix.shape[:-1]
-    return QTensor(scheme, {part: made.reshape(*leading, made.shape[-1]) for part, made in parts.items()}, matrix.shape)
+    return QTensor(scheme, {part: data.reshape(*leading, data.shape[-1]) for part, data in parts.items()}, matrix.shape)
 
 
 def in_dtype(weight: QTensor, dtype: torch.dtype) -> QTensor:
@@ -64,21 +64,21 @@ class SparseSource(SourceView):
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def scheme(self, name: str) -> Scheme:
-        own = self.source.scheme(name)
-        if own.is_sparse:
-            return two_of_four.BY_DTYPE[self.dtype] if self._keeps(name) else BY_DTYPE[own.parts[0].dtype]
-        if self.compresses and own.is_dense and is_inner_matrix(self.source, name) and self._keeps(name):
+        stored = self.source.scheme(name)
+        if stored.is_sparse:
+            return two_of_four.BY_DTYPE[self.dtype] if self._keeps(name) else BY_DTYPE[stored.parts[0].dtype]
+        if self.compresses and stored.is_dense and is_inner_matrix(self.source, name) and self._keeps(name):
             return two_of_four.BY_DTYPE[self.dtype]
-        return own
+        return stored
 
     def get(self, name: str) -> QTensor:
-        found, wanted = self.source.get(name), self.scheme(name)
-        if found.scheme == wanted:
-            return found
+        tensor, wanted = self.source.get(name), self.scheme(name)
+        if tensor.scheme == wanted:
+            return tensor
         if not wanted.is_sparse:
             self._tell(self.expands or f"no kernel reads {self._unread(name)}")
-            return QTensor.dense(found.dequantize(wanted.parts[0].dtype))
-        return in_dtype(found, self.dtype) if found.scheme.is_sparse else compressed(found, self.dtype, name)
+            return QTensor.dense(tensor.dequantize(wanted.parts[0].dtype))
+        return in_dtype(tensor, self.dtype) if tensor.scheme.is_sparse else compressed(tensor, self.dtype, name)
 
     def _keeps(self, name: str) -> bool:
         return not self.expands and not is_table(name) and fits_kernels(self.source.shape(name), self.dtype)

@@ -94,18 +94,18 @@ def read_streams(path: str | Path) -> StreamWeights:
 
     def tensor(name: str, *shape: int | None) -> Tensor:
         """The tensor, which must have these sizes where they are given."""
-        found = tensors.get(name)
-        if found is None:
+        stored = tensors.get(name)
+        if stored is None:
             raise ModelError(f"{file} lacks the tensor '{name}' that its {CONFIG} implies; train the streams again.")
-        fits = found.dim() == len(shape) and all(
-            size is None or own == size for own, size in zip(found.shape, shape, strict=True)
+        fits = stored.dim() == len(shape) and all(
+            size is None or actual == size for actual, size in zip(stored.shape, shape, strict=True)
         )
-        if not fits or not found.numel() or (name != "vocabulary" and not found.is_floating_point()):
+        if not fits or not stored.numel() or (name != "vocabulary" and not stored.is_floating_point()):
             raise ModelError(
-                f"{file} holds '{name}' of shape {tuple(found.shape)}, which does not fit its {CONFIG}; train the "
+                f"{file} holds '{name}' of shape {tuple(stored.shape)}, which does not fit its {CONFIG}; train the "
                 "streams again."
             )
-        return found
+        return stored
 
     def map_of(name: str, inner: int | None, outer: int | None) -> Map:
         down = tensor(f"{name}.down", None, inner)

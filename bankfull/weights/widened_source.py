@@ -49,16 +49,16 @@ class WidenedSource(SourceView):
     dtype: torch.dtype
 
     def scheme(self, name: str) -> Scheme:
-        own = self.source.scheme(name)
-        if own.name not in WIDENED:
-            return own
-        return WIDE if self._keeps_codes(name, own) else BY_DTYPE[self._expanded]
+        stored = self.source.scheme(name)
+        if stored.name not in WIDENED:
+            return stored
+        return WIDE if self._keeps_codes(name, stored) else BY_DTYPE[self._expanded]
 
     def get(self, name: str) -> QTensor:
-        found, wanted = self.source.get(name), self.scheme(name)
-        if found.scheme == wanted:
-            return found
-        return in_bfloat16(found) if wanted == WIDE else QTensor.dense(found.dequantize(self._expanded))
+        tensor, wanted = self.source.get(name), self.scheme(name)
+        if tensor.scheme == wanted:
+            return tensor
+        return in_bfloat16(tensor) if wanted == WIDE else QTensor.dense(tensor.dequantize(self._expanded))
 
     def outlier_count(self, name: str) -> int | None:
         return outlier_count(self.source, name)

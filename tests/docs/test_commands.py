@@ -45,7 +45,7 @@ def test_every_path_and_every_link_leads_somewhere(page: Path) -> None:
     assert [*reading.faults_of_paths(page), *reading.faults_of_links(page)] == []
 
 
-@pytest.mark.parametrize(("name", "lines"), [("README.md", 150), ("docs/architecture.md", 255)])
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 150), ("docs/architecture.md", 290)])
 def test_the_first_two_pages_stay_short(name: str, lines: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) < lines
 

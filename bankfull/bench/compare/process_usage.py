@@ -27,10 +27,10 @@ class Member:
 def family(group: int) -> list[Member]:
     """The processes of a process group and all their descendants, also in other groups."""
     alive = list(_processes())
-    found = {member.id: member for member in alive if member.group == group}
-    while more := {m.id: m for m in alive if m.parent in found and m.id not in found}:
-        found |= more
-    return list(found.values())
+    members = {member.id: member for member in alive if member.group == group}
+    while more := {m.id: m for m in alive if m.parent in members and m.id not in members}:
+        members |= more
+    return list(members.values())
 
 
 def cpu_seconds(members: Iterable[Member]) -> float:

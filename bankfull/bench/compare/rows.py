@@ -72,15 +72,15 @@ class Row:
         return spread(self.ratios) if self.ratios else None, spread(self.ours), spread(self.theirs)
 
     def as_json(self) -> dict[str, Any]:
-        found = self.spreads()
-        made: dict[str, Any] = asdict(self)
-        made |= {"ratios": self.ratios, "ratio": asdict(found[0]) if found and found[0] else None}
+        spreads = self.spreads()
+        document: dict[str, Any] = asdict(self)
+        document |= {"ratios": self.ratios, "ratio": asdict(spreads[0]) if spreads and spreads[0] else None}
         if self.reach is not None:
-            made["reach"] |= {
+            document["reach"] |= {
                 "percent": self.reach.percents(self.ours),
                 "percent_of_best": self.reach.percents_of_best(self.ours),
             }
-        return made
+        return document
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,12 +59,12 @@ class Contender:
 def parse_contender(text: str) -> Contender:
     """Parse "name=http://..." or "name=command ... {port}"."""
     name, equals, how = text.partition("=")
-    made = Contender(name.strip(), how.strip())
-    if not equals or not made.name or not made.how:
+    contender = Contender(name.strip(), how.strip())
+    if not equals or not contender.name or not contender.how:
         raise ConfigError(f"{text!r} is not a peer; write name=http://host:port, or name='command --port {PORT}'.")
-    if not made.is_address and PORT not in made.how:
-        raise ConfigError(f"The command of {made.name} lacks {PORT}; put it where the port belongs.")
-    return made
+    if not contender.is_address and PORT not in contender.how:
+        raise ConfigError(f"The command of {contender.name} lacks {PORT}; put it where the port belongs.")
+    return contender
 
 
 def ours() -> Contender:
@@ -162,8 +162,8 @@ class Compared:
 
 def _latency(name: str, statistic: str) -> Callable[[LoadReport], float | None]:
     def of(report: LoadReport) -> float | None:
-        found = report.measured.latencies[name]
-        return None if found is None else 1e3 * getattr(found, statistic)
+        latency = report.measured.latencies[name]
+        return None if latency is None else 1e3 * getattr(latency, statistic)
 
     return of
 
@@ -202,22 +202,22 @@ def compare(one: RunningServer, other: RunningServer, load: LoadTest, pairs: int
         """Generated once for both, because their servers may count tokens differently."""
         one.wake()
         asked = replace(load, seed=next(seeds))
-        made = one.runner.conversations(asked)
+        conversations = one.runner.conversations(asked)
         one.sleep()
-        return asked, made
+        return asked, conversations
 
     def run(side: RunningServer, work: tuple[LoadTest, list[Conversation]]) -> LoadReport:
         with turn(side, noise):
             return side.runner.run(*work)
 
-    found, sides = list[tuple[LoadReport, LoadReport]](), (_side(one), _side(other))
+    both, sides = list[tuple[LoadReport, LoadReport]](), (_side(one), _side(other))
     for side in (one, other):
         side.sleep()
     try:
         for ours_, theirs in in_pairs(pairs, prepare, lambda work: run(one, work), lambda work: run(other, work)):
-            found.append((ours_, theirs))
-            rates = [report.measured.output_tokens / report.measured.duration for report in found[-1]]
-            say(f"{other.contender.name}, pair {len(found)} of {pairs}: {rates[0]:.1f} against {rates[1]:.1f} tokens/s")
+            both.append((ours_, theirs))
+            rates = [report.measured.output_tokens / report.measured.duration for report in both[-1]]
+            say(f"{other.contender.name}, pair {len(both)} of {pairs}: {rates[0]:.1f} against {rates[1]:.1f} tokens/s")
     except ConfigError as error:
         return Comparison(other.contender.name, *sides, _why(error))
     finally:
@@ -225,7 +225,7 @@ def compare(one: RunningServer, other: RunningServer, load: LoadTest, pairs: int
             side.wake()
     # The CPU time of a server that was not started here is unknown, so it cannot be told from noise.
     other_cores = noise.cores if one.group is not None and other.group is not None else None
-    rows = [_row(figure, found, other_cores) for figure in FIGURES]
+    rows = [_row(figure, both, other_cores) for figure in FIGURES]
     memory = [side.group.resident_bytes() / 2**20 if side.group is not None else None for side in (one, other)]
     if None not in memory:
         rows.append(Row("resident memory", "MiB", (memory[0] or 0.0,), (memory[1] or 0.0,), more_is_better=False))

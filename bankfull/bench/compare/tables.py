@@ -26,11 +26,11 @@ def ratio_table(comparison: Comparison, threads: int | None = None) -> Table:
     for heading in [*headings, *(["we read", "read bandwidth", "% of it", "% of its best moment"] if reaching else [])]:
         table.add_column(heading, justify="right", no_wrap=heading in headings and heading != "quartiles")
     for row in comparison.rows:
-        found = row.spreads()
-        if found is None:
+        spreads = row.spreads()
+        if spreads is None:
             table.add_row(row.work, "not measured")
             continue
-        ratio, ours, theirs = found
+        ratio, ours, theirs = spreads
         times = "-" if ratio is None else f"{ratio.median:.2f}x"
         elsewhere = "" if row.others is None else f"{row.others:.2f} cores"
         table.add_row(

@@ -39,12 +39,12 @@ class Noise:
 @contextmanager
 def turn(engine: Pausable, noise: Noise) -> Iterator[None]:
     engine.wake()
-    begun, busy, own = time.perf_counter(), process_usage.busy_seconds(), engine.cpu_seconds()
+    begun, busy, engine_cpu = time.perf_counter(), process_usage.busy_seconds(), engine.cpu_seconds()
     try:
         yield
     finally:
         seconds = time.perf_counter() - begun
-        elsewhere = process_usage.busy_seconds() - busy - (engine.cpu_seconds() - own)
+        elsewhere = process_usage.busy_seconds() - busy - (engine.cpu_seconds() - engine_cpu)
         engine.sleep()
         noise.seconds += seconds
         noise.elsewhere += max(0.0, elsewhere)

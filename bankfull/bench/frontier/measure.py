@@ -54,10 +54,10 @@ class WayFigures:
     activations: str
 
     def as_json(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in self.__slots__ if name not in ("way", "quality")}
+        figures = {name: getattr(self, name) for name in self.__slots__ if name not in ("way", "quality")}
         kept = ("kl_mean", "kl_median", "kl_p99", "kl_max", "perplexity", "ratio", "top1")
-        found = self.quality.to_dict()
-        return {"name": self.way.name, "way": asdict(self.way), **own, **{name: found[name] for name in kept}}
+        quality = self.quality.to_dict()
+        return {"name": self.way.name, "way": asdict(self.way), **figures, **{name: quality[name] for name in kept}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,16 @@ def measure(
 def figures_of(judge: Judge, way: RunWay, device: Device, reps: int) -> WayFigures:
     files = opened(open_model(locate(judge.model)), way, device)
     if way.path is not None:
-        own, _ = load_tokenizer(files)
-        if own.first_other_token(judge.tokenizer) is not None:
+        tokenizer, _ = load_tokenizer(files)
+        if tokenizer.first_other_token(judge.tokenizer) is not None:
             raise ModelError(f"{way.path} has another vocabulary than {judge.model}, so they cannot be compared.")
     sched = SchedConfig(rows=1, step_tokens=judge.window)
-    made = assemble(files, way.run(str(device.torch)), sched, StateConfig(), max_len=judge.window, device=device)
-    refuse_pages_without_use(made.layout, way.kv_dtype)
-    quality = evaluate_kept(made.model, judge.kept)
-    found = recall(made.model, judge.prompts, device.torch)
-    decode, prefill = speed_of(made, judge.tokenizer, reps) if reps else (None, None)
-    sizes = {name: _bytes_of(files.source, name, made.build) for name in files.source.names()}
+    assembled = assemble(files, way.run(str(device.torch)), sched, StateConfig(), max_len=judge.window, device=device)
+    refuse_pages_without_use(assembled.layout, way.kv_dtype)
+    quality = evaluate_kept(assembled.model, judge.kept)
+    recalled = recall(assembled.model, judge.prompts, device.torch)
+    decode, prefill = speed_of(assembled, judge.tokenizer, reps) if reps else (None, None)
+    sizes = {name: _bytes_of(files.source, name, assembled.build) for name in files.source.names()}
     matrices = [name for name in sizes if is_matrix(files.source, name)]
     weights = sum(math.prod(files.source.shape(name)) for name in matrices)
     return WayFigures(
@@ -121,12 +121,12 @@ def figures_of(judge: Judge, way: RunWay, device: Device, reps: int) -> WayFigur
         8 * sum(sizes[name] for name in matrices) / max(weights, 1),
         sum(sizes.values()),
         quality,
-        found,
+        recalled,
         decode,
         prefill,
-        str(made.build.dtype).removeprefix("torch."),
-        pages_name(made.build.pages),
-        made.build.activations.name,
+        str(assembled.build.dtype).removeprefix("torch."),
+        pages_name(assembled.build.pages),
+        assembled.build.activations.name,
     )
 
 

@@ -66,12 +66,12 @@ def parse_ways(text: str, device: str) -> list[RunWay]:
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if not parts or len(parts) > MOST_WAYS:
         raise ConfigError(f"--ways names {len(parts)} ways; give 1 to {MOST_WAYS}, with semicolons between them.")
-    made = [parse_way(part, device) for part in parts]
-    names = [way.name for way in made]
+    ways = [parse_way(part, device) for part in parts]
+    names = [way.name for way in ways]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"--ways names {twice[:40]!r} twice; leave one of them out.")
-    return made
+    return ways
 
 
 def parse_way(text: str, device: str) -> RunWay:

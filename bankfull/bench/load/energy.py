@@ -104,7 +104,7 @@ class EnergyMeter:
 
 def _rapl(folder: Path) -> list[Counter]:
     """Processor packages and their memory. "psys" covers the whole platform and would count these twice."""
-    found = []
+    packages = []
     for zone in sorted(folder.glob("intel-rapl:*")) if folder.is_dir() else []:
         with suppress(OSError, ValueError):
             name = (zone / "name").read_text().strip()
@@ -112,8 +112,8 @@ def _rapl(folder: Path) -> list[Counter]:
                 continue
             (zone / "energy_uj").read_text()  # readable for the administrator only since 2020
             wrap = int((zone / "max_energy_range_uj").read_text()) / 1e6
-            found.append(Counter(f"{zone.name} {name}", _microjoules(zone / "energy_uj"), wrap))
-    return found
+            packages.append(Counter(f"{zone.name} {name}", _microjoules(zone / "energy_uj"), wrap))
+    return packages
 
 
 def _microjoules(file: Path) -> Callable[[], float]:
@@ -133,13 +133,13 @@ def _nvml(driver: Path) -> list[Counter]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError:  # no driver, or none that works
         return []
-    found = []
+    gpus = []
     for number, handle in enumerate(handles):
         with suppress(OSError):
             read = _nvml_joules(pynvml, handle)
             read()
-            found.append(Counter(f"gpu {number}", read))
-    return found
+            gpus.append(Counter(f"gpu {number}", read))
+    return gpus
 
 
 @cache

@@ -38,11 +38,11 @@ class Distribution:
 
 def distribution(values: Iterable[float]) -> Distribution | None:
     """None without values. Percentiles are interpolated linearly."""
-    found = np.fromiter(values, np.float64)
-    if not found.size:
+    array = np.fromiter(values, np.float64)
+    if not array.size:
         return None
-    median, p90, p95, p99 = np.percentile(found, (50, 90, 95, 99)).tolist()
-    return Distribution(float(found.mean()), median, float(found.std()), p90, p95, p99, found.size)
+    median, p90, p95, p99 = np.percentile(array, (50, 90, 95, 99)).tolist()
+    return Distribution(float(array.mean()), median, float(array.std()), p90, p95, p99, array.size)
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Measured:
     def latencies(self) -> dict[str, Distribution | None]:
         """Distributions by name; ITL is over all gaps of all requests."""
         gaps = (gap for outcome in self.good for gap in outcome.gaps)
-        found: dict[str, Distribution | None] = {}
+        distributions: dict[str, Distribution | None] = {}
         for name in LATENCIES:
             values = gaps if name == "itl" else (getattr(outcome, name) for outcome in self.good)
-            found[name] = distribution(value for value in values if value is not None)
-        return found
+            distributions[name] = distribution(value for value in values if value is not None)
+        return distributions
 
     @cached_property
     def late(self) -> Distribution | None:
@@ -110,8 +110,8 @@ class Measured:
     @cached_property
     def worst_ratios(self) -> np.ndarray:
         """Sorted ratios of each request's worst figure to its objective; infinite for a failed request."""
-        found = [np.inf if one.error is not None else self.slo.worst_ratio(one.figures()) for one in self.outcomes]
-        return np.sort(np.array(found))
+        ratios = [np.inf if one.error is not None else self.slo.worst_ratio(one.figures()) for one in self.outcomes]
+        return np.sort(np.array(ratios))
 
     def attained(self, scale: float = 1.0) -> float:
         """SLO attainment: fraction of all requests that meet every objective times `scale`."""

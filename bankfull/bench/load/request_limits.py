@@ -52,14 +52,14 @@ class RequestLimits:
     def mean(self, outcomes: Sequence[Outcome], tokens: GeneratedTokens = NO_DRAFTS) -> dict[str, float]:
         """Means by latency name over the completed requests."""
         good = [one for one in outcomes if one.error is None]
-        found = [(self.ttft(o), self.tpot(o, tokens), o.output_tokens) for o in good]
-        if not found:
+        limits = [(self.ttft(o), self.tpot(o, tokens), o.output_tokens) for o in good]
+        if not limits:
             return {}
         means = {
-            "ttft": fmean(first for first, _, _ in found),
-            "e2e": fmean(first + (each or 0.0) * (tokens - 1) for first, each, tokens in found),
+            "ttft": fmean(first for first, _, _ in limits),
+            "e2e": fmean(first + (each or 0.0) * (tokens - 1) for first, each, tokens in limits),
         }
-        if known := [each for _, each, _ in found if each is not None]:
+        if known := [each for _, each, _ in limits if each is not None]:
             # ITL measures the gaps between the steps that gave tokens.
             gaps = [gap for one in good if (gap := self.step(one, tokens)) is not None]
             means |= {"tpot": fmean(known), "itl": fmean(gaps)}
@@ -100,10 +100,10 @@ def _of_files(path: Path, ceiling: Ceiling | None) -> RequestLimits:
     metered = MeteredModel(open_model(locate(str(path))))
     form = closed_form(metered)
     if ceiling is None:
-        found = measure()
-        reads = found.read_at(form.cost(StepShape.decode()).read)
+        ceilings = measure()
+        reads = ceilings.read_at(form.cost(StepShape.decode()).read)
         # The server does not report its dtype: the fastest type bounds all, provided every type was measured.
-        ceiling = Ceiling(reads, math.inf if found.unmeasured else max(found.flops.values()))
+        ceiling = Ceiling(reads, math.inf if ceilings.unmeasured else max(ceilings.flops.values()))
     return RequestLimits(form, ceiling)
 
 

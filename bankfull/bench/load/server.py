@@ -95,10 +95,10 @@ class ServerUnderTest:
 
     @cached_property
     def _models(self) -> list[dict[str, Any]]:
-        found = self.ask("GET", "/v1/models")
-        if found.status == 401:
+        response = self.ask("GET", "/v1/models")
+        if response.status == 401:
             raise ConfigError(f"{self.address.url} requires an API key: put it into BANKFULL_API_KEY.")
-        document = found.json
+        document = response.json
         data = document.get("data") if isinstance(document, dict) else None
         return [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
 
@@ -120,18 +120,18 @@ class ServerUnderTest:
     def tokenize(self, text: str) -> list[int] | None:
         """None if the server does not offer it."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        found = self.ask("POST", "/tokenize", body)
-        if found.status != 200:  # llama.cpp calls the field `content`
-            found = self.ask("POST", "/tokenize", {"content": text})
-        document = found.json if found.status == 200 else None
+        response = self.ask("POST", "/tokenize", body)
+        if response.status != 200:  # llama.cpp calls the field `content`
+            response = self.ask("POST", "/tokenize", {"content": text})
+        document = response.json if response.status == 200 else None
         tokens = document.get("tokens") if isinstance(document, dict) else None
         usable = isinstance(tokens, list) and bool(tokens) and all(type(token) is int for token in tokens)
         return tokens if usable else None
 
     def metrics(self) -> str | None:
         """Prometheus metrics, if the server has them."""
-        found = self.ask("GET", "/metrics")
-        return found.body.decode(errors="replace") if found.status == 200 else None
+        response = self.ask("GET", "/metrics")
+        return response.body.decode(errors="replace") if response.status == 200 else None
 
     def wait_ready(self, seconds: float) -> None:
         """Wait until /v1/models and /health respond."""
@@ -165,7 +165,7 @@ class ServerUnderTest:
             connection.close()
 
     def all_headers(self) -> dict[str, str]:
-        found = {"content-type": "application/json", **self.headers}
+        headers = {"content-type": "application/json", **self.headers}
         if self.key:
-            found["authorization"] = f"Bearer {self.key}"
-        return found
+            headers["authorization"] = f"Bearer {self.key}"
+        return headers

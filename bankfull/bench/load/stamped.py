@@ -40,8 +40,8 @@ class KernelClock:
             ahead = self._measure()
             # If the wall clock was set back, earlier timestamps appear later by the same amount.
             self._since, self._ahead = now + max(0, self._ahead - ahead), ahead
-        found = stamp - self._ahead
-        return found / 1e9 if self._since <= found <= now else None
+        moment = stamp - self._ahead
+        return moment / 1e9 if self._since <= moment <= now else None
 
     @staticmethod
     def _measure() -> int:
@@ -92,11 +92,11 @@ class StampedSocket(socket.socket):
 
 
 async def connect(ip: str, port: int, clock: KernelClock) -> StampedSocket:
-    made = StampedSocket(socket.AF_INET6 if ":" in ip else socket.AF_INET, clock)
-    made.setblocking(False)
+    connection = StampedSocket(socket.AF_INET6 if ":" in ip else socket.AF_INET, clock)
+    connection.setblocking(False)
     try:
-        await asyncio.get_running_loop().sock_connect(made, (ip, port))
+        await asyncio.get_running_loop().sock_connect(connection, (ip, port))
     except BaseException:
-        made.close()
+        connection.close()
         raise
-    return made
+    return connection

@@ -64,8 +64,8 @@ class Lengths:
         if self.spread:
             # Parameters of the underlying normal distribution for this mean and coefficient of variation.
             variance = math.log1p(self.spread**2)
-            found = numbers.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
-            return min(max(round(found), self.low), self.high)
+            length = numbers.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
+            return min(max(round(length), self.low), self.high)
         return self.low if self.low == self.high else numbers.randint(self.low, self.high)
 
 
@@ -76,15 +76,19 @@ def parse_lengths(text: str) -> Lengths:
             raise ValueError
         first, how, second = int(matched[1]), matched[2], float(matched[3] or 0)
         if how == "~":
-            made = Lengths(first, 1, MOST_TOKENS, second)
+            lengths = Lengths(first, 1, MOST_TOKENS, second)
         else:
             last = int(second) if how else first
-            made = Lengths((first + last) / 2, first, last)
+            lengths = Lengths((first + last) / 2, first, last)
     except ValueError:
         raise ConfigError(f"{text!r} is not a length in tokens; write 512, 100-900 or 512~0.8.") from None
-    if not 1 <= made.low <= made.high <= MOST_TOKENS or not 1 <= made.mean <= MOST_TOKENS or made.spread > 10:
+    if (
+        not 1 <= lengths.low <= lengths.high <= MOST_TOKENS
+        or not 1 <= lengths.mean <= MOST_TOKENS
+        or lengths.spread > 10
+    ):
         raise ConfigError(f"The length {text!r} must lie between 1 and {MOST_TOKENS} tokens.")
-    return made
+    return lengths
 
 
 # -- prompts
@@ -135,8 +139,8 @@ class TextPrompts:
         return f"{first} {second}"
 
     def count(self, text: str) -> int:
-        found = None if self._server is None else self._server.tokenize(text)
-        return max(1, round(len(text) / CHARACTERS_PER_TOKEN)) if found is None else len(found)
+        tokens = None if self._server is None else self._server.tokenize(text)
+        return max(1, round(len(text) / CHARACTERS_PER_TOKEN)) if tokens is None else len(tokens)
 
     @cached_property
     def _tokens_per_word(self) -> float:
@@ -250,16 +254,18 @@ class ShareGpt:
         records = _decoded(self.path, list[_ShareGptRecord])
         numbers = random.Random(f"workload/{seed}")
         numbers.shuffle(records)
-        found: list[Conversation] = []
+        conversations: list[Conversation] = []
         for record in records:
             pairs = _pairs(record)[: self.turns]
             if pairs:
-                found.append(Conversation(tuple(self._turn(ask, said, numbers, prompts) for ask, said in pairs)))
-            if len(found) == count:
-                return found
-        if not found:
+                conversations.append(
+                    Conversation(tuple(self._turn(ask, said, numbers, prompts) for ask, said in pairs))
+                )
+            if len(conversations) == count:
+                return conversations
+        if not conversations:
             raise ConfigError(f"{self.path} has no conversation that begins with a user message and its answer.")
-        return [found[number % len(found)] for number in range(count)]
+        return [conversations[number % len(conversations)] for number in range(count)]
 
     def _turn(self, ask: str, said: str, numbers: random.Random, prompts: PromptGenerator) -> ConversationTurn:
         wanted = prompts.count(said) if self.output is None else self.output.draw(numbers)
@@ -271,12 +277,12 @@ def _pairs(record: _ShareGptRecord) -> list[tuple[str, str]]:
     said = [(line.speaker or line.role, line.value or line.content) for line in lines]
     while said and said[0][0] not in _ASKS:
         said = said[1:]
-    found = []
+    pairs = []
     for (asker, question), (teller, reply) in zip(said[::2], said[1::2], strict=False):
         if asker not in _ASKS or teller not in _ANSWERS or not question.strip() or not reply.strip():
             break
-        found.append((question, reply))
-    return found
+        pairs.append((question, reply))
+    return pairs
 
 
 class _Line(msgspec.Struct):
@@ -368,15 +374,15 @@ def _decoded(path: Path, kind: Any) -> Any:
 
 def _lines(path: Path) -> list[_Line]:
     decode = msgspec.json.Decoder(_Line).decode
-    found = []
+    lines = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found.append(decode(line))
+            lines.append(decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"Line {number} of the trace {path} cannot be read: {error}.") from None
-    return found
+    return lines
 
 
 def _table(path: Path) -> list[_Line]:
@@ -392,11 +398,11 @@ def _table(path: Path) -> list[_Line]:
             return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text.strip())).timestamp() * 1e3
 
     rows = csv.DictReader(io.StringIO(_read(path).decode(errors="replace")))
-    found = []
+    lines = []
     for number, row in enumerate(rows, 2):
         fields = {str(name).strip().lower(): value for name, value in row.items()}
         try:
-            found.append(
+            lines.append(
                 _Line(
                     int(fields.get("contexttokens") or fields["input_length"]),
                     int(fields.get("generatedtokens") or fields["output_length"]),
@@ -407,4 +413,4 @@ def _table(path: Path) -> list[_Line]:
             raise ConfigError(
                 f"Line {number} of the trace {path} lacks TIMESTAMP, ContextTokens or GeneratedTokens ({error})."
             ) from None
-    return found
+    return lines

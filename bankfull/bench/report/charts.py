@@ -15,14 +15,14 @@ MOST_POINTS = 400
 def charts_of(report: LoadReport) -> list[Chart]:
     """The charts for which there is data."""
     m = report.measured
-    found = [latency_chart(report)] if m.good else []
+    charts = [latency_chart(report)] if m.good else []
     if m.slo.stated:
-        found.append(attainment_chart(m))
+        charts.append(attainment_chart(m))
     if m.duration >= 2:
-        found.append(timeline_chart(m))
+        charts.append(timeline_chart(m))
     if m.good:
-        found.append(arrival_chart(m))
-    return found
+        charts.append(arrival_chart(m))
+    return charts
 
 
 def latency_chart(report: LoadReport) -> Chart:

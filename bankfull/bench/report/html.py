@@ -49,9 +49,9 @@ def as_html(report: LoadReport) -> str:
 def sections(report: LoadReport) -> list[Section]:
     figures = [figure_cells(figure) for figure in (*report.rates(), *report.machine())]
     warnings = "".join(f'<li class="warning">{escape(line)}</li>' for line in report.warnings())
-    found = [Section("Warnings", f"<ul>{warnings}</ul>")] if warnings else []
+    warned = [Section("Warnings", f"<ul>{warnings}</ul>")] if warnings else []
     return [
-        *found,
+        *warned,
         Section("Latencies", table(HEADINGS, latency_cells(report)) + _legend(report)),
         Section("Throughput, utilization and cost", table((), figures)),
         Section("Charts", "", charts_of(report)),

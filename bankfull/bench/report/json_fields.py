@@ -33,7 +33,7 @@ DETAILS = (
 def as_vllm(report: LoadReport, details: bool = False) -> dict[str, Any]:
     setting, m = report.setting, report.measured
     seconds = m.per_second()
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "date": setting.date,
         "endpoint_type": setting.backend,
         "backend": setting.backend,
@@ -59,10 +59,10 @@ def as_vllm(report: LoadReport, details: bool = False) -> dict[str, Any]:
     for ours, theirs in NAMES.items():
         known = m.latencies[ours]
         for statistic in STATISTICS:
-            found[f"{statistic}_{theirs}_ms"] = None if known is None else 1e3 * getattr(known, statistic)
+            result[f"{statistic}_{theirs}_ms"] = None if known is None else 1e3 * getattr(known, statistic)
     if details:
-        found |= _details(sorted(m.outcomes, key=lambda outcome: outcome.due))
-    return found | {"bankfull": report.as_json()}
+        result |= _details(sorted(m.outcomes, key=lambda outcome: outcome.due))
+    return result | {"bankfull": report.as_json()}
 
 
 def _details(outcomes: list[Outcome]) -> dict[str, Any]:

@@ -83,8 +83,10 @@ class LoadReport:
 
     def percent(self, latency: str) -> float | None:
         """Shortest latency in percent of the mean."""
-        found, least = self.measured.latencies[latency], self.least.get(latency)
-        return None if found is None or least is None or not found.mean else 100 * least / found.mean
+        distribution, least = self.measured.latencies[latency], self.least.get(latency)
+        return (
+            None if distribution is None or least is None or not distribution.mean else 100 * least / distribution.mean
+        )
 
     def rates(self) -> Iterator[Figure]:
         m, utilization = self.measured, self.utilization
@@ -136,32 +138,32 @@ class LoadReport:
 
     def failures(self, most: int = 3) -> str:
         """Reasons of failures, most frequent first."""
-        found = Counter(outcome.error for outcome in self.measured.failed).most_common(most)
-        return "; ".join(f"{count}x {reason}" for reason, count in found)
+        reasons = Counter(outcome.error for outcome in self.measured.failed).most_common(most)
+        return "; ".join(f"{count}x {reason}" for reason, count in reasons)
 
     def warnings(self) -> list[str]:
         """Conditions that make the figures less reliable."""
-        late, found = self.measured.late, []
+        late, warnings = self.measured.late, []
         if late is not None and late.p99 > LATE_SECONDS:
-            found.append(
+            warnings.append(
                 f"1% of the requests were sent {late.p99 * 1e3:.3g} ms late or later: {self._why_late()}; "
                 "the delay counts as latency"
             )
         if self.disturbed > DISTURBED * len(self.measured.outcomes):
             longest = max(stall.seconds for stall in self.stalls)
-            found.append(
+            warnings.append(
                 f"{self.disturbed} requests were sent, or their first or last token was read, during or just after "
                 f"a stall of the client of more than 1 ms ({longest * 1e3:.3g} ms at most), which is part of their "
                 "figures"
             )
         if (growth := self.measured.growth) is not None and growth > GROWTH and self.setting.rate != float("inf"):
-            found.append(
+            warnings.append(
                 f"the last quarter of the requests took {growth:.3g} times as long as the first: the server does not "
                 "keep up, and latencies grow with the length of the run"
             )
         if self.measured.failed:
-            found.append(f"{len(self.measured.failed)} requests failed: {self.failures()}")
-        return found
+            warnings.append(f"{len(self.measured.failed)} requests failed: {self.failures()}")
+        return warnings
 
     @cached_property
     def disturbed(self) -> int:

@@ -28,8 +28,8 @@ def answer(found: Found, search: Search, slo: str) -> str:
 
 
 def hopeless(alone: Measured) -> str:
-    took = {name: found for name in alone.slo.stated if (found := alone.latencies[name]) is not None}
-    figures = ", ".join(f"{TITLES[name]} {1e3 * found.mean:.4g} ms" for name, found in took.items())
+    took = {name: latency for name in alone.slo.stated if (latency := alone.latencies[name]) is not None}
+    figures = ", ".join(f"{TITLES[name]} {1e3 * latency.mean:.4g} ms" for name, latency in took.items())
     return f"No rate can meet {alone.slo}: a single request on the idle server does not meet it ({figures})."
 
 
@@ -56,12 +56,12 @@ def sweep_table(found: Found, reports: list[LoadReport]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=Text(heading(reports[-1]).rpartition(";")[0]))
+    trials = Table(title=Text(heading(reports[-1]).rpartition(";")[0]))
     for column in HEADINGS:
-        made.add_column(column, justify="right", no_wrap=True)
+        trials.add_column(column, justify="right", no_wrap=True)
     for row in trial_cells(found, reports):
-        made.add_row(*row)
-    return made
+        trials.add_row(*row)
+    return trials
 
 
 def sweep_chart(found: Found, search: Search) -> Chart:

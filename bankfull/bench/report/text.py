@@ -25,10 +25,10 @@ def latency_cells(report: LoadReport) -> list[tuple[str, ...]]:
     """One row per latency in milliseconds; "least" is the mean of the shortest possible times."""
     rows = []
     for name in LATENCIES:
-        found, least, percent = report.measured.latencies[name], report.least.get(name), report.percent(name)
-        if found is None:
+        distribution, least, percent = report.measured.latencies[name], report.least.get(name), report.percent(name)
+        if distribution is None:
             continue
-        values = [f"{1e3 * getattr(found, column):.4g}" for column in COLUMNS]
+        values = [f"{1e3 * getattr(distribution, column):.4g}" for column in COLUMNS]
         beside = ["-" if least is None else f"{1e3 * least:.4g}", "-" if percent is None else f"{percent:.3g}%"]
         rows.append((TITLES[name], *values, *beside))
     return rows

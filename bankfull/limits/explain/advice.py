@@ -80,12 +80,12 @@ class Adviser:
             # What else the steps could save was measured with drafts in them, and would change without them.
             return [loss] if slow is None else sorted((loss, slow), key=lambda advice: -advice.seconds_saved)
         savings = [] if slow else [*self._storage(story), *self._chunks(story)]
-        found = [one for one in [*savings, *self._room(story)] if one.seconds_saved >= WORTH_SAYING * whole]
-        found.sort(key=lambda advice: -advice.seconds_saved)
+        worthwhile = [one for one in [*savings, *self._room(story)] if one.seconds_saved >= WORTH_SAYING * whole]
+        worthwhile.sort(key=lambda advice: -advice.seconds_saved)
         if slow is not None:
-            return [slow, *found[:1]]
+            return [slow, *worthwhile[:1]]
         streams = self._streams(story)
-        return found[:1] + ([] if streams is None else [streams])
+        return worthwhile[:1] + ([] if streams is None else [streams])
 
     def _speculation(self, story: Story) -> Advice | None:
         """Speculative decoding that loses: its tokens per second beside those of steps without drafts."""

@@ -144,7 +144,7 @@ def _summary(story: Story, parts: list[ExplainedPart], step_limit: StepLimit | N
     part = heaviest(story)
     said = [a.sentence for a in advice]
     if part is not None:
-        shown = next(found for found in parts if found.part == part.name)
+        shown = next(explained for explained in parts if explained.part == part.name)
         lead = f"{part.name} took {shown.share:.0%} of the time"
         if shown.percent_of_limit is not None:
             lead += f" and is bound by {shown.bound} at {shown.percent_of_limit:.0f}% of the limit"

@@ -164,13 +164,13 @@ class KernelTimes:
         """What the tape's kernels, its breaks and the head took since the last call; empty where none is timed."""
         if self.taped is None or not self.taped.timed:
             return {}
-        found = self.taped.tape.times()
+        spent = self.taped.tape.times()
         (seconds, calls), launches = self._taken, self._launches
         self._taken = (launches.head_seconds, launches.head_calls)
         if launches.head_calls > calls:
-            on_tape = found.get(HEAD, (0.0, 0))
-            found[HEAD] = (on_tape[0] + launches.head_seconds - seconds, on_tape[1] + launches.head_calls - calls)
-        return found
+            on_tape = spent.get(HEAD, (0.0, 0))
+            spent[HEAD] = (on_tape[0] + launches.head_seconds - seconds, on_tape[1] + launches.head_calls - calls)
+        return spent
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,8 +101,8 @@ class KernelCosts:
     def summed(self, label: str, found: np.ndarray) -> Cost:
         """The cost from features, which may be sums over steps."""
         if label == HEAD:
-            own = (form for name, form in self._forms.items() if name.startswith(f"{HEAD}/"))
-            return sum((form.cost_of(found) for form in own), Cost())
+            forms = (form for name, form in self._forms.items() if name.startswith(f"{HEAD}/"))
+            return sum((form.cost_of(found) for form in forms), Cost())
         traffic, steps, tokens = self._traffic[label], float(found[STEPS]), float(found[TOKENS])
         if not traffic.operation:
             cost = Cost(traffic.flops * tokens, traffic.fixed * steps + traffic.per_token * tokens)

@@ -241,12 +241,12 @@ class RequestRecorder:
         assert self._times is not None and self.run is not None
         now, spent = self._clock(), self._times.seconds
         known = self.step_limit
-        found = known.features(plan.work) if known is not None and plan.work else None
+        features = known.features(plan.work) if known is not None and plan.work else None
         kernels = {label: seconds for label, (seconds, _) in self._times.take().items()}
         sampled = {w.row: len(tokens) for w, tokens in zip(plan.work, result.tokens, strict=True)}
         drafted = self._drafting
         step = StepNote(
-            plan.work, self._before, now, spent - self._spent, found, kernels, sampled, drafted - self._drafted
+            plan.work, self._before, now, spent - self._spent, features, kernels, sampled, drafted - self._drafted
         )
         self._before, self._spent, self._drafted = now, spent, drafted
         for request, story in self._stories.items():

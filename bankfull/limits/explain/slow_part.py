@@ -40,10 +40,10 @@ class SlowPart:
     def sentence(self, part: str, kernels: str) -> str:
         """`part`: the part of the request; `kernels`: the instruction set and threads."""
         take, their = ("take", "their") if "layers" in self.name else ("takes", "its")
-        found = f"{self.name} {take} {self.share:.0%} of {part} at {100 * self.reached:.0f}% of {their} limit"
+        lead = f"{self.name} {take} {self.share:.0%} of {part} at {100 * self.reached:.0f}% of {their} limit"
         if self.by_torch:
-            return f"{found}, because torch computes it: there is no kernel for it here"
-        return f"{found}; these kernels ({kernels}) are what is slow, not the number of streams"
+            return f"{lead}, because torch computes it: there is no kernel for it here"
+        return f"{lead}; these kernels ({kernels}) are what is slow, not the number of streams"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,11 @@ class LayerDims:
 
     def facts(self, layers: int) -> MeshFacts:
         """What a mesh must divide."""
-        own, routed = self.attention, self.experts
+        attention, routed = self.attention, self.experts
         return MeshFacts(
             layers,
-            0 if own is None else own.heads,
-            0 if own is None else own.kv_heads,
+            0 if attention is None else attention.heads,
+            0 if attention is None else attention.kv_heads,
             0 if routed is None else routed.experts,
             {"feed-forward width": self.width} if self.width else {},
             0 if routed is None else routed.width,
@@ -96,7 +96,7 @@ class ModelDims:
     def check(self, mesh: MeshSpec) -> None:
         """Refuse a mesh that does not divide the model."""
         experts = any(layer.experts is not None for layer in self.layers)
-        for facts in {str(own): own for layer in self.layers if (own := layer.facts(len(self.layers)))}.values():
+        for facts in {str(one): one for layer in self.layers if (one := layer.facts(len(self.layers)))}.values():
             # Layers without experts do not stand in the way of those that have some.
             mesh.check(facts if facts.experts or not experts else _without_experts(facts, mesh))
 
@@ -113,14 +113,16 @@ class ModelDims:
     @property
     def weight_bytes(self) -> float:
         """Bytes of the whole model's weights, each tensor once."""
-        layers = sum(own.split + own.copied + own.kv + own.experts for own in (one.bytes for one in self.layers))
+        layers = sum(
+            sizes.split + sizes.copied + sizes.kv + sizes.experts for sizes in (one.bytes for one in self.layers)
+        )
         return layers + self.embedding_bytes + self.head_bytes + self.copied_bytes
 
     @property
     def state_bytes(self) -> tuple[float, float]:
         """Bytes of state per token and per sequence."""
-        own: Sequence[LayerBytes] = [layer.bytes for layer in self.layers]
-        return sum(one.token_state for one in own), sum(one.sequence_state for one in own)
+        per_layer: Sequence[LayerBytes] = [layer.bytes for layer in self.layers]
+        return sum(one.token_state for one in per_layer), sum(one.sequence_state for one in per_layer)
 
 
 def _without_experts(facts: MeshFacts, mesh: MeshSpec) -> MeshFacts:

@@ -37,9 +37,9 @@ def dims_of(recipe: Recipe) -> ModelDims:
     copied = 0.0
     for name, tensor in metered.shapes.read.items():
         size = tensor_bytes(recipe, tensor)
-        found = LAYER.search(name)
-        if found is not None:
-            number = int(found[1])
+        match = LAYER.search(name)
+        if match is not None:
+            number = int(match[1])
             for part, share in _parts(name, tensor.shape, layers[number]):
                 weights[number][part] += share * size
         elif len(tensor.shape) == 2 and tensor.shape[0] == model.vocab:
@@ -56,17 +56,17 @@ def dims_of(recipe: Recipe) -> ModelDims:
 
 def _parts(name: str, shape: tuple[int, ...], layer: LayerDims) -> Iterator[tuple[str, float]]:
     """How a tensor is placed, with the share of it that is."""
-    own, of_feed = layer.attention, OF_FEEDS.search(name) is not None
+    attention, of_feed = layer.attention, OF_FEEDS.search(name) is not None
     if ROUTED.search(name):
         yield "experts", 1.0
     elif len(shape) == 1 or COPIED.search(name):
         yield "copied", 1.0
         if of_feed:
             yield "feed_copied", 1.0
-    elif own is not None and own.kv_heads and KEYS.search(name):
+    elif attention is not None and attention.kv_heads and KEYS.search(name):
         yield "kv", 1.0
-    elif own is not None and own.kv_heads and FUSED.search(name):
-        keys = 2 * own.kv_heads / (own.heads + 2 * own.kv_heads)
+    elif attention is not None and attention.kv_heads and FUSED.search(name):
+        keys = 2 * attention.kv_heads / (attention.heads + 2 * attention.kv_heads)
         yield "kv", keys
         yield "split", 1 - keys
     else:
@@ -87,7 +87,7 @@ def _layer(block: Block) -> LayerDims:
 
 def _attention(mixer: object) -> AttentionDims | None:
     if isinstance(mixer, ParallelMixer):
-        return next((own for one in mixer.mixers if (own := _attention(one)) is not None), None)
+        return next((dims for one in mixer.mixers if (dims := _attention(one)) is not None), None)
     if isinstance(mixer, Attention):
         heads = mixer.heads
         return AttentionDims(heads.count, heads.kv, heads.size, heads.size, 2 * heads.size)

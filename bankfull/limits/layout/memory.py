@@ -27,16 +27,16 @@ def side_weights(dims: ModelDims, mesh: MeshSpec, stage: int) -> tuple[float, fl
 
 
 def _mixer_weights(layer: LayerDims, mesh: MeshSpec) -> float:
-    own = layer.bytes
+    weights = layer.bytes
     heads = 0 if layer.attention is None else layer.attention.kv_heads
-    keys = own.kv / (min(mesh.tp, heads) if heads else 1)
-    return (own.split - own.feed) / mesh.tp + own.copied - own.feed_copied + keys
+    keys = weights.kv / (min(mesh.tp, heads) if heads else 1)
+    return (weights.split - weights.feed) / mesh.tp + weights.copied - weights.feed_copied + keys
 
 
 def _feed_weights(layer: LayerDims, mesh: MeshSpec) -> float:
-    own = layer.bytes
-    experts = 0.0 if layer.experts is None else own.experts * expert_share(layer.experts.experts, mesh)
-    return own.feed / mesh.feed_tp + own.feed_copied + experts
+    weights = layer.bytes
+    experts = 0.0 if layer.experts is None else weights.experts * expert_share(layer.experts.experts, mesh)
+    return weights.feed / mesh.feed_tp + weights.feed_copied + experts
 
 
 def expert_share(experts: int, mesh: MeshSpec) -> float:
@@ -55,11 +55,11 @@ def state_share(dims: ModelDims, mesh: MeshSpec) -> float:
     paged, kept = dims.state_bytes
     share = 0.0
     for first, last in mesh.stages(len(dims.layers)):
-        own = dims.layers[first:last]
+        layers = dims.layers[first:last]
         if paged:
-            share = max(share, sum(one.bytes.token_state * kv_share(one, mesh) for one in own) / paged)
+            share = max(share, sum(one.bytes.token_state * kv_share(one, mesh) for one in layers) / paged)
         if kept:
-            share = max(share, sum(one.bytes.sequence_state for one in own) / mesh.tp / kept)
+            share = max(share, sum(one.bytes.sequence_state for one in layers) / mesh.tp / kept)
     return share or 1.0
 
 

@@ -86,21 +86,21 @@ def exchanges(
 ) -> list[WireExchange]:
     """The collectives of a step in which a rank of a stage takes part; of all stages in turn by default."""
     stages = range(mesh.pp) if stage is None else (stage,)
-    found: list[WireExchange] = []
+    collectives: list[WireExchange] = []
     for one in stages:
-        found += _of_stage(dims, mesh, tokens, rows, one)
-    return [one for one in found if one.ranks > 1 and one.size > 0]
+        collectives += _of_stage(dims, mesh, tokens, rows, one)
+    return [one for one in collectives if one.ranks > 1 and one.size > 0]
 
 
 def sent_bytes(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int = 0) -> float:
     """Bytes that each rank of a stage sends in a step, of the side that sends more."""
-    found = exchanges(dims, mesh, tokens, rows, stage)
-    return max(sum(one.sent for one in found if one.by_feeds == side) for side in (False, True))
+    collectives = exchanges(dims, mesh, tokens, rows, stage)
+    return max(sum(one.sent for one in collectives if one.by_feeds == side) for side in (False, True))
 
 
 def _of_stage(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage: int) -> Iterator[WireExchange]:
-    own = tokens / mesh.cp
-    hidden = own * dims.hidden * dims.item_bytes
+    own_tokens = tokens / mesh.cp
+    hidden = own_tokens * dims.hidden * dims.item_bytes
     scattered = mesh.sp == "megatron"
     if stage == 0:
         kind = REDUCE_SCATTER if scattered else ALL_REDUCE
@@ -120,8 +120,8 @@ def _of_stage(dims: ModelDims, mesh: MeshSpec, tokens: float, rows: float, stage
 
 
 def _of_layer(dims: ModelDims, layer: LayerDims, mesh: MeshSpec, tokens: float) -> Iterator[WireExchange]:
-    own = tokens / mesh.cp
-    hidden = own * dims.hidden * dims.item_bytes
+    own_tokens = tokens / mesh.cp
+    hidden = own_tokens * dims.hidden * dims.item_bytes
     if layer.attention is not None:
         yield from _of_attention(dims, layer.attention, mesh, tokens)
     routed, apart = layer.experts is not None and mesh.ep > 1, mesh.ffn > 0 and layer.fed

@@ -63,12 +63,12 @@ class CatalogueEntry:
     @property
     def caveats(self) -> list[str]:
         """Caveats to print next to figures of this entry, one sentence each."""
-        found = []
+        sentences = []
         if self.unverified:
-            found.append(f"{self.name}: the figures are unverified ({self.note.rstrip('.') or self.source}).")
+            sentences.append(f"{self.name}: the figures are unverified ({self.note.rstrip('.') or self.source}).")
         if self.dollars_per_hour is not None and not self.price_source:
-            found.append(f"{self.name}: the price of ${self.dollars_per_hour:.2f} per hour is an assumption.")
-        return found
+            sentences.append(f"{self.name}: the price of ${self.dollars_per_hour:.2f} per hour is an assumption.")
+        return sentences
 
     def flops_of(self, dtype: str) -> float:
         rate = self.flops.get(dtype.removeprefix("torch."))
@@ -164,16 +164,16 @@ def load(extra: str | Path | None = None) -> Catalogue:
 
 
 def _files(extra: str | Path | None) -> list[tuple[str, bytes]]:
-    found = [(FILE, files("bankfull.limits.machine").joinpath(FILE).read_bytes())]
+    contents = [(FILE, files("bankfull.limits.machine").joinpath(FILE).read_bytes())]
     try:
-        own: Path | None = config_dir() / FILE
+        user_file: Path | None = config_dir() / FILE
     except ConfigError:  # no home directory, so no file in it
-        own = None
-    if own is not None and own.exists():
-        found.append((str(own), _read(own)))
+        user_file = None
+    if user_file is not None and user_file.exists():
+        contents.append((str(user_file), _read(user_file)))
     if extra is not None:
-        found.append((str(extra), _read(Path(extra))))
-    return found
+        contents.append((str(extra), _read(Path(extra))))
+    return contents
 
 
 def _read(path: Path) -> bytes:

@@ -64,8 +64,8 @@ class Ceilings:
     def rates(self, dtype: str) -> Rates:
         """Arithmetic peaks by the operands of a product, for a computation in `dtype`. Infinite where one of the types
         that a kernel may use was not measured: then no bound is known."""
-        own = self.flops_of(dtype)
-        return Rates(own, *(self._fastest(types, own) for types in NARROW.values()))
+        peak = self.flops_of(dtype)
+        return Rates(peak, *(self._fastest(types, peak) for types in NARROW.values()))
 
     def _fastest(self, types: tuple[str, ...], otherwise: float) -> float:
         if any(name in self.unmeasured for name in types):
@@ -77,26 +77,28 @@ class Ceilings:
         name = dtype.removeprefix("torch.")
         if name in self.unmeasured:
             return math.inf
-        found = self.flops.get(name)
-        if found is None:
+        peak = self.flops.get(name)
+        if peak is None:
             raise ConfigError(f"No arithmetic ceiling is known for dtype {dtype!r}; known are {', '.join(self.flops)}.")
-        return found
+        return peak
 
     def caveat(self, dtype: str, cost: Cost) -> str | None:
         """A caveat to print next to limits of such a cost, for a computation in `dtype`; None if all of its arithmetic
         was measured."""
-        own = (dtype.removeprefix("torch."),)
-        types = dict.fromkeys(name for kind in cost.operands for name in NARROW.get(kind, own))
-        found = [name for name in types if name in self.unmeasured]
-        if not found:
+        default = (dtype.removeprefix("torch."),)
+        types = dict.fromkeys(name for kind in cost.operands for name in NARROW.get(kind, default))
+        missing = [name for name in types if name in self.unmeasured]
+        if not missing:
             return None
-        return f"Arithmetic in {found[0]} was not measured ({self.unmeasured[found[0]]}); limits count memory alone."
+        return (
+            f"Arithmetic in {missing[0]} was not measured ({self.unmeasured[missing[0]]}); limits count memory alone."
+        )
 
     def shown_rates(self, dtype: str, cost: Cost) -> str:
         """The peaks of the operands that such a cost has, as text: "int8 2.1 TFLOP/s, float32 400 GFLOP/s"."""
-        rates, own = self.rates(dtype), dtype.removeprefix("torch.")
-        found = {NARROW[kind][0] if kind in NARROW else own: getattr(rates, kind) for kind in cost.operands}
-        return ", ".join(f"{name} {arithmetic_rate(rate)}" for name, rate in found.items()) or "none"
+        rates, plain = self.rates(dtype), dtype.removeprefix("torch.")
+        peaks = {NARROW[kind][0] if kind in NARROW else plain: getattr(rates, kind) for kind in cost.operands}
+        return ", ".join(f"{name} {arithmetic_rate(rate)}" for name, rate in peaks.items()) or "none"
 
     def as_json(self) -> dict[str, Any]:
         """Unmeasured rates are null; `unmeasured` has the reasons."""
@@ -129,9 +131,9 @@ def cached_or_measured(identity: dict[str, Any], measured: Callable[[], Ceilings
     kept = _load(path, identity)
     if kept is not None and not refresh:
         return kept
-    found = measured()
-    cache_file.write(path, identity, ceilings=asdict(found if kept is None else _best(kept, found)))
-    return found
+    fresh = measured()
+    cache_file.write(path, identity, ceilings=asdict(fresh if kept is None else _best(kept, fresh)))
+    return fresh
 
 
 def forget(device: Device) -> None:

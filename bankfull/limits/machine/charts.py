@@ -77,7 +77,7 @@ def curve_chart(levels: Levels) -> Chart:
 
 def _by_height(peaks: Mapping[str, float]) -> dict[float, list[str]]:
     """Types by peak, highest peak first."""
-    found: dict[float, list[str]] = {}
+    by_peak: dict[float, list[str]] = {}
     for dtype, peak in sorted(peaks.items(), key=lambda pair: -pair[1]):
-        found.setdefault(peak, []).append(dtype)
-    return found
+        by_peak.setdefault(peak, []).append(dtype)
+    return by_peak

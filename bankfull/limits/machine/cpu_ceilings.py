@@ -140,8 +140,8 @@ def judged(rates: dict[str, float], native: Collection[str], features: frozenset
 
 def _processor_features() -> frozenset[str] | None:
     """Feature flags as named by Linux; None elsewhere."""
-    found = _cpuinfo("flags") or _cpuinfo("Features")
-    return None if found is None else frozenset(found.split())
+    flags = _cpuinfo("flags") or _cpuinfo("Features")
+    return None if flags is None else frozenset(flags.split())
 
 
 def filled(size: int, budget: float) -> Any:

@@ -63,10 +63,10 @@ def read_curve(device: torch.device) -> list[tuple[int, float]]:
         except NoRoom:
             return []
         sizes = [SMALLEST_SET << doubling for doubling in range(large.nbytes.bit_length())]
-        found = [(size, _read_rate(large[: size // 4])) for size in sizes if size <= large.nbytes]
+        curve = [(size, _read_rate(large[: size // 4])) for size in sizes if size <= large.nbytes]
         del large
         torch.cuda.empty_cache()
-    return found
+    return curve
 
 
 def copy_rates(device: torch.device) -> tuple[float, float] | None:

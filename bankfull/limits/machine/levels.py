@@ -90,10 +90,10 @@ def caches() -> dict[int, int]:
                     sizes[level, shared] = parse_size((index / "size").read_text())
             except (OSError, ValueError, KeyError, IndexError):
                 continue
-    found: dict[int, int] = {}
+    totals: dict[int, int] = {}
     for (level, _), part in sorted(sizes.items()):
-        found[level] = found.get(level, 0) + part
-    return found
+        totals[level] = totals.get(level, 0) + part
+    return totals
 
 
 def joined(found: Ceilings, levels: Levels) -> tuple[Ceilings, Levels]:

@@ -59,10 +59,10 @@ def machine_of(name: str, extra: str | None = None) -> TargetMachine:
         return _measured("auto" if name == "here" else name)
     from bankfull.limits.machine import catalogue
 
-    found = catalogue.load(extra).find(name)
-    kind = "cpu" if found.kind == "cpu" else "cuda"
+    entry = catalogue.load(extra).find(name)
+    kind = "cpu" if entry.kind == "cpu" else "cuda"
     return TargetMachine(
-        found.title, kind, found.ceilings(), int(found.memory_bytes), False, found.unverified, tuple(found.caveats)
+        entry.title, kind, entry.ceilings(), int(entry.memory_bytes), False, entry.unverified, tuple(entry.caveats)
     )
 
 

@@ -92,9 +92,9 @@ def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) 
     shares, block = shares_of(model), 0 if model.model.diffusion is None else model.model.diffusion.block
     steps = list(_probes(windows))
     known = np.stack([features(step, windows, shares, block) for step in steps])
-    found = [costs_of(model.cost(step)) for step in steps]
-    names = list(dict.fromkeys(name for costs in found for name in costs))
-    rows = [[costs.get(name, Cost()) for name in names] for costs in found]
+    per_step = [costs_of(model.cost(step)) for step in steps]
+    names = list(dict.fromkeys(name for costs in per_step for name in costs))
+    rows = [[costs.get(name, Cost()) for name in names] for costs in per_step]
     measured = np.array([[number for cost in row for number in cost.vector] for row in rows])
     # Columns span twelve orders of magnitude; scaling each to 1 makes the fit exact up to rounding.
     scale = np.maximum(np.abs(known).max(0), 1.0)
@@ -106,8 +106,8 @@ def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) 
             f"The cost of architecture {model.config.get('model_type')!r} does not follow from tokens, rows and "
             f"context lengths (off by {error.max():.2%}); use MeteredModel.cost for each step instead."
         )
-    own = {name: solved[:, NUMBERS * i : NUMBERS * (i + 1)] for i, name in enumerate(names)}
-    return {name: ClosedForm(windows, coefficients, shares, block) for name, coefficients in own.items()}
+    by_name = {name: solved[:, NUMBERS * i : NUMBERS * (i + 1)] for i, name in enumerate(names)}
+    return {name: ClosedForm(windows, coefficients, shares, block) for name, coefficients in by_name.items()}
 
 
 def _order(sight: Sight) -> tuple[bool, int, str]:

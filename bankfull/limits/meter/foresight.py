@@ -41,11 +41,11 @@ def foresee(llm: LLM) -> None:
         return
     why = "this machine's limits were never measured (`bankfull limits` does that once)"
     try:
-        found = step_limit_of(llm, measure=False)
+        step_limit = step_limit_of(llm, measure=False)
     except BankfullError as error:  # a model may run without a meter
-        found, why = None, str(error).rstrip(".")
-    if found is not None:
+        step_limit, why = None, str(error).rstrip(".")
+    if step_limit is not None:
         config = scheduler.config
-        scheduler.pace.forecast = PrefillForecast(found, min(config.prompt_limits[0], config.step_tokens))
+        scheduler.pace.forecast = PrefillForecast(step_limit, min(config.prompt_limits[0], config.step_tokens))
     elif scheduler.policy.predicts:
         log.warning("prefill times are unknown until the first prompt is timed: %s.", why)

@@ -37,11 +37,11 @@ HEAD = "head"
 
 def blank(scheme: Scheme, shape: tuple[int, ...], outliers: int | None = None) -> QTensor:
     """A tensor of a storage scheme, without data. `outliers`: columns that are kept beside it."""
-    made = QTensor(scheme, scheme.empty(shape, META), shape)
+    tensor = QTensor(scheme, scheme.empty(shape, META), shape)
     if outliers is None:
-        return made
+        return tensor
     values = torch.empty((*shape[:-1], outliers), dtype=KEPT, device=META)
-    return replace(made, outliers=(torch.empty(outliers, dtype=torch.int64, device=META), values))
+    return replace(tensor, outliers=(torch.empty(outliers, dtype=torch.int64, device=META), values))
 
 
 class FileShapes:
@@ -224,10 +224,10 @@ class MeteredModel:
     @property
     def bytes_by_scheme(self) -> dict[str, int]:
         """Stored bytes by storage scheme, largest first."""
-        found: dict[str, int] = {}
+        by_scheme: dict[str, int] = {}
         for tensor in self.shapes.read.values():
-            found[tensor.scheme.name] = found.get(tensor.scheme.name, 0) + tensor.nbytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            by_scheme[tensor.scheme.name] = by_scheme.get(tensor.scheme.name, 0) + tensor.nbytes
+        return dict(sorted(by_scheme.items(), key=lambda item: -item[1]))
 
     def cost(self, step: StepShape) -> Ledger:
         """The minimum cost of a step by operation; the head's operations have the prefix "head/"."""

@@ -125,12 +125,12 @@ class ArchitectureCurve:
     @cached_property
     def points(self) -> list[ContextPoint]:
         dtype = str(self.metered.dtype).removeprefix("torch.")
-        found = []
+        points = []
         for context in self._contexts:
             ledger = self.metered.cost(StepShape.decode(self._batch, context))
             bound = roofline(ledger, self._machine.ceilings, dtype)
-            found.append(ContextPoint(context, sequence_bytes(self.metered.layout, context), bound.seconds))
-        return found
+            points.append(ContextPoint(context, sequence_bytes(self.metered.layout, context), bound.seconds))
+        return points
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -133,9 +133,9 @@ class Arithmetic:
         """
         ceilings = self.machine.ceilings
         fast = ceilings.read_at(0.0)
-        found = _crossing(line, self.rates, fast)
-        if found is not None and ceilings.read_at(line.cost(found).read) == fast:
-            return found
+        batch = _crossing(line, self.rates, fast)
+        if batch is not None and ceilings.read_at(line.cost(batch).read) == fast:
+            return batch
         return _crossing(line, self.rates, ceilings.read_bytes_per_s)
 
 
@@ -261,16 +261,16 @@ class ModelRoofline:
     @cached_property
     def phases(self) -> list[PhaseRoofline]:
         prompt = self.query.prompt
-        found = [self._phase(f"prefill of {prompt} tokens", "prefill", StepShape.prefill(prompt), prompt)]
+        phases = [self._phase(f"prefill of {prompt} tokens", "prefill", StepShape.prefill(prompt), prompt)]
         for context in self.query.contexts:
             for batch in self.query.batches:
                 title = f"decode, {batch} sequence{'s' * (batch > 1)} at context {context}"
-                found.append(self._phase(title, "decode", StepShape.decode(batch, context), context))
-        return found
+                phases.append(self._phase(title, "decode", StepShape.decode(batch, context), context))
+        return phases
 
     def _phase(self, title: str, phase: str, step: StepShape, context: int) -> PhaseRoofline:
-        found = roofline(self.metered.cost(step), self.machine.ceilings, self.recipe.dtype_name)
-        return PhaseRoofline(title, phase, len(step.counts), step.tokens, context, found, step)
+        bound = roofline(self.metered.cost(step), self.machine.ceilings, self.recipe.dtype_name)
+        return PhaseRoofline(title, phase, len(step.counts), step.tokens, context, bound, step)
 
     @cached_property
     def line(self) -> DecodeLine:
@@ -313,12 +313,12 @@ class ModelRoofline:
     @cached_property
     def changes(self) -> list[Change]:
         batch = self.query.batches[0]
-        own = self.point(batch).seconds
-        found = [
-            self._change(v.name, dict(v.options), v.trained, v.recipe, batch, own)
+        seconds = self.point(batch).seconds
+        changes = [
+            self._change(v.name, dict(v.options), v.trained, v.recipe, batch, seconds)
             for v in variants_of(self.recipe, self.machine.kind)
         ]
-        return [change for change in found if self._differs(change)]
+        return [change for change in changes if self._differs(change)]
 
     def _differs(self, change: Change) -> bool:
         """False for a variant without effect, such as a window as long as the context."""

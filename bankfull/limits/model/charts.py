@@ -16,14 +16,14 @@ GAIN_BATCHES = 9
 
 def charts_of(found: ModelRoofline) -> dict[str, Chart]:
     """Charts by file name, without a suffix."""
-    made = {
+    charts = {
         "roofline": roof(found),
         "latency": latency(found),
         "throughput": throughput(found),
         "trade-off": trade_off(found),
     }
     forecast = found.speculation
-    return made if forecast is None else {**made, "speculation": gain_chart(forecast)}
+    return charts if forecast is None else {**charts, "speculation": gain_chart(forecast)}
 
 
 def roof(found: ModelRoofline) -> Chart:

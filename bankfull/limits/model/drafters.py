@@ -124,15 +124,15 @@ def parse_drafter(text: str, acceptance: str | None) -> DrafterChoice | None:
 
 def parse_acceptance(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(part) for part in text.split(","))
+        chances = tuple(float(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if not found or len(found) > MOST_DRAFTS or not all(0 <= chance <= 1 for chance in found):
+        chances = ()
+    if not chances or len(chances) > MOST_DRAFTS or not all(0 <= chance <= 1 for chance in chances):
         raise ConfigError(
             f"--acceptance {text[:60]!r} is no list of chances; give 1 to {MOST_DRAFTS} numbers from 0 to 1, one for "
             "each draft position, each given that all before it were accepted: 0.8,0.7,0.6."
         )
-    return found
+    return chances
 
 
 def _whole(shown: str, key: str, value: str, highest: int, least: int) -> int:
@@ -253,14 +253,14 @@ def _source(
     heads: MedusaHeads | EagleFiles | None,
 ) -> DraftSource:
     if choice.name == "draft":
-        own = _draft_model(choice, target, device)
-        vocabs = own.metered().model.vocab, target.metered().model.vocab
+        drafter = _draft_model(choice, target, device)
+        vocabs = drafter.metered().model.vocab, target.metered().model.vocab
         if vocabs[0] != vocabs[1]:
             raise ConfigError(
                 f"{choice.model} has a vocabulary of {vocabs[0]} tokens and the model one of {vocabs[1]}; give a draft "
                 "model of the same family."
             )
-        return DraftPasses(weight_bytes(own), times.of_drafter(own))
+        return DraftPasses(weight_bytes(drafter), times.of_drafter(drafter))
     if isinstance(heads, EagleFiles):
         return _trained_eagle(heads, target, times)
     if choice.name == "medusa":
@@ -278,8 +278,8 @@ def _launched(
     if isinstance(source, DraftPasses):
         drafter = _draft_model(choice, target, "cuda") if choice.name == "draft" else _one_layer(target, 0)
         launches = sum(drafter.metered().cost(StepShape.decode()).calls.values())
-        own = source.one_pass
-        source = replace(source, one_pass=lambda step: max(own(step), launches * LAUNCH_SECONDS))
+        one_pass = source.one_pass
+        source = replace(source, one_pass=lambda step: max(one_pass(step), launches * LAUNCH_SECONDS))
     else:
         assert isinstance(source, DraftHeads)
         layers = len(heads.blocks[0]) if isinstance(heads, MedusaHeads) else choice.numbers["layers"]
@@ -339,8 +339,8 @@ def _eagle(choice: DrafterChoice, target: Recipe, times: DraftTimes) -> DraftPas
 
     # Embedding and head are the target's own, except the head of a reduced vocabulary.
     one, two = (weight_bytes(replace(layer, config=_with_layers(target.config, count))) for count in (1, 2))
-    own = two - one + (joined + vocab * hidden) * target.matrices.itemsize
-    return DraftPasses(own, seconds, whole_levels=True)
+    nbytes = two - one + (joined + vocab * hidden) * target.matrices.itemsize
+    return DraftPasses(nbytes, seconds, whole_levels=True)
 
 
 def _trained_eagle(head: EagleFiles, target: Recipe, times: DraftTimes) -> DraftPasses:

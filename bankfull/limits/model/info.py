@@ -165,8 +165,8 @@ def _costs(metered: MeteredModel) -> tuple[TokenCost, ...]:
     steps = [("prefill", StepShape.prefill(tokens))]
     contexts = sorted({min(context, longest) for context in DECODE_CONTEXTS})
     steps += [("decode", StepShape.decode(1, context)) for context in contexts]
-    found = []
+    costs = []
     for phase, step in steps:
         cost = metered.cost(step).sum() * (1 / step.tokens)
-        found.append(TokenCost(phase, step.tokens, step.lengths[0], cost.flops, cost.bytes))
-    return tuple(found)
+        costs.append(TokenCost(phase, step.tokens, step.lengths[0], cost.flops, cost.bytes))
+    return tuple(costs)

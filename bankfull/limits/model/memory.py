@@ -103,10 +103,10 @@ class PeakMeter(Meter):
         run = Meter.bind(self, operation, **facts)
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            made = run(*args, **kwargs)
-            for tensor in _tensors(made):
+            result = run(*args, **kwargs)
+            for tensor in _tensors(result):
                 self._hold(tensor)
-            return made
+            return result
 
         return counting
 

@@ -87,7 +87,7 @@ class Recipe:
             wanted = self.schemes.get(name, dense)
             return wanted if not wanted.is_dense and shape[-1] % wanted.block == 0 else dense
 
-        made = MeteredModel(
+        model = MeteredModel(
             self.config,
             dtype=self.dtype_name,
             kv_dtype=self.kv_dtype,
@@ -97,8 +97,8 @@ class Recipe:
             shapes=RequestedShapes(choose, self.schemes, stacks_experts=True, outliers=self.outliers),
         )
         if self.windows is not None:
-            _set_windows(made, self.windows)
-        return made
+            _set_windows(model, self.windows)
+        return model
 
 
 def _set_windows(metered: MeteredModel, windows: tuple[int | None, ...]) -> None:
@@ -114,8 +114,8 @@ def open_model_or_config(name: str) -> ModelFiles | Config:
     """Open a model's files, or only its configuration: a config.json is enough, and for a hub id nothing else is
     downloaded."""
     path = Path(name).expanduser()
-    if (own := config_without_weights(name)) is not None:
-        return own
+    if (bare := config_without_weights(name)) is not None:
+        return bare
     if looks_like_hub_id(name) and not name.endswith(".gguf") and not path.exists() and not path.parent.is_dir():
         config = config_from_hub(name)
         if config is not None:
@@ -148,9 +148,9 @@ def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = N
     unrounded = model if isinstance(model, ModelFiles) else files_for_config(model)
     files = suited_sparsity(unrounded, run, device, choose_dtype(run.dtype, unrounded, device))
     if run.quantize is not None and is_rounded(run):
-        if found := block_types(files.source):
+        if types := block_types(files.source):
             raise ConfigError(
-                f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={run.quantize[:40]!r} "
+                f"{files.path.name} is quantized already ({', '.join(types)}), so that quantize={run.quantize[:40]!r} "
                 "would lose twice; leave the option out, or give an unquantized checkpoint."
             )
         if run.quantize == LLM_INT8:

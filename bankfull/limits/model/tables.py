@@ -164,14 +164,14 @@ def changes_table(found: ModelRoofline) -> Table:
     table.add_column("how")
     for heading in ("weights", "state/sequence", "time per token", "faster", "compute-bound from", "fit"):
         table.add_column(heading, justify="right")
-    own, memory = found.point(batch), found.memory
+    point, memory = found.point(batch), found.memory
     rows = [
         (
             "unchanged",
             "",
             memory.weights,
             memory.state_per_sequence,
-            own.seconds,
+            point.seconds,
             1.0,
             found.turning_batch,
             memory.most_sequences,
@@ -243,7 +243,7 @@ def gain_notes(found: GainForecast) -> str:
     """The acceptance behind a forecast, and what is assumed."""
     chances = ", ".join(f"{chance:.2g}" for chance in found.shape.acceptance)
     lines = f"acceptance by position, each given that all before it were accepted: {chances}"
-    own = found.source.weight_bytes
-    parts = [lines, *([f"the drafter has {scaled(own, 'B')} of weights of its own"] if own else [])]
+    weights = found.source.weight_bytes
+    parts = [lines, *([f"the drafter has {scaled(weights, 'B')} of weights of its own"] if weights else [])]
     assumed = [f"assumed: {note}" for note in found.notes]
     return "; ".join([*parts, *assumed]) + "."

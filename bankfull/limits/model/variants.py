@@ -68,10 +68,10 @@ def quantized(base: Recipe, width: str, device: str) -> Variant | None:
     """Matrices quantized as by --quantize; None if that saves little."""
     # A quantized file is not quantized again: the user needs a smaller file of the same model.
     files = files_for_config(base.config) if base.quantized_types else base.files
-    made = recipe_of(files, device, replace(base.run, quantize=width))
-    if weight_bytes(made) >= WORTH_IT * weight_bytes(base):
+    recipe = recipe_of(files, device, replace(base.run, quantize=width))
+    if weight_bytes(recipe) >= WORTH_IT * weight_bytes(base):
         return None
-    return Variant(f"{width} weights", made, {} if base.quantized_types else {"quantize": width})
+    return Variant(f"{width} weights", recipe, {} if base.quantized_types else {"quantize": width})
 
 
 def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
@@ -93,10 +93,10 @@ def with_other_key_heads(base: Recipe, metered: MeteredModel) -> Iterator[Varian
     heads = next((mixer.heads for mixer in metered.model.mixers if isinstance(mixer, Attention)), None)
     if heads is None:
         return
-    found: dict[int, str] = {heads.count: "one KV head per query head (MHA)", 1: "one KV head (MQA)"}
+    names: dict[int, str] = {heads.count: "one KV head per query head (MHA)", 1: "one KV head (MQA)"}
     if heads.kv == heads.count and heads.count % SHARING == 0:
-        found.setdefault(heads.count // SHARING, f"one KV head per {SHARING} query heads (GQA)")
-    for count, name in found.items():
+        names.setdefault(heads.count // SHARING, f"one KV head per {SHARING} query heads (GQA)")
+    for count, name in names.items():
         other = replace(base, config=_with_key_heads(base.config, count))
         if count != heads.kv and _takes_key_heads(other, count):
             yield Variant(name, other, trained=True)

@@ -34,25 +34,25 @@ class Machine:
 
     def quota(self) -> float | None:
         """CPUs granted by the tightest quota among the process's cgroup and its ancestors; None without a limit."""
-        found = [limit for folder in self._groups() if (limit := _limit(folder)) is not None]
-        return min(found, default=None)
+        limits = [limit for folder in self._groups() if (limit := _limit(folder)) is not None]
+        return min(limits, default=None)
 
     def cores(self, processors: Iterable[int]) -> int:
         """Number of physical cores of these CPUs; a core may have several CPUs."""
-        found = set()
+        cores = set()
         for number in processors:
             topology = self.system / "devices/system/cpu" / f"cpu{number}" / "topology"
             siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
-            found.add(siblings or str(number))
-        return len(found)
+            cores.add(siblings or str(number))
+        return len(cores)
 
     def nodes(self, processors: Iterable[int]) -> tuple[int, ...]:
         """NUMA nodes of these CPUs."""
-        allowed, found = set(processors), []
+        allowed, numbers = set(processors), []
         for folder in sorted((self.system / "devices/system/node").glob("node[0-9]*")):
             if allowed & set(_numbers(_read(folder / "cpulist") or "")):
-                found.append(int(folder.name.removeprefix("node")))
-        return tuple(sorted(found))
+                numbers.append(int(folder.name.removeprefix("node")))
+        return tuple(sorted(numbers))
 
     def _groups(self) -> Iterator[Path]:
         """Directories of the process's cgroups and their ancestors. In a cgroup namespace the reported path may not be
@@ -64,9 +64,9 @@ class Machine:
             if controllers and "cpu" not in names:
                 continue
             roots = [mount / controllers, mount / "cpu"] if controllers else [mount, mount / "unified"]
-            own = PurePosixPath("/" + path.strip("/"))
+            group = PurePosixPath("/" + path.strip("/"))
             for root in roots:
-                for step in (own, *own.parents):
+                for step in (group, *group.parents):
                     yield root / str(step).lstrip("/")
 
 
@@ -92,21 +92,21 @@ def nodes() -> tuple[int, ...]:
 def choose_threads(kernels: ModuleType | None, machine: Machine | None = None) -> ThreadChoice:
     """The thread count for this process. Measures SMT if needed; the kernels' current thread count is restored."""
     machine = machine or Machine()
-    own = processors()
-    cores, quota = machine.cores(own), machine.quota()
-    granted = len(own) if quota is None else max(1, int(quota + 1e-6))
-    if granted < min(cores, len(own)):
-        return ThreadChoice(granted, f"the cgroup's CPU quota grants {quota:g} of {len(own)} CPUs")
-    if cores == len(own):
-        return ThreadChoice(cores, f"the process may run on {len(own)} CPUs")
-    both = min(granted, len(own))
+    cpus = processors()
+    cores, quota = machine.cores(cpus), machine.quota()
+    granted = len(cpus) if quota is None else max(1, int(quota + 1e-6))
+    if granted < min(cores, len(cpus)):
+        return ThreadChoice(granted, f"the cgroup's CPU quota grants {quota:g} of {len(cpus)} CPUs")
+    if cores == len(cpus):
+        return ThreadChoice(cores, f"the process may run on {len(cpus)} CPUs")
+    both = min(granted, len(cpus))
     if kernels is None or both == cores:
-        return ThreadChoice(cores, f"one per core of {len(own)} CPUs")
+        return ThreadChoice(cores, f"one per core of {len(cpus)} CPUs")
     gemm, reads = compare(kernels, cores, both)
     gains = f"one thread per CPU reached {gemm:.2f}x of the GEMM rate and {reads:.2f}x of the read rate"
     if max(gemm, reads) >= SMT_GAIN and min(gemm, reads) >= SMT_LOSS:
         return ThreadChoice(both, f"{cores} cores; {gains}")
-    return ThreadChoice(cores, f"one per core of {len(own)} CPUs; {gains}")
+    return ThreadChoice(cores, f"one per core of {len(cpus)} CPUs; {gains}")
 
 
 def compare(kernels: ModuleType, few: int, many: int) -> tuple[float, float]:

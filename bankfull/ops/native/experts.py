@@ -60,8 +60,8 @@ def pack_experts(weight: QTensor) -> PackedExperts:
     each = packed_bytes(layout, outputs, inner)
     data = _slabs.take(experts * each)
     for expert in range(experts):
-        own = {name: part[expert] for name, part in weight.parts.items()}
-        pack_into(QTensor(weight.scheme, own, (outputs, inner)), layout, data.data_ptr() + expert * each)
+        parts = {name: part[expert] for name, part in weight.parts.items()}
+        pack_into(QTensor(weight.scheme, parts, (outputs, inner)), layout, data.data_ptr() + expert * each)
     return PackedExperts(data, layout, (experts, outputs, inner))
 
 

@@ -56,10 +56,10 @@ def strides_of(weight: HeadWeights) -> tuple[Tensor, int, int, int] | None:
 def _multiplied(x: Tensor, weight: HeadWeights, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     tokens, heads, size = x.shape
     half = 0 if angles is None else angles[0].shape[1]
-    found = strides_of(weight)
-    if found is None or heads != weight.heads or size != weight.columns + 2 * half:
+    layout = strides_of(weight)
+    if layout is None or heads != weight.heads or size != weight.columns + 2 * half:
         raise ValueError(f"head_products: {tuple(x.shape)} does not match matrices of {weight.stored.shape}")
-    numbers, *strides = found
+    numbers, *strides = layout
     if not numbers.is_cpu:
         raise ValueError(f"a CPU kernel was given a tensor on {numbers.device}")
     rows = float_rows(x)

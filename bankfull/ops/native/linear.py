@@ -123,8 +123,8 @@ def dequantize(weight: QTensor) -> Tensor:
 
 
 def _accepts_table(*, weight: QTensor | None = None, table: QTensor | None = None, **facts: Any) -> bool:
-    found = weight if table is None else table
-    return found is not None and found.scheme.name in FORMATS and accepts(dtype=torch.float32, weight=found)
+    matrix = weight if table is None else table
+    return matrix is not None and matrix.scheme.name in FORMATS and accepts(dtype=torch.float32, weight=matrix)
 
 
 @embedding.provider("native", on="cpu", accepts=_accepts_table)

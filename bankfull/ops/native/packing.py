@@ -51,15 +51,15 @@ _LEAST, _MOST = 2, 254
 def pack_of(weight: QTensor) -> int:
     """The layout; -1 if there is none, if rows do not divide into its blocks, or if the parts are not contiguous in the
     memory of the host."""
-    found = _BY_SCHEME.get(weight.scheme.name, -1)
+    layout = _BY_SCHEME.get(weight.scheme.name, -1)
     columns = weight.shape[-1]
     if weight.scheme.name in SCALED and len(weight.shape) != 2:
         return -1
-    if found < 0 or columns <= 0 or not all(part.is_cpu and part.is_contiguous() for part in weight.parts.values()):
+    if layout < 0 or columns <= 0 or not all(part.is_cpu and part.is_contiguous() for part in weight.parts.values()):
         return -1
     if columns % (COLUMNS if weight.scheme.name == INT8_ROW else weight.scheme.block):
         return -1
-    return found if weight.scheme.name != MXFP4 or _fits(weight.parts["blocks"]) else -1
+    return layout if weight.scheme.name != MXFP4 or _fits(weight.parts["blocks"]) else -1
 
 
 def _fits(blocks: Tensor) -> bool:

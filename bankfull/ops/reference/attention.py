@@ -155,15 +155,15 @@ def paged_attention(
     """
     out = q.new_empty(q.shape[0], q.shape[1], head_numbers(v_pages))
     for i, length in enumerate(meta.kv_len.tolist()):
-        own = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
-        key = live_keys(own.stop - own.start, length, window, meta.page_tokens)
+        queries = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
+        key = live_keys(queries.stop - queries.start, length, window, meta.page_tokens)
         scores, v = masked_scores(q, k_pages, v_pages, meta, i, key, scale, window, cap, k_scales, v_scales)
         if sinks is not None:
             logits = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(-1, -1, scores.shape[2], -1)
             scores = torch.cat((scores, logits), -1)
         weights = scores.softmax(-1)[..., : len(v)]
         mixed = torch.matmul(weights, v.permute(1, 0, 2)[:, None])
-        out[own] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        out[queries] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out
 
 

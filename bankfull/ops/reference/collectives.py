@@ -88,8 +88,8 @@ def exchange_parts(x: Tensor, group: RankGroup) -> Tensor:
 def _embedding_cost(
     ids: Tensor, weight: QTensor, dtype: torch.dtype, scale: float, first: int, group: RankGroup
 ) -> Cost:
-    found = ids.new_empty(ids.numel(), weight.shape[1], dtype=dtype, device="meta")
-    return embedding.cost(ids, weight, dtype, scale) + _reduce_cost(found, group)
+    rows = ids.new_empty(ids.numel(), weight.shape[1], dtype=dtype, device="meta")
+    return embedding.cost(ids, weight, dtype, scale) + _reduce_cost(rows, group)
 
 
 def _embedding_shape(
@@ -103,10 +103,10 @@ def spread_embedding(
     ids: Tensor, weight: QTensor, dtype: torch.dtype, scale: float, first: int, group: RankGroup
 ) -> Tensor:
     """Rows of a table that is spread over the ranks; this one holds the rows from `first` on."""
-    own = ids - first
-    inside = (own >= 0) & (own < weight.shape[0])
-    found = embedding.body(own * inside, weight, dtype, scale)
-    return group.all_reduce(found * inside[:, None])
+    local = ids - first
+    inside = (local >= 0) & (local < weight.shape[0])
+    rows = embedding.body(local * inside, weight, dtype, scale)
+    return group.all_reduce(rows * inside[:, None])
 
 
 def _norm_cost(x: Tensor, weight: Tensor, eps: float, offset: float, group: RankGroup) -> Cost:

@@ -55,8 +55,8 @@ def cross(x: Tensor, tokens: int, sides: Sides, to_feeds: bool) -> Tensor:
     to all of the other side, so that every link carries equally much. x: the rows, or none (0, hidden) on the side
     that gets them; the side that sends gets none back."""
     group, senders = sides.group, sides.senders(to_feeds)
-    own, none = sides.share(group.index, tokens, to_feeds) if group.index in senders else range(0), x[:0]
-    mine = x[own.start : own.stop]
+    share, none = sides.share(group.index, tokens, to_feeds) if group.index in senders else range(0), x[:0]
+    mine = x[share.start : share.stop]
     parts = [none if rank in senders else mine for rank in range(group.size)]
     gets = group.index not in senders
     rows = [len(sides.share(rank, tokens, to_feeds)) if gets and rank in senders else 0 for rank in range(group.size)]

@@ -77,13 +77,13 @@ class ExpertSpread:
 
     def sent(self, tokens: int, per_token: int) -> float:
         """Rows that this rank sends, to itself, too."""
-        own = self.touching(self.only_on(self.index) + len(self.hot), per_token)
-        return tokens * own + self.leaving(tokens, per_token)
+        chance = self.touching(self.only_on(self.index) + len(self.hot), per_token)
+        return tokens * chance + self.leaving(tokens, per_token)
 
     def pairs(self, tokens: int, per_token: int) -> float:
         """Pairs of a token and an expert that this rank computes."""
-        own, hot = self.only_on(self.index), len(self.hot)
-        return tokens * per_token * (self.ranks * own + hot) / self.experts
+        alone, hot = self.only_on(self.index), len(self.hot)
+        return tokens * per_token * (self.ranks * alone + hot) / self.experts
 
 
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -169,9 +169,9 @@ def combine(
     split, come = counts.tolist()
     total = torch.zeros(sum(come), y.shape[1], dtype=wide(y).dtype, device=y.device)
     back = total.index_add_(0, row, wide(y)).to(y.dtype)
-    found = torch.cat(group.exchange(back.split(come), split))
-    own = torch.zeros(tokens, y.shape[1], dtype=total.dtype, device=y.device)
-    return own.index_add_(0, sent, wide(found)).to(y.dtype)
+    returned = torch.cat(group.exchange(back.split(come), split))
+    sums = torch.zeros(tokens, y.shape[1], dtype=total.dtype, device=y.device)
+    return sums.index_add_(0, sent, wide(returned)).to(y.dtype)
 
 
 def hottest(counts: Tensor | Sequence[float], number: int) -> tuple[int, ...]:

@@ -105,8 +105,8 @@ def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tenso
 
     `bias` is added for the choice only: weights come from the scores without it. Among equal scores the lowest id
     wins. Every token gets `per_token` different experts, also where logits are not finite."""
-    found = wide(logits)
-    scores = found.softmax(-1) if rule.scores == SOFTMAX else found.sigmoid()
+    exact = wide(logits)
+    scores = exact.softmax(-1) if rule.scores == SOFTMAX else exact.sigmoid()
     ranked = scores if bias is None else scores + bias
     if rule.groups > 1:
         groups = ranked.unflatten(-1, (rule.groups, -1))

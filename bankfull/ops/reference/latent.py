@@ -51,8 +51,8 @@ class HeadWeights:
 
     def matrices(self, dtype: torch.dtype) -> Tensor:
         """(heads, columns, outputs), a view where possible."""
-        found = self.stored.dequantize(dtype)
-        return found if self.across else found.transpose(1, 2)
+        dense = self.stored.dequantize(dtype)
+        return dense if self.across else dense.transpose(1, 2)
 
     def reversed(self) -> HeadWeights:
         """The transposed matrices, with the same memory."""
@@ -180,9 +180,11 @@ def expanded_attention(
     exact = torch.promote_types(torch.promote_types(q.dtype, pages.dtype), torch.float32)
     parts = []
     for i in range(len(meta.kv_len)):
-        own = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
+        queries = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
         k, v = expanded_rows(pages, meta, i, keys, values, window, exact)
-        parts.append(paged_attention.body(q[own], k[None], v[None], sequence_meta(meta, own, len(k)), scale, window))
+        parts.append(
+            paged_attention.body(q[queries], k[None], v[None], sequence_meta(meta, queries, len(k)), scale, window)
+        )
     return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], values.outputs)
 
 

@@ -51,9 +51,9 @@ def _partial_cost(
     keys = whole.read - nbytes(q)
     if isinstance(v_pages, int):
         keys *= k_pages.shape[-1] / (k_pages.shape[-1] + v_pages)
-    made = _partial_shape(q, k_pages.to("meta"), values.to("meta"))
+    result = _partial_shape(q, k_pages.to("meta"), values.to("meta"))
     share = whole * (1 / ranks)
-    return share + Cost(read=nbytes(q) + keys / ranks - share.read, write=nbytes(made) - share.write)
+    return share + Cost(read=nbytes(q) + keys / ranks - share.read, write=nbytes(result) - share.write)
 
 
 @op(cost=_partial_cost, shape=_partial_shape)
@@ -75,21 +75,21 @@ def partial_attention(
     values = _values(k_pages, v_pages)
     out = _partial_shape(q, k_pages, values)
     for i, length in enumerate(meta.kv_len.tolist()):
-        own = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
-        key = live_keys(own.stop - own.start, length, window, meta.page_tokens).to(q.device)
+        queries = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
+        key = live_keys(queries.stop - queries.start, length, window, meta.page_tokens).to(q.device)
         key = key[meta.pages[i, key // meta.page_tokens] >= 0]
         scores, v = masked_scores(q, k_pages, values, meta, i, key, scale, window, cap, k_scales, v_scales)
         total = scores.logsumexp(-1, keepdim=True) if len(key) else scores.new_full((*scores.shape[:-1], 1), -math.inf)
         weights = (scores - total.clamp_min(torch.finfo(total.dtype).min)).exp()  # a row without keys stays empty
         mixed = torch.cat((torch.matmul(weights, v.permute(1, 0, 2)[:, None]), total), -1)
-        out[own] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+        out[queries] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 
 
 def _merge_cost(parts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None) -> Cost:
-    made = parts[0, ..., :-1].numel()
-    flops = 2.0 * parts.numel() + made + (0 if sinks is None else parts[0, ..., 0].numel())
-    return Cost(flops, nbytes(parts, sinks), made * dtype.itemsize)
+    outputs = parts[0, ..., :-1].numel()
+    flops = 2.0 * parts.numel() + outputs + (0 if sinks is None else parts[0, ..., 0].numel())
+    return Cost(flops, nbytes(parts, sinks), outputs * dtype.itemsize)
 
 
 def _merge_shape(parts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:

@@ -34,8 +34,8 @@ def seen_counts(mask: Mask, queries: np.ndarray) -> np.ndarray:
     before the window, and the rest of the window."""
     start = np.maximum(queries // mask.window * mask.window if mask.aligned else queries - mask.extent + 1, 0)
     fixed = np.minimum(mask.global_tokens, queries + 1)
-    own = np.maximum(start, mask.global_tokens)
-    local = np.maximum((queries - own) // mask.dilation + 1, 0)
+    first = np.maximum(start, mask.global_tokens)
+    local = np.maximum((queries - first) // mask.dilation + 1, 0)
     if not mask.stride:
         return np.asarray(fixed + local)
     begin = np.minimum(mask.global_tokens, start)

@@ -45,10 +45,10 @@ def serialized_loading() -> Iterator[None]:
     load, turn = build._load_module_from_path, Lock()
 
     def load_alone(name: str, path: str) -> ModuleType:
-        own = ModuleType(name)
+        module = ModuleType(name)
         with turn:
-            own.__dict__.update(vars(load(name, path)))
-        return own
+            module.__dict__.update(vars(load(name, path)))
+        return module
 
     build._load_module_from_path = load_alone
     try:

@@ -331,5 +331,5 @@ def run_attend(
     fresh = meta.partition is None and not isinstance(window, Mask) and bool(_fresh(meta).any())
     keep = fresh and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
     rotated, keys = launch_rotate_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
-    own = (keys, v) if keep else None
-    return over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, sinks, own)
+    kept = (keys, v) if keep else None
+    return over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, sinks, kept)

@@ -75,7 +75,7 @@ def launch_decode(
     block = tile_keys(largest, q.element_size(), k_pages.element_size(), plan.tile_bytes)
     most = split_count(pairs, table.shape[1] * page, block, plan.programs * multiprocessors(q.device))
     splits = min(most, plan.most_splits)
-    own = scratch(q.device, rows, padded_values)
+    buffers = scratch(q.device, rows, padded_values)
     k, v = new or (q, q)
     cos, sin = angles or (None, None)
     k_scales, v_scales = scales or (None, None)
@@ -103,10 +103,10 @@ def launch_decode(
         sin,
         norms and norms.q,
         norms and norms.k,
-        own.acc,
-        own.peak,
-        own.total,
-        own.arrivals,
+        buffers.acc,
+        buffers.peak,
+        buffers.total,
+        buffers.arrivals,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],

@@ -138,8 +138,8 @@ def held_of(meta: PagedMeta, window: int | None, device: torch.device) -> tuple[
     """The sequences of the keys that are here, and what tokens see of them. Layers of a step share one meta: only
     the first one of each window counts."""
     if window in meta.derived:
-        found: tuple[PagedMeta, Held] = meta.derived[window]
-        return found
+        known: tuple[PagedMeta, Held] = meta.derived[window]
+        return known
     table = contiguous_rows(meta.pages)
     sequences, tokens, width = len(table), int(meta.q_start[-1]), table.shape[1]
     starts = to_device(meta.q_start, device) if meta.starts is None else meta.starts
@@ -149,7 +149,7 @@ def held_of(meta: PagedMeta, window: int | None, device: torch.device) -> tuple[
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     held, before, here = integers(sequences, width), integers(sequences, width + 1), integers(sequences)
-    made = Held(None if window is None else integers(tokens), integers(tokens), integers(sequences))
+    seen = Held(None if window is None else integers(tokens), integers(tokens), integers(sequences))
     paths = None if meta.ancestors is None else torch.empty_like(meta.ancestors)
     held_pages[(sequences,)](
         table,
@@ -159,9 +159,9 @@ def held_of(meta: PagedMeta, window: int | None, device: torch.device) -> tuple[
         held,
         before,
         here,
-        made.past_lengths,
-        made.begins,
-        made.ends,
+        seen.past_lengths,
+        seen.begins,
+        seen.ends,
         paths,
         table.stride(0),
         held.stride(0),
@@ -174,5 +174,5 @@ def held_of(meta: PagedMeta, window: int | None, device: torch.device) -> tuple[
         num_warps=4,
         **overlapped(table),
     )
-    meta.derived[window] = replace(meta, pages=held, starts=starts, lengths=here, ancestors=paths), made
+    meta.derived[window] = replace(meta, pages=held, starts=starts, lengths=here, ancestors=paths), seen
     return held_of(meta, window, device)

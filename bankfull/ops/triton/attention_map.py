@@ -22,8 +22,8 @@ def tile_map(q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, tok
     sequence = np.repeat(sequences, tiles)
     within = (np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
     left = widths[sequence] - within
-    found = np.stack((sequence, q_start[sequence] + within, np.minimum(left, tokens), left), 1)
-    return found[np.argsort(left - kv_len[sequence], kind="stable")].astype(np.int32)
+    table = np.stack((sequence, q_start[sequence] + within, np.minimum(left, tokens), left), 1)
+    return table[np.argsort(left - kv_len[sequence], kind="stable")].astype(np.int32)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

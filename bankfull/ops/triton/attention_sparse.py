@@ -342,7 +342,7 @@ def launch_sparse_decode(
     listed = most_listed(mask, width, table.shape[1] * page)
     splits = split_count(pairs, listed, block, LATE.programs * multiprocessors(q.device))
     splits = min(splits, LATE.most_splits)
-    own = scratch(q.device, rows, padded_values)
+    buffers = scratch(q.device, rows, padded_values)
     k_scales, v_scales = scales or (None, None)
     sparse_decode[(key_heads * row_tiles, splits, sequences)](
         q,
@@ -357,10 +357,10 @@ def launch_sparse_decode(
         chosen,
         ancestors,
         sinks,
-        own.acc,
-        own.peak,
-        own.total,
-        own.arrivals,
+        buffers.acc,
+        buffers.peak,
+        buffers.total,
+        buffers.arrivals,
         *q.stride()[:2],
         out.stride(0),
         *k_pages.stride()[:3],

@@ -76,11 +76,11 @@ def scratch(device: torch.device, lines: int, values: int) -> Scratch:
     key = device, stream_of(device), lines, values
     if key in _scratches:
         return _scratches[key]
-    made = Scratch(device, lines, values)
+    buffers = Scratch(device, lines, values)
     # During capture nothing runs, so the zeros exist only once the graph is replayed: do not share this allocation.
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _scratches[key] = made
-    return made
+        _scratches[key] = buffers
+    return buffers
 
 
 def split_count(pairs: int, most_tokens: int, block: int, programs: int) -> int:

@@ -58,25 +58,31 @@ def run_expert_mlp(
     biases = tuple(None if bias is None else bias.contiguous() for bias in (gate_bias, up_bias, down_bias))
     assert len(biases) == 3
     rows = _aligned(x) if isinstance(gate, ExpertWords) else contiguous_rows(x)
-    own = Operands(rows, chosen.contiguous(), weights.contiguous(), gate, up, down, biases, kind)
+    operands = Operands(rows, chosen.contiguous(), weights.contiguous(), gate, up, down, biases, kind)
     if not len(x):
         return torch.empty_like(x)
     few = len(x) <= FEW_TOKENS
-    order = None if len(x) <= SOME_TOKENS else sorted_pairs(own)
+    order = None if len(x) <= SOME_TOKENS else sorted_pairs(operands)
     if isinstance(gate, ExpertWords):
-        few_gate = few and experts_words.opens_few(own)
-        middle = experts_words.few_gate(own) if few_gate else experts_words.tile_gate(own, order)
+        few_gate = few and experts_words.opens_few(operands)
+        middle = experts_words.few_gate(operands) if few_gate else experts_words.tile_gate(operands, order)
     else:
         middle = (
-            _few_gate(own, gate) if few else _some_gate(own, gate) if order is None else _many_gate(own, gate, order)
+            _few_gate(operands, gate)
+            if few
+            else _some_gate(operands, gate)
+            if order is None
+            else _many_gate(operands, gate, order)
         )
     if isinstance(down, ExpertWords):
-        if few and experts_words.closes_few(own):
-            return experts_words.few_down(own, middle)
-        return _summed(own, experts_words.tile_down(own, order, middle))
+        if few and experts_words.closes_few(operands):
+            return experts_words.few_down(operands, middle)
+        return _summed(operands, experts_words.tile_down(operands, order, middle))
     if few:
-        return _few_down(own, down, middle)
-    return _summed(own, _some_down(own, down, middle) if order is None else _many_down(own, down, order, middle))
+        return _few_down(operands, down, middle)
+    return _summed(
+        operands, _some_down(operands, down, middle) if order is None else _many_down(operands, down, order, middle)
+    )
 
 
 def _aligned(x: Tensor) -> Tensor:

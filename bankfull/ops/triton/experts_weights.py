@@ -55,8 +55,8 @@ def form_of(weight: QTensor) -> int | None:
     """How kernels read the weight; None = they cannot."""
     if weight.is_dense:
         return DENSE
-    found = CODES.get(weight.scheme.name)
-    return IN_WORDS if found is None and has_layout(weight) else found
+    code = CODES.get(weight.scheme.name)
+    return IN_WORDS if code is None and has_layout(weight) else code
 
 
 def prepare(weight: QTensor) -> Stacked:

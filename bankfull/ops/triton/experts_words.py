@@ -78,8 +78,8 @@ def _is_supported(matrix: WordWeight, dtype: torch.dtype) -> bool:
 
 def _constants(matrix: WordWeight) -> dict[str, Any]:
     """Groups divide the columns, and there is no format in words with one scale per row."""
-    found = matrix.constants()
-    return {name: found[name] for name in ("BITS", "ZERO", "FLOATS", "NESTED", "MINIMA", "GROUP")}
+    constants = matrix.constants()
+    return {name: constants[name] for name in ("BITS", "ZERO", "FLOATS", "NESTED", "MINIMA", "GROUP")}
 
 
 def _chunks(matrix: WordWeight) -> dict[str, int]:

@@ -250,10 +250,10 @@ def run_expanded_attention(
     q = torch.cat((q[..., :nope], rotate.body(q[..., nope:], cos, sin)), -1)
     out = q.new_empty(*q.shape[:2], values.outputs)
     for i in range(len(meta.kv_len)):
-        own = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
+        queries = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
         k, v = expanded_rows(pages, meta, i, keys, values, None, q.dtype)
-        query, key, value = (part.transpose(0, 1)[None] for part in (q[own], k, v))
+        query, key, value = (part.transpose(0, 1)[None] for part in (q[queries], k, v))
         mask = causal_lower_right(query.shape[2], key.shape[2])
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-        out[own] = mixed[0].transpose(0, 1)
+        out[queries] = mixed[0].transpose(0, 1)
     return out

@@ -254,7 +254,7 @@ def _launch(
     if tiles is None:
         room = PROGRAMS * multiprocessors(q.device) // max(1, count * row_tiles)
         splits = max(1, min(room, triton.cdiv(table.shape[1] * meta.page_tokens, block)))
-    own = scratch(q.device, rows, padded)
+    buffers = scratch(q.device, rows, padded)
     factor, _ = score_factors(scale, None)
     latent_attention_kernel[(row_tiles, splits, count)](
         q,
@@ -269,10 +269,10 @@ def _launch(
         held and held.begins,
         held and held.ends,
         held and held.past_lengths,
-        own.acc,
-        own.peak,
-        own.total,
-        own.arrivals,
+        buffers.acc,
+        buffers.peak,
+        buffers.total,
+        buffers.arrivals,
         *q.stride()[:2],
         *out.stride()[:2],
         *pages.stride()[:2],

@@ -243,10 +243,10 @@ def heuristic(rows: int, outer: int, inner: int, dtype: torch.dtype, device: tor
 
 @cache
 def plan_for(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Plan:
-    found = _BY_NAME.get(lookup(rows, outer, inner, dtype, device) or "")
-    if found is None or not can_run(found, rows, outer, inner, dtype, device):
+    tuned = _BY_NAME.get(lookup(rows, outer, inner, dtype, device) or "")
+    if tuned is None or not can_run(tuned, rows, outer, inner, dtype, device):
         return heuristic(rows, outer, inner, dtype, device)
-    return found
+    return tuned
 
 
 def tile_rows(rows: int) -> int:
@@ -268,11 +268,11 @@ def sums_of(device: torch.device, tiles: int, numbers: int) -> SplitSums:
     key = device, stream_of(device), tiles, numbers
     if key in _sums:
         return _sums[key]
-    made = SplitSums(device, tiles, numbers)
+    sums = SplitSums(device, tiles, numbers)
     # During capture nothing runs, so the zeros exist only once the graph is replayed: do not share this allocation.
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _sums[key] = made
-    return made
+        _sums[key] = sums
+    return sums
 
 
 def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -288,7 +288,7 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     y = x.new_empty(rows, outputs)
     if plan.splits:
         tiles, height = outputs // plan.out, tile_rows(rows)
-        own = sums_of(x.device, tiles, plan.splits * plan.out * height)
+        sums = sums_of(x.device, tiles, plan.splits * plan.out * height)
         split_tiles_kernel[(tiles, plan.splits)](
             x,
             x.stride(0),
@@ -296,8 +296,8 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
             weight.stride(0),
             weight if bias is None else bias,
             y,
-            own.partial,
-            own.arrivals,
+            sums.partial,
+            sums.arrivals,
             rows,
             outputs,
             columns // plan.splits,

@@ -130,10 +130,10 @@ def run_linear_outliers(x: Tensor, weight: OutlierWeight, bias: Tensor | None = 
     check_linear(x, weight.words.shape, bias)
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) == 1:
-        found = _one_row(rows, weight, bias)
+        y = _one_row(rows, weight, bias)
     else:
-        found = w8a8.product(round_rows(rows, weight.words, weight.kept), weight.words, bias, x.dtype)
-    return found.reshape(*x.shape[:-1], weight.words.shape[0])
+        y = w8a8.product(round_rows(rows, weight.words, weight.kept), weight.words, bias, x.dtype)
+    return y.reshape(*x.shape[:-1], weight.words.shape[0])
 
 
 @gated_linear_outliers.provider(quantized.NAME, on="cuda", accepts=_accepts_pairs, prepare=_prepare)
@@ -141,12 +141,12 @@ def run_gated_linear_outliers(x: Tensor, weight: OutlierWeight, bias: Tensor | N
     rows = x.reshape(-1, x.shape[-1])
     if not _fuses(x, weight):
         gate, up = _apart(rows, weight, bias).chunk(2, -1)
-        found = activate_mul.providers["triton"].run(gate, up, kind)
+        y = activate_mul.providers["triton"].run(gate, up, kind)
     elif len(rows) == 1:
-        found = _one_row(rows, weight, bias, kind)
+        y = _one_row(rows, weight, bias, kind)
     else:
-        found = w8a8.gated(round_rows(rows, weight.words, weight.kept), weight.words, bias, x.dtype, kind)
-    return found.reshape(*x.shape[:-1], weight.words.shape[0] // 2)
+        y = w8a8.gated(round_rows(rows, weight.words, weight.kept), weight.words, bias, x.dtype, kind)
+    return y.reshape(*x.shape[:-1], weight.words.shape[0] // 2)
 
 
 @normed_linear_outliers.provider(quantized.NAME, on="cuda", accepts=_accepts_normed, prepare=_prepare)

@@ -108,11 +108,11 @@ def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: s
     rows, shift = aligned_rows(x, weight, bias)
     kernel = _row_kernel(rows, weight)
     if len(rows) and kernel is not None:
-        found = kernel(rows, weight, shift, kind)
+        y = kernel(rows, weight, shift, kind)
     else:
         gate, up = _product(rows, weight, shift).chunk(2, -1)
-        found = activate_mul.providers["triton"].run(gate, up, kind)
-    return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
+        y = activate_mul.providers["triton"].run(gate, up, kind)
+    return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
 
 
 def aligned_unnormed(x: Unnormed) -> Unnormed:
@@ -139,10 +139,10 @@ def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None
 def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     rows, shift = aligned_rows(x, weight, bias)
     if len(rows) and _row_kernel(rows, weight) is one_row:
-        found = best_of_row(rows, weight, shift)
+        ids = best_of_row(rows, weight, shift)
     else:
-        found = best(_product(rows, weight, shift))
-    return found.reshape(x.shape[:-1])
+        ids = best(_product(rows, weight, shift))
+    return ids.reshape(x.shape[:-1])
 
 
 @normed_best_output.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repack)

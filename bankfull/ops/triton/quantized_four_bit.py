@@ -153,7 +153,7 @@ def four_bit_tiles(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor
     splits = triton.cdiv(weight.groups, share)
     height = max(16, power_of_two(rows))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    own = sums_of(x.device, outputs // out, splits * out * height)
+    sums = sums_of(x.device, outputs // out, splits * out * height)
     four_bit_tiles_kernel[(outputs // out, splits)](
         x,
         x.stride(0),
@@ -161,8 +161,8 @@ def four_bit_tiles(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor
         weight.scales,
         y if bias is None else bias,
         y,
-        own.partial,
-        own.arrivals,
+        sums.partial,
+        sums.arrivals,
         rows,
         outputs,
         weight.groups,

@@ -113,8 +113,8 @@ class WordWeight:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in kernel argument order; missing ones are replaced by a dummy that is never read."""
-        found = (self.words, self.high, self.scales, self.minima, self.outer_scales)
-        return tuple(self.words if tensor is None else tensor for tensor in found)
+        stored = (self.words, self.high, self.scales, self.minima, self.outer_scales)
+        return tuple(self.words if tensor is None else tensor for tensor in stored)
 
     def constants(self) -> dict[str, Any]:
         form = self.form
@@ -148,16 +148,16 @@ def repack(weight: QTensor) -> WordWeight:
     if form.by_row:
         group = _widest(columns)
     rows = max(INTERLEAVED_ROWS, ELEMENTS_AT_ONCE // columns // INTERLEAVED_ROWS * INTERLEAVED_ROWS)
-    made: WordWeight | None = None
+    whole: WordWeight | None = None
     for first in range(0, outputs, rows):
         piece = _words(form, group, unpack(weight.rows(slice(first, first + rows))))
         if rows >= outputs:
             return piece
-        if made is None:
-            made = _blank_like(piece, weight.shape)
-        _copy(piece, made, first)
-    assert made is not None, "a weight has rows"
-    return made
+        if whole is None:
+            whole = _blank_like(piece, weight.shape)
+        _copy(piece, whole, first)
+    assert whole is not None, "a weight has rows"
+    return whole
 
 
 def _widest(columns: int) -> int:
@@ -203,10 +203,10 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
 def _third_bits(codes: Tensor) -> Tensor:
     """(rows, groups, position in a word, l) as words, one for two."""
     bits = (codes >> 2).unflatten(2, (4, 4)).unflatten(4, (-1, 2))  # byte of a word, s, two words, which one
-    found = torch.zeros_like(bits[:, :, :, 0, :, 0])
+    words = torch.zeros_like(bits[:, :, :, 0, :, 0])
     for s, at in enumerate(THIRD_BITS):
-        found |= (bits[:, :, :, s, :, 0] << at) | (bits[:, :, :, s, :, 1] << (at + 1))
-    return _word_bytes(found).view(torch.int32).flatten(1)
+        words |= (bits[:, :, :, s, :, 0] << at) | (bits[:, :, :, s, :, 1] << (at + 1))
+    return _word_bytes(words).view(torch.int32).flatten(1)
 
 
 def _paired(found: Codes) -> tuple[Tensor, None, Tensor]:

@@ -88,11 +88,11 @@ def run_linear(x: Tensor, weight: SparseWeight, bias: Tensor | None = None) -> T
 def run_gated_linear(x: Tensor, weight: SparseWeight, bias: Tensor | None, kind: str) -> Tensor:
     rows, shift = _rows(x, weight, bias)
     if len(rows) and _is_tiled(len(rows), weight):
-        found = _few(rows, weight, shift, kind)
+        y = _few(rows, weight, shift, kind)
     else:
         gate, up = _product(rows, weight, shift).chunk(2, -1)
-        found = activate_mul.providers["triton"].run(gate, up, kind)
-    return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
+        y = activate_mul.providers["triton"].run(gate, up, kind)
+    return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
 
 
 def _unnormed(x: Unnormed) -> Unnormed:

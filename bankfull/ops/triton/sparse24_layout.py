@@ -70,11 +70,11 @@ def prepare(weight: QTensor) -> SparseWeight:
         dense = weight.dequantize(dtype).contiguous()
         packed = library.library.compress(dense)
         kept = packed.flatten()[: outputs * columns // 2].view(outputs, columns // 2)
-        found = positions_in(kept, dense)
-        if found is None:
+        places = positions_in(kept, dense)
+        if places is None:
             _tell_opaque()
             return SparseWeight((outputs, columns), None, None, packed)
-        return SparseWeight((outputs, columns), kept.view(torch.int32), found.view(torch.int16), packed)
+        return SparseWeight((outputs, columns), kept.view(torch.int32), places.view(torch.int16), packed)
     values, positions = values.contiguous(), positions.contiguous()
     return SparseWeight((outputs, columns), values.view(torch.int32), positions.view(torch.int16), None)
 

@@ -65,11 +65,11 @@ def tried(device: torch.device, dtype: torch.dtype) -> str | None:
     x = torch.randn(TRIAL, TRIAL, generator=random, device=device)
     dense, x = dense.to(dtype), x.to(dtype)
     try:
-        found = library.multiply(library.compress(dense), x, None).float()
+        y = library.multiply(library.compress(dense), x, None).float()
     except (RuntimeError, TypeError) as error:
         return f"cuSPARSELt refuses a product: {' '.join(str(error).split())[:160]}"
     wanted = x.float() @ dense.float().t()
-    wrong = float((found - wanted).abs().max() / wanted.abs().max())
+    wrong = float((y - wanted).abs().max() / wanted.abs().max())
     return None if wrong <= TOLERANCE else f"cuSPARSELt's product was wrong by {wrong:.1%}"
 
 

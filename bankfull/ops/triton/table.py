@@ -81,11 +81,11 @@ def path_of(device: torch.device) -> Path:
 
 @cache
 def _find(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    found = _table(device).get((outer, inner, str(dtype).removeprefix("torch.")))
-    if found is None:
+    entries = _table(device).get((outer, inner, str(dtype).removeprefix("torch.")))
+    if entries is None:
         return None
-    at = bisect_left(found, (rows, ""))
-    return found[at][1] if at < len(found) else None
+    at = bisect_left(entries, (rows, ""))
+    return entries[at][1] if at < len(entries) else None
 
 
 @cache

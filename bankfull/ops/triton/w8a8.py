@@ -184,7 +184,7 @@ def tiles(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtyp
     depth, stages, splits = _tiles(outputs, columns, x.codes.device)
     height = max(16, power_of_two(rows))
     y = torch.empty(rows, outputs, dtype=dtype, device=x.codes.device)
-    own = sums_of(x.codes.device, outputs // OUT, splits * OUT * height)
+    sums = sums_of(x.codes.device, outputs // OUT, splits * OUT * height)
     w8a8_tiles_kernel[(outputs // OUT, splits)](
         x.codes,
         x.scales,
@@ -192,8 +192,8 @@ def tiles(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtyp
         weight.scales,
         y if bias is None else bias,
         y,
-        own.partial,
-        own.arrivals,
+        sums.partial,
+        sums.arrivals,
         *x.outliers(y),
         rows,
         outputs,
@@ -328,8 +328,8 @@ def gated(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtyp
     if len(x.codes) <= MOST_TILE_ROWS and bias is None and weight.shape[0] % (2 * OUT) == 0:
         return gated_tiles(x, weight, dtype, kind)
     gate, up = product(x, weight, bias, dtype).chunk(2, -1)
-    found: Tensor = activate_mul.providers["triton"].run(gate, up, kind)
-    return found
+    y: Tensor = activate_mul.providers["triton"].run(gate, up, kind)
+    return y
 
 
 @gated_linear_w8a8.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
@@ -337,8 +337,8 @@ def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: s
     rows = x.reshape(-1, x.shape[-1])
     if _keeps(rows):
         return quantized.run_gated_linear(x, weight, bias, kind)
-    found = gated(round_rows(rows, weight), weight, bias, x.dtype, kind)
-    return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
+    y = gated(round_rows(rows, weight), weight, bias, x.dtype, kind)
+    return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
 
 
 @normed_gated_linear_w8a8.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)

@@ -28,14 +28,14 @@ def contenders(base: SchedConfig, names: Sequence[str]) -> dict[str, SchedConfig
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
         raise ConfigError(f"--with {unknown[0][:40]!r} is unknown; use some of {', '.join(CONTENDERS)}.")
-    found = {}
+    schedulers = {}
     for name in dict.fromkeys(names or CONTENDERS):
         if name in BATCHES:
             size = min(base.batch_size, base.rows)
-            found[name] = replace(base, policy="fcfs", batching=BATCHES[name], batch_size=size)
+            schedulers[name] = replace(base, policy="fcfs", batching=BATCHES[name], batch_size=size)
         else:
-            found[name] = replace(base, policy=name, batching="continuous")
-    return found
+            schedulers[name] = replace(base, policy=name, batching="continuous")
+    return schedulers
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,13 +70,13 @@ class JobTraffic:
         """The jobs, arriving at `rate` per second; infinite: all at once. Lengths do not depend on the rate."""
         random = Random(f"jobs/{self.seed}")
         times = Arrivals(rate, "gamma", self.burstiness).offsets(self.jobs, self.seed)
-        found = []
+        jobs = []
         for number, time in enumerate(times):
             prompt = random.randint(*self.prompts)
             output = min(self.longest, int(self.shortest * random.paretovariate(self.tail)))
             key = 0 if random.random() < 0.5 else random.randrange(self.keys)
-            found.append(TrafficJob(number, time, prompt, output, random.randrange(self.groups), f"key-{key}"))
-        return found
+            jobs.append(TrafficJob(number, time, prompt, output, random.randrange(self.groups), f"key-{key}"))
+        return jobs
 
     def tokens(self, job: TrafficJob, vocab: int) -> tuple[int, ...]:
         """The prompt of a job, of token ids below `vocab`: the group's prefix, the job's number, and filling."""

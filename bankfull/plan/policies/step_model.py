@@ -79,16 +79,16 @@ class StepModel:
     @staticmethod
     def parse(text: str) -> StepModel:
         """A model from `step=8ms,row=20us,context=10ns,prompt=30us`; terms that are left out keep their defaults."""
-        found: dict[str, float] = {}
+        terms: dict[str, float] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(step|row|context|prompt)\s*=\s*([0-9]*\.?[0-9]+)\s*(s|ms|us|ns)\s*", part)
-            if match is None or match[1] in found:
+            if match is None or match[1] in terms:
                 raise ConfigError(
                     f"--step-times {text[:80]!r} cannot be read at {part.strip()[:40]!r}; give each term once with a "
                     "unit, such as step=8ms,row=20us,context=10ns,prompt=30us."
                 )
-            found[match[1]] = float(match[2]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[match[3]]
-        return replace(StepModel(), **found)
+            terms[match[1]] = float(match[2]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[match[3]]
+        return replace(StepModel(), **terms)
 
     def __str__(self) -> str:
         return (
@@ -108,11 +108,11 @@ def fit(records: Sequence[StepRecord]) -> StepModel:
     while True:
         scale = np.abs(shapes[:, terms]).max(0)
         scale[scale == 0] = 1.0
-        found = np.linalg.lstsq(shapes[:, terms] / scale, seconds, rcond=None)[0] / scale
-        negative = [term for term, value in zip(terms, found, strict=True) if value < 0 and term]
+        coefficients = np.linalg.lstsq(shapes[:, terms] / scale, seconds, rcond=None)[0] / scale
+        negative = [term for term, value in zip(terms, coefficients, strict=True) if value < 0 and term]
         if not negative:
             break
         terms = [term for term in terms if term not in negative]
     values = np.zeros(4)
-    values[terms] = found
+    values[terms] = coefficients
     return StepModel(max(float(values[0]), 1e-9), *values[1:].tolist())

@@ -28,7 +28,7 @@ POLICIES: dict[str, Callable[[SchedConfig], Policy]] = {
 
 def policy_of(config: SchedConfig) -> Policy:
     """The policy that `config` names, behind the admission gate that it names."""
-    made = POLICIES.get(config.policy)
-    if made is None:
+    policy = POLICIES.get(config.policy)
+    if policy is None:
         raise ConfigError(f"policy={config.policy!r} is unknown; use one of {', '.join(POLICIES)}.")
-    return made(config)
+    return policy(config)

@@ -209,10 +209,10 @@ class Mlfq(FirstCome):
         return max(0.0, min(promotion, ahead / self.rows))
 
     def backlog(self) -> list[float]:
-        found = [0.0] * (1 + max((job.level for job in self._jobs.values()), default=-1))
+        backlog = [0.0] * (1 + max((job.level for job in self._jobs.values()), default=-1))
         for job in self._jobs.values():
-            found[job.level] += max(0.0, min(job.quantum, self.quantum_of(DEEPEST)) - job.used)
-        return found or [0.0]
+            backlog[job.level] += max(0.0, min(job.quantum, self.quantum_of(DEEPEST)) - job.used)
+        return backlog or [0.0]
 
     def ended(self, sequence: Sequence) -> None:
         self._jobs.pop(sequence, None)

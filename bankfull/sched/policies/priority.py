@@ -36,5 +36,5 @@ class Priority(FirstCome):
             """Batch work goes first, then the tenant that holds most beyond its share."""
             return one.batch, holdings.excess(one.tenant), one.order
 
-        found = max(able, key=weight, default=needy)
-        return found if weight(found) > weight(needy) else None
+        heaviest = max(able, key=weight, default=needy)
+        return heaviest if weight(heaviest) > weight(needy) else None

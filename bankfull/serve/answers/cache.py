@@ -74,17 +74,17 @@ class ResponseCache:
         if key is None:
             self._outcomes["bypass"] += 1
             return await api.answer(body, caller), []
-        found = None if "no-cache" in wanted else await self._store.get(key)
-        if found is not None:
+        earlier = None if "no-cache" in wanted else await self._store.get(key)
+        if earlier is not None:
             self._outcomes["hit"] += 1
-            return Replay(found.parts) if found.streamed else b"".join(found.parts), [(HEADER, b"hit")]
+            return Replay(earlier.parts) if earlier.streamed else b"".join(earlier.parts), [(HEADER, b"hit")]
         self._outcomes["miss"] += 1
-        made = await api.answer(body, caller)
+        answer = await api.answer(body, caller)
         miss = [(HEADER, b"miss")]
-        if not isinstance(made, bytes):
-            return Recording(made, lambda parts: self._keep(key, path, body, caller, parts, True), self._most), miss
-        await self._keep(key, path, body, caller, [made], False)
-        return made, miss
+        if not isinstance(answer, bytes):
+            return Recording(answer, lambda parts: self._keep(key, path, body, caller, parts, True), self._most), miss
+        await self._keep(key, path, body, caller, [answer], False)
+        return answer, miss
 
     @property
     def problem(self) -> str:

@@ -168,9 +168,9 @@ class SqliteAnswers:
         if database is None:
             return None
         try:
-            made = await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(database))
+            result = await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(database))
             self.problem = ""
-            return made
+            return result
         except sqlite3.Error as error:
             self.problem = str(error)
             if not self._complained:
@@ -230,11 +230,11 @@ class SqliteAnswers:
         return database
 
     def _get(self, database: sqlite3.Connection, key: bytes) -> bytes | None:
-        found = database.execute("SELECT body FROM answers WHERE key = ?", (key,)).fetchone()
-        if found is None:
+        row = database.execute("SELECT body FROM answers WHERE key = ?", (key,)).fetchone()
+        if row is None:
             return None
         database.execute("UPDATE answers SET used = ? WHERE key = ?", (self._turn(database), key))
-        return bytes(found[0])
+        return bytes(row[0])
 
     def _put(self, database: sqlite3.Connection, key: bytes, data: bytes) -> None:
         database.execute("BEGIN IMMEDIATE")

@@ -295,8 +295,8 @@ def explained(message: str, at: str = "") -> Refusal:
         if not unknown["path"] and name in POINTERS:
             sentence = f"{param} is not supported: use {POINTERS[name]}."
         return Refusal(sentence, param=param, code="unsupported_parameter")
-    found = _AT.fullmatch(message)
-    what, path = (found["what"], found["path"]) if found is not None else (message, None)
+    match = _AT.fullmatch(message)
+    what, path = (match["what"], match["path"]) if match is not None else (message, None)
     if path is None and (missing := re.search(r"required field `(.*)`", what)) is not None:
         path = missing[1]
     where = f"{path}: " if path else ""

@@ -107,13 +107,13 @@ class Chat:
         context, options = facts_of(self.backend).max_len, ask.template_options
 
         def measured() -> Slices[list[Keep]]:
-            found: list[Keep] = []
+            pinned: list[Keep] = []
             for mark in ask.marks:
                 other = yield from self.texts.encode_chat(
                     mark.messages, context, fits=False, tools=None if tools is None else mark.tools, options=options
                 )
-                found.append((common_length(prompt, other), mark.seconds))
-            return found
+                pinned.append((common_length(prompt, other), mark.seconds))
+            return pinned
 
         keeps: list[Keep] = await self.texts.run(len(ask.marks) * asked_bytes(), measured)
         return sorted(keep for keep in keeps if keep[0] >= self._pin_minimum)

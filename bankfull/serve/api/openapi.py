@@ -83,28 +83,28 @@ def document(paths: Collection[str]) -> dict[str, Any]:
     types += [kind for _, kind in READ.values()] + [ErrorReply, MessageErrorReply, dict[str, int]]
     types += [reply for _, reply, _ in waiting.values()] + ([CreateBatch] if waiting else [])
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    found = dict(zip(map(str, types), schemas, strict=True))
-    failure = _failure(found[str(ErrorReply)])
+    references = dict(zip(map(str, types), schemas, strict=True))
+    failure = _failure(references[str(ErrorReply)])
     described: dict[str, Any] = {}
     for path, (summary, body, reply) in posted.items():
-        request = {"required": True, "content": _content(found[str(body)])}
-        own_failure = _failure(found[str(ERRORS[path])]) if path in ERRORS else failure
-        operation = _operation(summary, found[str(reply)], own_failure) | {"requestBody": request}
+        request = {"required": True, "content": _content(references[str(body)])}
+        own_failure = _failure(references[str(ERRORS[path])]) if path in ERRORS else failure
+        operation = _operation(summary, references[str(reply)], own_failure) | {"requestBody": request}
         described[path] = {"post": operation}
     for path, (summary, reply) in READ.items():
-        described[path] = {"get": _operation(summary, found[str(reply)], failure)}
+        described[path] = {"get": _operation(summary, references[str(reply)], failure)}
     described["/v1/models/{name}"]["get"]["parameters"] = [_parameter("name", "path")]
-    reset = _operation("Forget cached prefixes; needs an API key", found[str(dict[str, int])], failure)
+    reset = _operation("Forget cached prefixes; needs an API key", references[str(dict[str, int])], failure)
     described["/reset_prefix_cache"] = {"post": reset}
     for (path, method), (summary, reply, query) in waiting.items():
-        operation = _operation(summary, found[str(reply)], failure)
+        operation = _operation(summary, references[str(reply)], failure)
         operation["parameters"] = [_parameter("id", "path")] if "{id}" in path else []
         operation["parameters"] += [_parameter(parameter, "query") for parameter in query]
         described.setdefault(path, {})[method] = operation
     if waiting:
         upload = {"multipart/form-data": {"schema": UPLOAD}}
         described["/v1/files"]["post"]["requestBody"] = {"required": True, "content": upload}
-        create = _content(found[str(CreateBatch)])
+        create = _content(references[str(CreateBatch)])
         described["/v1/batches"]["post"]["requestBody"] = {"required": True, "content": create}
         described["/v1/files/{id}/content"]["get"]["responses"]["200"]["content"] = {"application/octet-stream": {}}
     return {

@@ -71,9 +71,9 @@ class Texts:
         """Open by path, hub id or short name; downloads missing files."""
         files = open_text_files(locate(model))
         tokenizer, template = load_tokenizer(files)
-        made = cls(tokenizer, template, recommended(files, chats=template is not None))
-        made.model = model
-        return made
+        texts = cls(tokenizer, template, recommended(files, chats=template is not None))
+        texts.model = model
+        return texts
 
     def misfit(self, model: str) -> str:
         """Why another model cannot be served with these texts, in one sentence; empty if it can. Reads its files."""
@@ -200,7 +200,7 @@ class Texts:
         """At least `keep` ids of the text's end, and whether they are all. A part is tokenized only if the later parts
         have too few ids: together they are at most what `keep` tokens can cover, and one part more."""
         parts: list[list[int]] = []
-        found = left = 0
+        count = left = 0
         for part in last_windows(text, self.spans):
             left += len(part)
             if len(part) > 2 * WINDOW and self.spans.exceeds(part, context):
@@ -210,9 +210,9 @@ class Texts:
                     param,
                 )
             parts.append(self.tokenizer.encode_spelled(part, marker))
-            found += len(parts[-1])
+            count += len(parts[-1])
             yield len(part)
-            if found >= keep:
+            if count >= keep:
                 break
         return [token for part in reversed(parts) for token in part], left == len(text)
 
@@ -306,8 +306,8 @@ def finished(slices: Slices[Made]) -> Made:
         while True:
             next(slices)
     except StopIteration as end:
-        made: Made = end.value
-        return made
+        result: Made = end.value
+        return result
 
 
 def kept_tokens(truncate: int | None, context: int) -> int | None:

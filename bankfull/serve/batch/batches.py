@@ -141,8 +141,8 @@ class BatchEndpoints:
 
 def window_seconds(text: str) -> int:
     """Seconds of a completion window such as 24h, which OpenAI's clients send."""
-    found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", text)
-    seconds = int(found[1]) * SECONDS[found[2]] if found else 0
+    match = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", text)
+    seconds = int(match[1]) * SECONDS[match[2]] if match else 0
     if not 60 <= seconds <= LONGEST_WINDOW:
         raise Refusal("completion_window must be a duration such as 24h, between 1m and 7d.", param="completion_window")
     return seconds
@@ -164,10 +164,10 @@ async def _body(request: Request) -> CreateBatch:
 
 def _field(message: str) -> str | None:
     """The name of the field in an error message of msgspec."""
-    if found := re.search(r"(?:unknown|missing required) field `([^`]*)`", message):
-        return found[1]
-    found = re.search(r"at `\$\.?([^`]*)`", message)
-    return found[1] if found else None
+    if match := re.search(r"(?:unknown|missing required) field `([^`]*)`", message):
+        return match[1]
+    match = re.search(r"at `\$\.?([^`]*)`", message)
+    return match[1] if match else None
 
 
 def _reply(batch: BatchRecord) -> BatchReply:

@@ -77,14 +77,14 @@ class ConsoleState:
         key = None if trace is None else trace.key
         shown = {}
         for name, tables in (await self._backend.page_tables()).items():
-            own = [
+            visible = [
                 {**msgspec.structs.asdict(one), "key": one.tenant}
                 for one in tables.sequences
                 if key is None or key.admin or one.tenant == key.name
             ]
-            seen = {page for one in own for table in one["tables"] for page in table}
+            seen = {page for one in visible for table in one["tables"] for page in table}
             held = {page: count for page, count in tables.references.items() if page in seen}
-            shown[name] = {**msgspec.structs.asdict(tables), "sequences": own, "references": held}
+            shown[name] = {**msgspec.structs.asdict(tables), "sequences": visible, "references": held}
         return Response(msgspec.json.encode(shown), headers=FRESH, media_type="application/json")
 
     def after(self, number: int) -> State:
@@ -92,12 +92,12 @@ class ConsoleState:
         trace = current_trace()
         key = None if trace is None else trace.key
         all_keys = key is None or key.admin  # without keys, all requests belong to the same caller
-        own = None if key is None else key.name
-        running = [line for line in self._lines.running() if all_keys or line.key == own]
+        name = None if key is None else key.name
+        running = [line for line in self._lines.running() if all_keys or line.key == name]
         shown = [line.show() for line in running[:SHOWN_RUNNING]]
         ended = list(self._lines.ended_after(number))
         last = max((line.number for line in ended), default=number)
-        shown += [line for line in ended if all_keys or line.key == own]
+        shown += [line for line in ended if all_keys or line.key == name]
         facts, load = backend.facts, backend.load
         return State(
             __version__,

@@ -124,7 +124,7 @@ def check_integrity(database: sqlite3.Connection, *, whole: bool = False) -> lis
     `integrity_check` at any size, which also compares indexes with their tables."""
     pages, size = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     tables = [""] if whole or pages * size <= WHOLE_CHECK_BYTES else ["files", "batches", "removals"]
-    found: list[str] = []
+    problems: list[str] = []
     check = "integrity_check" if whole else "quick_check"
     for table in tables:
         try:
@@ -133,8 +133,8 @@ def check_integrity(database: sqlite3.Connection, *, whole: bool = False) -> lis
             if not is_corruption(error):
                 raise
             rows = [(str(error),)]
-        found += [" ".join(str(text).split()) for (text,) in rows if text != "ok"]
-    return found[:SHOWN_PROBLEMS]
+        problems += [" ".join(str(text).split()) for (text,) in rows if text != "ok"]
+    return problems[:SHOWN_PROBLEMS]
 
 
 def side_files(path: Path) -> list[Path]:

@@ -272,8 +272,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def as_json(result: DataReport | Repaired) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(result)
-    return found
+    document: dict[str, Any] = msgspec.to_builtins(result)
+    return document
 
 
 def command_for(folder: Path, command: str) -> str:

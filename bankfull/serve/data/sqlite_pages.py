@@ -50,8 +50,8 @@ class Pages:
                 yield from self._of_page(number)
 
     def page(self, number: int) -> bytes:
-        found = self._newer.get(number)
-        return bytes(self._data[(number - 1) * SIZE : number * SIZE]) if found is None else found
+        newer = self._newer.get(number)
+        return bytes(self._data[(number - 1) * SIZE : number * SIZE]) if newer is None else newer
 
     def _of_page(self, number: int) -> Iterator[Record]:
         page = self.page(number)
@@ -100,17 +100,17 @@ class Pages:
         if not first.startswith(b"SQLite format 3\0"):
             return set()
         trunk, count = struct.unpack_from(">2I", first, 32)
-        found: set[int] = set()
+        free: set[int] = set()
         while trunk:
-            if not 1 < trunk <= self.count or trunk in found:
+            if not 1 < trunk <= self.count or trunk in free:
                 return set()
             page = self.page(trunk)
             after, leaves = struct.unpack_from(">2I", page)
             if leaves > SIZE // 4 - 2:
                 return set()
-            found |= {trunk, *struct.unpack_from(f">{leaves}I", page, 8)}
+            free |= {trunk, *struct.unpack_from(f">{leaves}I", page, 8)}
             trunk = after
-        return found if len(found) == count else set()
+        return free if len(free) == count else set()
 
 
 def _columns(record: bytes) -> list[Any]:

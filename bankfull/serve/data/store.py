@@ -179,9 +179,9 @@ class Store:
     def file(self, owner: str, id: str) -> StoredFile:
         """The file with this id, if `owner` owns it; to any other owner it does not exist."""
         rows = self.query(f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ?", id, owner)
-        if not rows or self._expired(found := StoredFile(*rows[0])):
+        if not rows or self._expired(file := StoredFile(*rows[0])):
             raise NoSuchFile(id)
-        return found
+        return file
 
     def files(
         self,

@@ -72,8 +72,10 @@ class Explainer:
 
     def follow(self, request: int, pending: Pending) -> None:
         assert self._known is not None, "prepare comes first"
-        own = pending.request
-        self._known[0].follow(request, pending.arrived, len(pending.samples) - len(own.finished), own.drafts)
+        scheduled = pending.request
+        self._known[0].follow(
+            request, pending.arrived, len(pending.samples) - len(scheduled.finished), scheduled.drafts
+        )
 
     def finish(self, request: int, pending: Pending) -> dict[str, Any]:
         from bankfull.limits.explain.explain import explain

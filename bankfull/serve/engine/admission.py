@@ -158,6 +158,6 @@ class Admission:
         seconds = max(now - self._ends[0][0], 1e-3)
         ended_samples = sum(end[1] for end in self._ends)
         ended_tokens = sum(end[2] for end in self._ends)
-        own = seconds * max(samples / ended_samples, tokens / max(1, ended_tokens))
-        self._promised = min(max(self._promised, now) + own, now + LONGEST_WAIT)
+        delay = seconds * max(samples / ended_samples, tokens / max(1, ended_tokens))
+        self._promised = min(max(self._promised, now) + delay, now + LONGEST_WAIT)
         return min(max(SHORTEST_WAIT, self._promised - now), LONGEST_WAIT)

@@ -231,11 +231,11 @@ class Worker:
         if wanted.id not in self._coming:
             return  # its client has left
         try:
-            made = self._prepared(wanted)
+            prepared = self._prepared(wanted)
         except Exception as error:
             self._refuse(_refusal(wanted.id, error))
         else:
-            self._queue(*made)
+            self._queue(*prepared)
 
     def _prepare(self, request: int, job: DeskJob) -> None:
         """Prepare it on a thread of the desk."""

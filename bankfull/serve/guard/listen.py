@@ -108,9 +108,9 @@ class TlsHandshake(asyncio.Protocol):
             return
         # Nothing was read yet. A duplicate descriptor of the socket gets a transport that starts with TLS.
         shown = plain.get_extra_info("socket")
-        own = socket.socket(shown.family, shown.type, shown.proto, fileno=os.dup(shown.fileno()))
+        duplicate = socket.socket(shown.family, shown.type, shown.proto, fileno=os.dup(shown.fileno()))
         plain.abort()
-        self._connection.handshake = asyncio.get_running_loop().create_task(self._run_handshake(own))
+        self._connection.handshake = asyncio.get_running_loop().create_task(self._run_handshake(duplicate))
 
     async def _run_handshake(self, own: socket.socket) -> None:
         own.setblocking(False)

@@ -54,29 +54,29 @@ class PinLedger:
             return _nothing
         lengths = sorted({pin.length for pin in self._pins.values() if pin.length <= len(prompt)} | wanted.keys())
         used: list[tuple[bytes, float]] = []
-        made: dict[bytes, CountedPin] = {}
+        added: dict[bytes, CountedPin] = {}
         parent, covered = None, 0
         for length, name in zip(lengths, _names(salt, prompt, lengths), strict=True):
             if name in self._pins:
                 used.append((name, wanted.get(length, 0.0)))
             elif length in wanted:
-                made[name] = CountedPin(length, length - covered, parent, wanted[length], now + wanted[length])
+                added[name] = CountedPin(length, length - covered, parent, wanted[length], now + wanted[length])
             else:
                 continue
             parent, covered = name, length
-        more = sum(pin.own for pin in made.values())
+        more = sum(pin.own for pin in added.values())
         if more and self.held + more > self.most:
             raise PinsExceeded(more, self.held, self._relief(self.held + more - self.most, {name for name, _ in used}))
         for name, seconds in used:
             pin = self._pins[name]
             pin.seconds = max(pin.seconds, seconds)
             pin.ends = now + pin.seconds
-        for name, pin in made.items():
+        for name, pin in added.items():
             self._pins[name] = pin
             self.held += pin.own
             if pin.parent is not None:
                 self._pins[pin.parent].children += 1
-        return lambda: self._take_back(list(made))
+        return lambda: self._take_back(list(added))
 
     def _relief(self, lack: int, used: set[bytes]) -> float | None:
         """Seconds until pins of `lack` tokens have ended, without those that the call itself uses."""

@@ -82,15 +82,15 @@ def _schema(tool: ToolSpec) -> str:
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with additional properties forbidden, unless it mentions them itself: an unconstrained model would
     invent properties without end."""
-    made = dict(schema)
-    named, items = made.get("properties"), made.get("items")
+    strict = dict(schema)
+    named, items = strict.get("properties"), strict.get("items")
     if isinstance(named, Mapping):
-        made["properties"] = {key: closed(one) if isinstance(one, Mapping) else one for key, one in named.items()}
-        if not _COMPOSED & made.keys():
-            made["additionalProperties"] = False
+        strict["properties"] = {key: closed(one) if isinstance(one, Mapping) else one for key, one in named.items()}
+        if not _COMPOSED & strict.keys():
+            strict["additionalProperties"] = False
     if isinstance(items, Mapping):
-        made["items"] = closed(items)
-    return made
+        strict["items"] = closed(items)
+    return strict
 
 
 def _quoted(text: str) -> str:

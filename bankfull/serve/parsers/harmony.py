@@ -46,7 +46,7 @@ def read_harmony(session: Session) -> Steps[None]:
 
 def _header(session: Session, marker: str) -> Steps[re.Match[str] | None]:
     """The header of a message, or None if there is none or it calls a tool that was not offered."""
-    found: list[re.Match[str]] = []
+    headers: list[re.Match[str]] = []
 
     def read(session: Session) -> Steps[bool]:
         pieces = [marker]
@@ -56,10 +56,10 @@ def _header(session: Session, marker: str) -> Steps[re.Match[str] | None]:
         match = _HEADER.fullmatch(text) if len(text) <= _LONGEST_HEADER else None
         if match is None or not (_recipient(match) is None or session.may_start(_recipient(match) or "")):
             return False
-        found.append(match)
+        headers.append(match)
         return True
 
-    return found[0] if (yield from session.attempt(read)) else None
+    return headers[0] if (yield from session.attempt(read)) else None
 
 
 def _recipient(header: re.Match[str]) -> str | None:

@@ -167,9 +167,9 @@ def _rest_of_object(session: Session) -> Steps[None]:
 
 def read_colon(reader: TextReader) -> Steps[bool]:
     yield from reader.spaces()
-    found = yield from reader.literal(":")
+    matched = yield from reader.literal(":")
     yield from reader.spaces()
-    return found
+    return matched
 
 
 def decoded_string(reader: TextReader) -> Steps[str | None]:
@@ -204,10 +204,10 @@ def raw_value(reader: TextReader, first: str) -> Steps[str | None]:
 
 def _is_next(reader: TextReader, word: str) -> Steps[bool]:
     """Whether `word` comes next; it is not taken."""
-    found = yield from reader.literal(word)
-    if found:
+    matched = yield from reader.literal(word)
+    if matched:
         reader.at -= len(word)
-    return found
+    return matched
 
 
 def decoded(text: str) -> Any:

@@ -109,10 +109,10 @@ def _up_to_parenthesis(reader: TextReader) -> Steps[str | None]:
 
 def _string(reader: TextReader, quote: str, pieces: list[str]) -> Steps[bool]:
     while True:
-        found = _INSIDE[quote].match(reader.text, reader.at)
-        assert found is not None
-        pieces.append(found.group())
-        reader.at = found.end()
+        match = _INSIDE[quote].match(reader.text, reader.at)
+        assert match is not None
+        pieces.append(match.group())
+        reader.at = match.end()
         left = reader.text[reader.at : reader.at + 2]
         if left.startswith(quote):
             reader.at += 1

@@ -73,13 +73,13 @@ def types_of(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     kinds = schema.get("type")
-    found = {kinds} if isinstance(kinds, str) else set(filter(_is_text, kinds)) if isinstance(kinds, list) else set()
+    types = {kinds} if isinstance(kinds, str) else set(filter(_is_text, kinds)) if isinstance(kinds, list) else set()
     for key in ("anyOf", "oneOf"):
         choices = schema.get(key)
         for choice in choices if isinstance(choices, list) else ():
             kind = choice.get("type") if isinstance(choice, Mapping) else None
-            found |= {kind} if isinstance(kind, str) else set()
-    return frozenset(found)
+            types |= {kind} if isinstance(kind, str) else set()
+    return frozenset(types)
 
 
 def _is_text(value: Any) -> bool:

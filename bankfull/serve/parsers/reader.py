@@ -123,11 +123,11 @@ class TextReader:
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[None]:
         """Take the longest run that matches `pattern`, which must be a repeated character class."""
         while True:
-            found = pattern.match(self.text, self.at)
-            assert found is not None
-            if sink is not None and found.end() > self.at:
-                sink(found.group())
-            self.at = found.end()
+            match = pattern.match(self.text, self.at)
+            assert match is not None
+            if sink is not None and match.end() > self.at:
+                sink(match.group())
+            self.at = match.end()
             if self.at < len(self.text) or self.ended:
                 return
             yield
@@ -145,12 +145,12 @@ class TextReader:
         """Pass the text before the first marker to `sink`, take the marker and return it, or "" at the end of the
         text."""
         while True:
-            found = markers.search(self.text, self.at)
-            if found is not None:
-                if found.start() > self.at:
-                    sink(self.text[self.at : found.start()])
-                self.at = found.end()
-                return found.group()
+            match = markers.search(self.text, self.at)
+            if match is not None:
+                if match.start() > self.at:
+                    sink(self.text[self.at : match.start()])
+                self.at = match.end()
+                return match.group()
             settled = len(self.text) - (0 if self.ended else markers.possible_prefix(self.text, self.at))
             if settled > self.at:
                 sink(self.text[self.at : settled])
@@ -165,11 +165,11 @@ class TextReader:
             return False
         sink('"')
         while True:
-            found = _INSIDE_STRING.match(self.text, self.at)
-            assert found is not None
-            if found.end() > self.at:
-                sink(found.group())
-                self.at = found.end()
+            match = _INSIDE_STRING.match(self.text, self.at)
+            assert match is not None
+            if match.end() > self.at:
+                sink(match.group())
+                self.at = match.end()
             if self.text.startswith('"', self.at):
                 self.at += 1
                 sink('"')

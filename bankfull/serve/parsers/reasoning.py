@@ -24,8 +24,8 @@ class ReasoningTags:
         the strings after the template's last `add_generation_prompt` decide."""
         if prompt is not None:
             return _open_at_end(prompt, self.opening, self.closing) and prompt.rstrip().endswith(self.opening)
-        _, found, last = template_source.rpartition("add_generation_prompt")
-        if not found:
+        _, separator, last = template_source.rpartition("add_generation_prompt")
+        if not separator:
             return False
         strings = ["".join(match.groups("")) for match in _QUOTED.finditer(last)]
         return any(_open_at_end(text, self.opening, self.closing) for text in strings)

@@ -169,7 +169,7 @@ class ReplicaSet:
         """The page tables of the ready replicas; one that ends meanwhile is left out."""
         ready = [replica for replica in self._replicas.values() if replica.link.ready]
         asked = await asyncio.gather(*(replica.link.page_tables() for replica in ready), return_exceptions=True)
-        return {one.name: found[""] for one, found in zip(ready, asked, strict=True) if isinstance(found, dict)}
+        return {one.name: tables[""] for one, tables in zip(ready, asked, strict=True) if isinstance(tables, dict)}
 
     async def reset_cache(self) -> int:
         """Reset the caches of all replicas; one that ends meanwhile has an empty cache anyway."""

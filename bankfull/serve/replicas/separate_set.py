@@ -108,7 +108,7 @@ class SeparateSet(ReplicaSet):
         except Unavailable:
             return None
         links = self._links[leg.replica], self._links[target.name]
-        at = None if (own := target.link.facts) is None else own.exchange_at
+        at = None if (target_facts := target.link.facts) is None else target_facts.exchange_at
         transit = Transit(*links, self._numbers_of[target.name], submit, self.counts, at)
         leg.steps.on_run = transit.begin
         return PromptLeg(self, leg, submit, target, transit)

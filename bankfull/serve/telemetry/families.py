@@ -134,6 +134,6 @@ def separation_families(counts: TransitCounts) -> list[ScalarMetric]:
 
 
 def _counter(name: str, text: str, value: float) -> ScalarMetric:
-    made = ScalarMetric("counter", name, text)
-    made.set(value)
-    return made
+    metric = ScalarMetric("counter", name, text)
+    metric.set(value)
+    return metric

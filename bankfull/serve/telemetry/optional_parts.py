@@ -22,11 +22,11 @@ class OptionalParts:
 
     def families(self) -> list[ScalarMetric]:
         """Metrics made anew for each response of /metrics; none where no part was asked for."""
-        found = self._all()
+        problems = self._all()
         up = ScalarMetric("gauge", "optional_part_up", "1 while an optional part is used, 0 if it cannot be.", ["part"])
-        for part, problem in found.items():
+        for part, problem in problems.items():
             up.set(float(not problem), part)
-        return [up] if found else []
+        return [up] if problems else []
 
     def _all(self) -> dict[str, str]:
         return joined_optional(source() for source in self._sources)

@@ -93,8 +93,8 @@ def _experts(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
 
 
 def _activated(x: Tensor, shape: FeedShape) -> Tensor:
-    made: Tensor = activate(x, activation(shape.activation))
-    return made
+    activated: Tensor = activate(x, activation(shape.activation))
+    return activated
 
 
 FEEDS: dict[str, Callable[[Weights, Tensor, Any], Tensor]] = {

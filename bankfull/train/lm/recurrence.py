@@ -37,8 +37,8 @@ class _Recurrence(torch.autograd.Function):
 
 def recurrence(keep: Tensor, add: Tensor) -> Tensor:
     """h[t] = keep[t] h[t - 1] + add[t], elementwise, from h[-1] = 0. Both (tokens, ...) of one shape."""
-    made: Tensor = _Recurrence.apply(keep, add)
-    return made
+    states: Tensor = _Recurrence.apply(keep, add)
+    return states
 
 
 def decayed_attention(q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor) -> Tensor:

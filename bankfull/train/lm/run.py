@@ -91,8 +91,8 @@ def train_lm(config: Config, task: Task, tokenizer: Mapping[str, Any], how: LmTr
             advance,
         )
     last = progress.measured[-1]
-    found = last if last["step"] == progress.step else measured(model, task, how.batch)
-    report = _report(model, task, progress, how.steps, found)
+    figures = last if last["step"] == progress.step else measured(model, task, how.batch)
+    report = _report(model, task, progress, how.steps, figures)
     about = {"recipe": asdict(recipe), "accuracy": report.accuracy, "loss": report.loss}
     write_json(folder / "config.json", {**config, "dtype": "float32", "trained": about})
     write_json(folder / "tokenizer.json", dict(tokenizer))
@@ -113,10 +113,10 @@ def measured(model: TrainedModel, task: Task, batch: int) -> dict[str, float]:
     """Accuracy and loss on held-out sequences, always the same ones."""
     right = total = nats = 0.0
     for number in range(-(-MEASURED // batch)):
-        made = task.batch(HELD_OUT + number, batch)
-        targets = made.targets.to(model.device).flatten()
+        examples = task.batch(HELD_OUT + number, batch)
+        targets = examples.targets.to(model.device).flatten()
         counted = targets != IGNORED
-        scores, targets = model.logits(made.tokens.to(model.device)).flatten(0, 1)[counted], targets[counted]
+        scores, targets = model.logits(examples.tokens.to(model.device)).flatten(0, 1)[counted], targets[counted]
         right += float((scores.argmax(-1) == targets).sum())
         nats += float(cross_entropy(scores, targets, reduction="sum"))
         total += len(targets)

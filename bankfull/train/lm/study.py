@@ -112,10 +112,10 @@ def _point(kind: str, config: dict[str, Any], report: LmReport) -> StudyPoint:
 
 def read_study(path: Path) -> RecallStudy:
     """The study of a file that `save` has written."""
-    found = read_json(path)
+    record = read_json(path)
     try:
-        points = [StudyPoint(**point) for point in found.pop("points")]
-        return RecallStudy(**found, points=points)
+        points = [StudyPoint(**point) for point in record.pop("points")]
+        return RecallStudy(**record, points=points)
     except (KeyError, TypeError) as error:
         reason = json.dumps(str(error))[:80]
         raise ModelError(

@@ -75,5 +75,5 @@ def encoded_text(path: Path, model: str | None, vocab: int) -> EncodedText:
 
 
 def _as_json(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(backend.to_str())
-    return made
+    document: dict[str, Any] = json.loads(backend.to_str())
+    return document

@@ -72,10 +72,10 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack_planes`."""
     planes = packed.unflatten(-1, (-1, bits, PLANE // 8))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    found = (planes.unsqueeze(-1) >> shifts) & 1  # (..., n / 32, bits, 4, 8)
-    codes = found.select(-3, 0)
+    unpacked = (planes.unsqueeze(-1) >> shifts) & 1  # (..., n / 32, bits, 4, 8)
+    codes = unpacked.select(-3, 0)
     for bit in range(1, bits):
-        codes = codes | (found.select(-3, bit) << bit)
+        codes = codes | (unpacked.select(-3, bit) << bit)
     return codes.flatten(-3)
 
 

@@ -52,8 +52,8 @@ class BlockPieces:
 @cache
 def _points(name: str) -> Tensor:
     """int16 (points, numbers of a point)"""
-    found = json.loads(POINTS.read_text(encoding="utf-8"))[name]
-    levels, text = found["levels"], found["points"]
+    table = json.loads(POINTS.read_text(encoding="utf-8"))[name]
+    levels, text = table["levels"], table["points"]
     bits = 4 if len(levels) > 4 else 2
     packed = torch.tensor([int(text[at : at + 4], 16) for at in range(0, len(text), 4)])
     codes = (packed.unsqueeze(-1) >> torch.arange(0, 16, bits)) & (2**bits - 1)
@@ -70,9 +70,9 @@ def _look_up(name: str, index: Tensor) -> Tensor:
 def _words(blocks: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Little-endian numbers as int32 (two bytes) or int64 (four)."""
     wide = {torch.uint16: torch.int32, torch.uint32: torch.int64}[dtype]
-    found = blocks[:, first:last].contiguous()
+    data = blocks[:, first:last].contiguous()
     size = dtype.itemsize
-    parts = [found[:, at::size].to(wide) << (8 * at) for at in range(size)]
+    parts = [data[:, at::size].to(wide) << (8 * at) for at in range(size)]
     return sum(parts[1:], parts[0])
 
 
@@ -196,15 +196,15 @@ def as_known(weight: QTensor) -> QTensor | None:
 
 def _translated(weight: QTensor, scheme: Scheme, translate: Callable[[Tensor], Tensor | None]) -> QTensor | None:
     blocks = weight.parts["blocks"].reshape(-1, weight.scheme.block_bytes)
-    made = blocks.new_empty(len(blocks), scheme.block_bytes)
+    translated = blocks.new_empty(len(blocks), scheme.block_bytes)
     for first in range(0, len(blocks), ROWS_AT_ONCE):
-        own = slice(first, first + ROWS_AT_ONCE)
-        some = translate(blocks[own])
+        rows = slice(first, first + ROWS_AT_ONCE)
+        some = translate(blocks[rows])
         if some is None:
             return None
-        made[own] = some
+        translated[rows] = some
     shape = (*weight.shape[:-1], scheme.row_bytes(weight.shape[-1]))
-    return replace(weight, scheme=scheme, parts={"blocks": made.reshape(shape)})
+    return replace(weight, scheme=scheme, parts={"blocks": translated.reshape(shape)})
 
 
 def _as_q8_0(blocks: Tensor) -> Tensor:
@@ -213,13 +213,13 @@ def _as_q8_0(blocks: Tensor) -> Tensor:
 
 def _as_q6_k(pieces: Callable[[Tensor], BlockPieces]) -> Callable[[Tensor], Tensor | None]:
     def translate(blocks: Tensor) -> Tensor | None:
-        found = pieces(blocks)
-        unit = (found.unit * 2.0**-found.halvings).to(torch.float16)
-        exact = unit.to(torch.float32) * 2.0**found.halvings == found.unit
+        parts = pieces(blocks)
+        unit = (parts.unit * 2.0**-parts.halvings).to(torch.float16)
+        exact = unit.to(torch.float32) * 2.0**parts.halvings == parts.unit
         if blocks.device.type != "meta" and not bool(exact.all()):
             return None  # a tiny scale lost bits, or one is not a number
-        codes = (found.numbers + 32).to(torch.uint8)
-        factors = found.factors.to(torch.int8).repeat_interleave(16 // found.factors.shape[1], -1)
+        codes = (parts.numbers + 32).to(torch.uint8)
+        factors = parts.factors.to(torch.int8).repeat_interleave(16 // parts.factors.shape[1], -1)
         low, high = _pack(codes & 15, 64, 4), _pack(codes >> 4, 32, 2)
         return torch.cat((low, high, factors.view(torch.uint8), unit.view(torch.uint8)), -1)
 

@@ -70,10 +70,10 @@ def as_q5_0(weight: QTensor) -> QTensor:
         return weight
     scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent).to(torch.float16).view(torch.uint8)
     codes = torch.tensor((*_TWICE, *(-code for code in _TWICE)), dtype=torch.int8, device=blocks.device) + 16
-    found = codes.to(torch.uint8)[nibbles(blocks[:, 1:]).to(torch.int64)]
-    bits = (found >> 4).reshape(-1, 4, 8) << torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    packed = (found[:, :16] & 15) | (found[:, 16:] << 4)
-    made = torch.cat((scale, bits.sum(-1, dtype=torch.uint8), packed), -1)
+    five_bit = codes.to(torch.uint8)[nibbles(blocks[:, 1:]).to(torch.int64)]
+    bits = (five_bit >> 4).reshape(-1, 4, 8) << torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    packed = (five_bit[:, :16] & 15) | (five_bit[:, 16:] << 4)
+    encoded = torch.cat((scale, bits.sum(-1, dtype=torch.uint8), packed), -1)
     twin = next(scheme for scheme in legacy.SCHEMES if scheme.name == "q5_0")
     shape = (*weight.shape[:-1], twin.row_bytes(weight.shape[-1]))
-    return replace(weight, scheme=twin, parts={"blocks": made.reshape(shape)})
+    return replace(weight, scheme=twin, parts={"blocks": encoded.reshape(shape)})

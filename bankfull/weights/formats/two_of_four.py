@@ -59,10 +59,10 @@ def packed_halves(nibbles: Tensor) -> Tensor:
 
 def positions_of_masks(masks: Tensor, name: str) -> Tensor:
     """Positions from a bit per column, the lowest bit of a byte first. Each four must have two bits set."""
-    found = _OF_TWO.to(masks.device)[halves(masks).to(torch.int32)]
-    if bool((found == _NONE).any()):
+    positions = _OF_TWO.to(masks.device)[halves(masks).to(torch.int32)]
+    if bool((positions == _NONE).any()):
         raise ModelError(f"Tensor {name} does not keep two of each four columns: it is damaged, download it again.")
-    return packed_halves(found)
+    return packed_halves(positions)
 
 
 def masks_of_positions(positions: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ def _gpt2(fields: Fields, config: Config) -> Config:
 
 
 def _gpt_neox(fields: Fields, config: Config) -> Config:
-    made = _plain(fields)
-    size = max(1, config["hidden_size"] // made["num_attention_heads"])
+    base = _plain(fields)
+    size = max(1, config["hidden_size"] // base["num_attention_heads"])
     rotary = fields.size("rope.dimension_count", size)
     if rotary > size or rotary % 2:
         raise fields.wrong("rope.dimension_count", f"of {rotary}, which is odd or over the head size {size}")
-    return made | {
+    return base | {
         "model_type": "gpt_neox",
         "layer_norm_eps": fields.number("attention.layer_norm_epsilon"),
         "rope_theta": fields.number("rope.freq_base", 10000.0, least=1.0),
@@ -59,8 +59,8 @@ def _granite(fields: Fields, config: Config) -> Config:
 
 
 def _glm4(fields: Fields, config: Config) -> Config:
-    made = transformer_config(fields, config)
-    return made | {"model_type": "glm4", "partial_rotary_factor": made.get("partial_rotary_factor", 1.0)}
+    base = transformer_config(fields, config)
+    return base | {"model_type": "glm4", "partial_rotary_factor": base.get("partial_rotary_factor", 1.0)}
 
 
 TRANSLATE: dict[str, Callable[[Fields, Config], Config]] = {

@@ -81,10 +81,10 @@ def generation_from(container: Container) -> Config:
 
 def _llama(fields: Fields, config: Config) -> Config:
     window = window_of(fields)
-    made = transformer_config(fields, config) | {"model_type": "llama"}
+    translated = transformer_config(fields, config) | {"model_type": "llama"}
     # In the Hugging Face naming, a llama with a window is a mistral, and one with experts a mixtral.
-    made = made if window is None else made | {"model_type": "mistral", "sliding_window": window}
-    return experts.mixtral(fields, made) if fields.size("expert_count", 0, least=0) else made
+    translated = translated if window is None else translated | {"model_type": "mistral", "sliding_window": window}
+    return experts.mixtral(fields, translated) if fields.size("expert_count", 0, least=0) else translated
 
 
 def _smollm3(fields: Fields, config: Config) -> Config:
@@ -113,15 +113,15 @@ def _qwen(model_type: str) -> Callable[[Fields, Config], Config]:
 
 
 def _gemma(fields: Fields, config: Config, period: int, layers_of_27b: int, theta: float | None) -> Config:
-    made = transformer_config(fields, config, theta)
+    base = transformer_config(fields, config, theta)
     layers, window = config["num_hidden_layers"], window_of(fields)
     # No key holds the query scale: it is the head size, except for the 27B models, where it is hidden size over heads.
-    scalar: float = made["head_dim"]
+    scalar: float = base["head_dim"]
     if fields.has("attention.scale"):
         scalar = fields.number("attention.scale", least=1e-6) ** -2
     elif layers == layers_of_27b:
-        scalar = config["hidden_size"] // made["num_attention_heads"]
-    return made | {
+        scalar = config["hidden_size"] // base["num_attention_heads"]
+    return base | {
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,

@@ -66,9 +66,9 @@ def _experts(model_type: str, renormalize: bool, **more: Any) -> Callable[[Field
 
     def translate(fields: Fields, config: Config) -> Config:
         refuse_window(fields)
-        made = transformer_config(fields, config)
-        inner = fields.size("expert_feed_forward_length", made["intermediate_size"])
-        return made | {
+        base = transformer_config(fields, config)
+        inner = fields.size("expert_feed_forward_length", base["intermediate_size"])
+        return base | {
             "model_type": model_type,
             "sliding_window": None,
             "layer_types": [FULL] * config["num_hidden_layers"],
@@ -83,16 +83,16 @@ def _experts(model_type: str, renormalize: bool, **more: Any) -> Callable[[Field
 
 
 def _gpt_oss(fields: Fields, config: Config) -> Config:
-    made = transformer_config(fields, config)
-    if made["rope_scaling"] is not None:
-        made["rope_scaling"]["truncate"] = False  # belongs to the architecture
-    return made | {
+    base = transformer_config(fields, config)
+    if base["rope_scaling"] is not None:
+        base["rope_scaling"]["truncate"] = False  # belongs to the architecture
+    return base | {
         "model_type": "gpt_oss",
         "sliding_window": window_of(fields),
         "layer_types": layer_types(fields, config["num_hidden_layers"], 2),
         "num_local_experts": fields.size("expert_count"),
         "num_experts_per_tok": fields.size("expert_used_count"),
-        "intermediate_size": fields.size("expert_feed_forward_length", made["intermediate_size"]),
+        "intermediate_size": fields.size("expert_feed_forward_length", base["intermediate_size"]),
     }
 
 

@@ -83,13 +83,13 @@ def _scaling(fields: Fields, context: int) -> Config | None:
     if kind != "yarn":
         raise fields.wrong("rope.scaling.type", f"'{kind}', which DeepSeek files do not have")
     mscale = fields.number("rope.scaling.yarn_log_multiplier", 0.0) * 10
-    made: Config = {
+    scaling: Config = {
         "rope_type": "yarn",
         "factor": fields.number("rope.scaling.factor", 1.0, least=1e-6),
         "original_max_position_embeddings": fields.size("rope.scaling.original_context_length", context),
         "attention_factor": 1.0,
     }
-    return made | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {})
+    return scaling | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {})
 
 
 TRANSLATE: dict[str, Callable[[Fields, Config], Config]] = {"deepseek2": _deepseek}

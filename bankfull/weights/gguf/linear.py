@@ -32,12 +32,12 @@ LAYERS: dict[str, dict[str, str]] = {
 
 
 def _qwen3_next(fields: Fields, config: Config) -> Config:
-    made = EXPERT_TRANSLATE["qwen3moe"](fields, config)
+    base = EXPERT_TRANSLATE["qwen3moe"](fields, config)
     heads, inner = fields.size("ssm.time_step_rank"), fields.size("ssm.inner_size")
     if inner % heads:
         raise fields.wrong("ssm.inner_size", f"of {inner}, which {heads} heads cannot divide")
     period, layers = fields.size("full_attention_interval", 4), range(config["num_hidden_layers"])
-    return made | {
+    return base | {
         "model_type": "qwen3_next",
         "layer_types": [LINEAR if (layer + 1) % period else FULL for layer in layers],
         "linear_conv_kernel_dim": fields.size("ssm.conv_kernel"),
@@ -46,9 +46,9 @@ def _qwen3_next(fields: Fields, config: Config) -> Config:
         "linear_num_value_heads": heads,
         "linear_value_head_dim": inner // heads,
         "shared_expert_intermediate_size": fields.size(
-            "expert_shared_feed_forward_length", made["moe_intermediate_size"]
+            "expert_shared_feed_forward_length", base["moe_intermediate_size"]
         ),
-        "partial_rotary_factor": made.get("partial_rotary_factor", 1.0),
+        "partial_rotary_factor": base.get("partial_rotary_factor", 1.0),
         "norm_weight_offset": 0.0,
     }
 

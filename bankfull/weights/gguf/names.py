@@ -99,11 +99,11 @@ def hf_name(name: str, model_type: str) -> str:
 def gguf_name(name: str, model_type: str) -> str | None:
     """The inverse of `hf_name`; None if files of the architecture have no such tensor."""
     stem, _, suffix = name.rpartition(".")
-    outer = {inner: own for own, inner in _OUTER_OF.get(model_type, _OUTER).items()}
+    outer = {inner: in_file for in_file, inner in _OUTER_OF.get(model_type, _OUTER).items()}
     if stem in outer:
         return f"{outer[stem]}.{suffix}"
     prefix = f"{_PREFIX.get(model_type, 'model.layers')}."
-    table = {inner: own for own, inner in _LAYERS.get(model_type, _ATTENTION).items()}
+    table = {inner: in_file for in_file, inner in _LAYERS.get(model_type, _ATTENTION).items()}
     number, _, whole = name.removeprefix(prefix).partition(".")
     if name.startswith(prefix) and "." in table.get(whole, ""):  # a name that the file spells with another ending
         return f"blk.{number}.{table[whole]}"

@@ -76,10 +76,10 @@ def _mixed(fields: Fields, config: Config) -> tuple[Config, list[bool]]:
 
 def _granite_hybrid(fields: Fields, config: Config) -> Config:
     heads, size = _heads(fields)
-    made, attends = _mixed(fields, config)
+    base, attends = _mixed(fields, config)
     width = fields.size("feed_forward_length")
     experts = fields.size("expert_count", 0, least=0)
-    return made | {
+    return base | {
         "model_type": "granitemoehybrid",
         "layer_types": ["full_attention" if attention else "linear_attention" for attention in attends],
         "position_embedding_type": "rope" if fields.flag("rope.scaling.finetuned", False) else None,
@@ -106,11 +106,11 @@ def _granite_hybrid(fields: Fields, config: Config) -> Config:
 
 
 def _jamba(fields: Fields, config: Config) -> Config:
-    made, attends = _mixed(fields, config)
+    base, attends = _mixed(fields, config)
     layers = config["num_hidden_layers"]
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in fields.tensors for layer in range(layers)]
     inner, experts = fields.size("ssm.inner_size"), fields.size("expert_count", 0, least=0)
-    return made | {
+    return base | {
         "model_type": "jamba",
         **_every(fields, "attn_layer", attends),
         **_every(fields, "expert_layer", routed),
@@ -128,10 +128,10 @@ def _jamba(fields: Fields, config: Config) -> Config:
 
 def _every(fields: Fields, name: str, chosen: list[bool]) -> Config:
     """The period and the offset of the chosen layers, as a Hugging Face configuration has them."""
-    places = [layer for layer, own in enumerate(chosen) if own]
+    places = [layer for layer, is_chosen in enumerate(chosen) if is_chosen]
     period = places[1] - places[0] if len(places) > 1 else len(chosen) + 1
     offset = places[0] if places else len(chosen)
-    if any(own != (layer % period == offset) for layer, own in enumerate(chosen)):
+    if any(is_chosen != (layer % period == offset) for layer, is_chosen in enumerate(chosen)):
         raise ModelError(f"{fields.name} has layers of a kind ({name}) at no regular distance, which is not read")
     return {f"{name}_period": period, f"{name}_offset": offset}
 

@@ -93,14 +93,14 @@ class Metadata(Mapping[str, Value]):
         return key in self._found
 
     def __getitem__(self, key: str) -> Value:
-        found = self._found[key]
-        if found.kind == STRING:
-            return self._text(key, found.at, found.count)
-        if found.kind != ARRAY:
-            return self._numbers(key, found.kind, found.at, 1)[0]
-        if found.element == STRING:
-            return self._texts(key, found.at, found.count)
-        return self._numbers(key, found.element, found.at, found.count)
+        entry = self._found[key]
+        if entry.kind == STRING:
+            return self._text(key, entry.at, entry.count)
+        if entry.kind != ARRAY:
+            return self._numbers(key, entry.kind, entry.at, 1)[0]
+        if entry.element == STRING:
+            return self._texts(key, entry.at, entry.count)
+        return self._numbers(key, entry.element, entry.at, entry.count)
 
     def is_float32(self, key: str) -> bool:
         return self._found[key].kind == 6
@@ -134,14 +134,14 @@ def find_values(cursor: Cursor, count: int) -> Metadata:
     """Index `count` key/values, checking each, without decoding them."""
     if count > MAX_KEYS:
         raise ModelError(f"{cursor.name} claims {count} metadata keys, over the limit of {MAX_KEYS}: it is damaged")
-    found: dict[str, _Found] = {}
+    entries: dict[str, _Found] = {}
     for _ in range(count):
         key = cursor.ascii(MAX_KEY_BYTES, "a metadata key")
-        if key in found:
+        if key in entries:
             raise ModelError(f"{cursor.name} has the metadata key '{key}' twice: the file is damaged")
         what = f"the value of '{key}'"
-        found[key] = _find(cursor, cursor.u32(what), what)
-    return Metadata(cursor.data, cursor.name, found)
+        entries[key] = _find(cursor, cursor.u32(what), what)
+    return Metadata(cursor.data, cursor.name, entries)
 
 
 def _find(cursor: Cursor, kind: int, what: str) -> _Found:

@@ -41,12 +41,12 @@ def read_awq(files: StoredTensors, config: Mapping[str, Any]) -> Published:
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm":
         raise ModelError(f"The checkpoint is in the AWQ layout '{version[:40]}', which is not read: use gemm.")
-    made = Published(f"{METHOD}, {BITS} bits, " + (f"groups of {group}" if group > 0 else "one group per row"))
+    published = Published(f"{METHOD}, {BITS} bits, " + (f"groups of {group}" if group > 0 else "one group per row"))
     for name in files.names():
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            made.matrices[f"{module}.weight"] = _matrix(files, module, group)
-    return made
+            published.matrices[f"{module}.weight"] = _matrix(files, module, group)
+    return published
 
 
 def _matrix(files: StoredTensors, module: str, group: int) -> IntegerMatrix:

@@ -21,10 +21,10 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
         word, start = divmod(code * bits, WORD)
         low = min(bits, WORD - start)
         # Shifts of negative words bring in ones, so that the mask comes last.
-        found = (groups[..., word] >> start) & ((1 << low) - 1)
+        value = (groups[..., word] >> start) & ((1 << low) - 1)
         if low < bits:
-            found = found | ((groups[..., word + 1] & ((1 << (bits - low)) - 1)) << low)
-        codes[..., code] = found
+            value = value | ((groups[..., word + 1] & ((1 << (bits - low)) - 1)) << low)
+        codes[..., code] = value
     return codes.flatten(1)
 
 

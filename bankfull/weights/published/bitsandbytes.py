@@ -88,20 +88,20 @@ class TableMatrix:
 
 
 def read_bitsandbytes(files: StoredTensors, config: Mapping[str, Any]) -> Published:
-    made, kinds, ignored = Published(METHOD), set[str](), list[str]()
+    published, kinds, ignored = Published(METHOD), set[str](), list[str]()
     for name in files.names():
         module, _, last = name.rpartition(".")
         if last == "SCB":
-            made.matrices[f"{module}.weight"] = _by_row(files, module)
+            published.matrices[f"{module}.weight"] = _by_row(files, module)
             ignored += [part for part in (f"{module}.weight_format",) if files.has(part)]
             kinds.add("8 bits")
         elif STATE in name and (kind := name.rpartition("__")[2]) in KINDS:
             module = name[: name.index(f".{STATE}")]
-            made.matrices[f"{module}.weight"] = _by_table(files, module, kind)
+            published.matrices[f"{module}.weight"] = _by_table(files, module, kind)
             kinds.add(f"{kind}, 4 bits")
-    made.ignored = frozenset(ignored)
-    made.about = ", ".join((METHOD, *sorted(kinds)))
-    return made
+    published.ignored = frozenset(ignored)
+    published.about = ", ".join((METHOD, *sorted(kinds)))
+    return published
 
 
 def _by_row(files: StoredTensors, module: str) -> RowMatrix:
@@ -150,12 +150,12 @@ def _by_table(files: StoredTensors, module: str, kind: str) -> TableMatrix:
         return finite(files.stored(names["quant_map"]).to(torch.float32), names["quant_map"])
 
     def maxima() -> Tensor:
-        found = files.stored(names["absmax"]).flatten()
+        absmax = files.stored(names["absmax"]).flatten()
         if nested:
             of_blocks = files.stored(names["nested_absmax"]).to(torch.float32)
-            values = files.stored(names["nested_quant_map"]).to(torch.float32)[found.to(torch.int32)]
-            found = values * of_blocks[torch.arange(blocks) // outer] + offset
-        return finite(found.to(torch.float32), names["absmax"])
+            values = files.stored(names["nested_quant_map"]).to(torch.float32)[absmax.to(torch.int32)]
+            absmax = values * of_blocks[torch.arange(blocks) // outer] + offset
+        return finite(absmax.to(torch.float32), names["absmax"])
 
     owns = (weight, state_name, *names.values())
     return TableMatrix(kind, shape, block, owns, lambda: files.stored(weight), table, maxima)
@@ -167,17 +167,17 @@ def _state(files: StoredTensors, name: str) -> Mapping[str, Any]:
     if len(shape) != 1 or shape[0] > MOST_STATE_BYTES:
         raise ModelError(f"Tensor {name} has shape {shape}, but it must be a short JSON text.")
     try:
-        found = json.loads(bytes(files.stored(name).tolist()))
+        state = json.loads(bytes(files.stored(name).tolist()))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        state = None
+    if not isinstance(state, dict):
         raise ModelError(f"Tensor {name} is not a JSON object: the checkpoint is damaged, download it again.")
-    return found
+    return state
 
 
 def _shape(state: Mapping[str, Any], name: str) -> tuple[int, int]:
-    found = state.get("shape")
-    if not isinstance(found, list) or len(found) != 2:
-        raise ModelError(f"Tensor {name} has a shape of {str(found)[:40]!r} instead of two sizes.")
-    sizes = [whole_number(size, "a shape", 1, MOST_COLUMNS) for size in found]
+    shape = state.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2:
+        raise ModelError(f"Tensor {name} has a shape of {str(shape)[:40]!r} instead of two sizes.")
+    sizes = [whole_number(size, "a shape", 1, MOST_COLUMNS) for size in shape]
     return sizes[0], sizes[1]

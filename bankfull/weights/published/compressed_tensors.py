@@ -73,27 +73,29 @@ def read_compressed(files: StoredTensors, config: Mapping[str, Any]) -> Publishe
         raise ModelError(f"The checkpoint has weights of {other[0]} bits; bankfull reads 2, 3, 4 and 8 bits.")
     widths = {_group(one.get("group_size")) for one in weights}
     block = blocks.pop() if len(blocks) == 1 else None
-    made = Published(f"{METHOD}, {chosen}" + (f", {' and '.join(map(str, bits))} bits" if bits else ""))
+    published = Published(f"{METHOD}, {chosen}" + (f", {' and '.join(map(str, bits))} bits" if bits else ""))
     sparse = {module: sparse_matrix(files, module) for module in masked_modules(files, config)}
     if sparse:
-        made.about = f"{METHOD}, {FORMAT}" if chosen == DENSE else f"{made.about}, {FORMAT}"
+        published.about = f"{METHOD}, {FORMAT}" if chosen == DENSE else f"{published.about}, {FORMAT}"
     files = unmasked = UnmaskedCodes(files, sparse)
     for name in files.names():
         module, _, last = name.rpartition(".")
         if last == "weight_packed" and files.dtype_of(name) == "I32":
-            made.matrices[f"{module}.weight"] = _packed(files, module, bits, widths)
+            published.matrices[f"{module}.weight"] = _packed(files, module, bits, widths)
         elif last == "weight_packed":
-            made.matrices[f"{module}.weight"] = _small(files, module)
+            published.matrices[f"{module}.weight"] = _small(files, module)
         elif last == "weight" and files.dtype_of(name) == "I8":
-            made.matrices[name] = integer_matrix(files, module)
+            published.matrices[name] = integer_matrix(files, module)
         elif last == "weight" and files.dtype_of(name) == CODES:
-            made.matrices[name] = float_matrix(files, name, _scale(files, module), block)
-    made.matrices = dict(unmasked.owned(made.matrices))
+            published.matrices[name] = float_matrix(files, name, _scale(files, module), block)
+    published.matrices = dict(unmasked.owned(published.matrices))
     plain = {f"{module}.weight": matrix for module, matrix in sparse.items()}
-    made.matrices |= {name: matrix for name, matrix in plain.items() if name not in unmasked.matrices}
-    modules = [name.removesuffix("weight") for name in made.matrices]
-    made.ignored = frozenset(name for module in modules for part in _ACTIVATIONS if files.has(name := module + part))
-    return made
+    published.matrices |= {name: matrix for name, matrix in plain.items() if name not in unmasked.matrices}
+    modules = [name.removesuffix("weight") for name in published.matrices]
+    published.ignored = frozenset(
+        name for module in modules for part in _ACTIVATIONS if files.has(name := module + part)
+    )
+    return published
 
 
 def _weights_of(group: Any) -> Mapping[str, Any]:
@@ -108,12 +110,12 @@ def _weights_of(group: Any) -> Mapping[str, Any]:
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
-    found = weights.get("block_structure")
-    if isinstance(found, str):
-        found = [int(part) if part.isdecimal() else part for part in found[:40].split("x")]
-    if not isinstance(found, list) or len(found) != 2:
-        raise ModelError(f"The checkpoint has a block_structure of {str(found)[:40]!r} instead of two sizes.")
-    return whole_number(found[0], "a block", 1, MOST_COLUMNS), whole_number(found[1], "a block", 1, MOST_COLUMNS)
+    sizes = weights.get("block_structure")
+    if isinstance(sizes, str):
+        sizes = [int(part) if part.isdecimal() else part for part in sizes[:40].split("x")]
+    if not isinstance(sizes, list) or len(sizes) != 2:
+        raise ModelError(f"The checkpoint has a block_structure of {str(sizes)[:40]!r} instead of two sizes.")
+    return whole_number(sizes[0], "a block", 1, MOST_COLUMNS), whole_number(sizes[1], "a block", 1, MOST_COLUMNS)
 
 
 def _group(size: Any) -> int:
@@ -164,10 +166,10 @@ def _declared_shape(files: StoredTensors, module: str, rows: int) -> tuple[int, 
     require(files, name)
     expect_dtype(files, name, "I64", "I32")
     expect_shape(files, name, (2,))
-    found = tuple(files.stored(name).tolist())
-    if found[0] != rows or not 1 <= found[1] <= MOST_COLUMNS:
-        raise ModelError(f"Tensor {name} says {found}, but the packed codes have {rows} rows: it is damaged.")
-    return found[0], found[1]
+    declared = tuple(files.stored(name).tolist())
+    if declared[0] != rows or not 1 <= declared[1] <= MOST_COLUMNS:
+        raise ModelError(f"Tensor {name} says {declared}, but the packed codes have {rows} rows: it is damaged.")
+    return declared[0], declared[1]
 
 
 def _bits_of(columns: int, words: int, declared: list[int]) -> tuple[int | None, bool]:
@@ -184,20 +186,20 @@ def _bits_of(columns: int, words: int, declared: list[int]) -> tuple[int | None,
 def _columns_per_scale(files: StoredTensors, name: str, shape: tuple[int, int]) -> int:
     rows, columns = shape
     expect_dtype(files, name, *_FLOATS)
-    found = files.shape(name)
-    if found in ((), (1,), (1, 1), (rows,), (rows, 1)):
+    stored = files.shape(name)
+    if stored in ((), (1,), (1, 1), (rows,), (rows, 1)):
         return columns
-    if len(found) == 2 and found[0] == rows and 0 < found[1] <= columns and columns % found[1] == 0:
-        return columns // found[1]
-    raise ModelError(f"Tensor {name} has shape {found}, which fits no scales of a {rows} x {columns} matrix.")
+    if len(stored) == 2 and stored[0] == rows and 0 < stored[1] <= columns and columns % stored[1] == 0:
+        return columns // stored[1]
+    raise ModelError(f"Tensor {name} has shape {stored}, which fits no scales of a {rows} x {columns} matrix.")
 
 
 def _scales(files: StoredTensors, name: str, shape: tuple[int, int], group: int) -> Callable[[], Tensor]:
     grid = (shape[0], shape[1] // group)
 
     def read() -> Tensor:
-        found = files.stored(name)
-        return found.expand(grid) if found.numel() == 1 else found.reshape(grid)
+        scales = files.stored(name)
+        return scales.expand(grid) if scales.numel() == 1 else scales.reshape(grid)
 
     return read
 

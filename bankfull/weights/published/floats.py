@@ -66,14 +66,14 @@ def float_matrix(files: StoredTensors, codes: str, scales: str, block: tuple[int
     """The tensor `codes` with its `scales`; `block`: rows and columns per scale, if the configuration names them."""
     rows, columns = shape = matrix_shape(files, codes)
     expect_dtype(files, codes, CODES)
-    kind, found = expect_dtype(files, scales, *SCALES), files.shape(scales)
-    own = _block_of(found, shape, block)
-    if own is None:
+    kind, stored = expect_dtype(files, scales, *SCALES), files.shape(scales)
+    per_scale = _block_of(stored, shape, block)
+    if per_scale is None:
         wanted = f" in blocks of {block[0]} x {block[1]}" if block else ""
         raise ModelError(
-            f"Tensor {scales} has shape {found}, which fits no scales of a {rows} x {columns} matrix{wanted}."
+            f"Tensor {scales} has shape {stored}, which fits no scales of a {rows} x {columns} matrix{wanted}."
         )
-    grid = (-(-rows // own[0]), -(-columns // own[1]))
+    grid = (-(-rows // per_scale[0]), -(-columns // per_scale[1]))
 
     def read() -> Tensor:
         tensor = files.stored(scales)
@@ -81,7 +81,7 @@ def float_matrix(files: StoredTensors, codes: str, scales: str, block: tuple[int
             tensor = torch.ldexp(torch.ones_like(tensor, dtype=torch.float32), tensor.to(torch.int32) - 127)
         return finite(tensor.to(torch.float32), scales).reshape(grid)
 
-    return FloatMatrix(shape, own, (codes, scales), lambda: files.stored(codes), read)
+    return FloatMatrix(shape, per_scale, (codes, scales), lambda: files.stored(codes), read)
 
 
 def _block_of(found: tuple[int, ...], shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[int, int] | None:

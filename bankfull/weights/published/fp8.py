@@ -30,7 +30,7 @@ def read_fp8(files: StoredTensors, config: Mapping[str, Any]) -> Published:
         about = f"modelopt, {algorithm}, {4 if algorithm == 'NVFP4' else 8} bits"
     else:
         about = f"{method}, 8 bits"
-    made = Published(about)
+    published = Published(about)
     block = config.get("weight_block_size")
     sizes = None if block is None else _block(block)
     for name in files.names():
@@ -39,14 +39,14 @@ def read_fp8(files: StoredTensors, config: Mapping[str, Any]) -> Published:
             continue
         kind, whole = files.dtype_of(name), f"{module}.weight_scale_2"
         if kind == "U8" and files.has(whole):
-            made.matrices[name] = nvfp4_matrix(files, name, _scale(files, module), whole, divides=False)
+            published.matrices[name] = nvfp4_matrix(files, name, _scale(files, module), whole, divides=False)
         elif kind == CODES:
-            made.matrices[name] = float_matrix(files, name, _scale(files, module), sizes)
+            published.matrices[name] = float_matrix(files, name, _scale(files, module), sizes)
     if sizes is not None:
-        made.about += f", blocks of {sizes[0]} x {sizes[1]}"
-    modules = [name.removesuffix("weight") for name in made.matrices]
-    made.ignored = frozenset(name for module in modules for part in _IGNORED if files.has(name := module + part))
-    return made
+        published.about += f", blocks of {sizes[0]} x {sizes[1]}"
+    modules = [name.removesuffix("weight") for name in published.matrices]
+    published.ignored = frozenset(name for module in modules for part in _IGNORED if files.has(name := module + part))
+    return published
 
 
 def _block(found: Any) -> tuple[int, int]:
@@ -57,6 +57,6 @@ def _block(found: Any) -> tuple[int, int]:
 
 
 def _scale(files: StoredTensors, module: str) -> str:
-    found = next((name for part in _SCALES if files.has(name := f"{module}.{part}")), f"{module}.weight_scale")
-    require(files, found)
-    return found
+    scale = next((name for part in _SCALES if files.has(name := f"{module}.{part}")), f"{module}.weight_scale")
+    require(files, scale)
+    return scale

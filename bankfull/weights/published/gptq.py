@@ -39,7 +39,7 @@ def read_gptq(files: StoredTensors, config: Mapping[str, Any]) -> Published:
         raise ModelError(f"The checkpoint is in the GPTQ layout '{kind[:40]}', which is not read: use gptq or gptq_v2.")
     order = ", act-order" if config.get("desc_act") else ""
     about = f"{METHOD}, {bits} bits, " + (f"groups of {group}" if group > 0 else "one group per row") + order
-    made = Published(about)
+    published = Published(about)
     mixed = bool(config.get("dynamic"))
     for name in files.names():
         if name.endswith(".qweight"):
@@ -47,8 +47,8 @@ def read_gptq(files: StoredTensors, config: Mapping[str, Any]) -> Published:
             if order:
                 require(files, f"{module}.g_idx")
             declared: tuple[int | None, int | None] = (None, None) if mixed else (bits, group)
-            made.matrices[f"{module}.weight"] = _matrix(files, module, VERSIONS[kind], *declared)
-    return made
+            published.matrices[f"{module}.weight"] = _matrix(files, module, VERSIONS[kind], *declared)
+    return published
 
 
 def _declared(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -88,10 +88,10 @@ def _matrix(files: StoredTensors, module: str, version: int, declared: int | Non
     owns = tuple(name for name in (weight, zeros, scales, order) if files.has(name))
 
     def read_zeros() -> Tensor:
-        found = files.stored(zeros)
+        stored = files.stored(zeros)
         if version == 1 and bits in ONES:
-            found = found + ONES[bits]  # whole words, as the writer subtracts
-        codes = unpack_words(found, bits).T
+            stored = stored + ONES[bits]  # whole words, as the writer subtracts
+        codes = unpack_words(stored, bits).T
         return ((codes + 1) & 7 if version == 1 and bits == 3 else codes).to(torch.int32)
 
     return IntegerMatrix(

@@ -66,23 +66,23 @@ class HalfQuadraticMatrix:
 
     def load(self, plan: MatrixPlan) -> QTensor:
         codes, scale, zero = self.codes(), self.scale(), self.zero()
-        made = torch.empty(codes.shape, dtype=torch.bfloat16)
+        values = torch.empty(codes.shape, dtype=torch.bfloat16)
         step = max(1, (1 << 22) // codes.shape[1])
         for first in range(0, len(codes), step):
-            own = slice(first, first + step)
-            of_rows = [part[own] if part.shape[0] > 1 else part for part in (zero, scale)]
-            made[own] = (codes[own].to(torch.float32) - of_rows[0]) * of_rows[1]
-        return QTensor.dense(made.reshape(self.shape))
+            rows = slice(first, first + step)
+            of_rows = [part[rows] if part.shape[0] > 1 else part for part in (zero, scale)]
+            values[rows] = (codes[rows].to(torch.float32) - of_rows[0]) * of_rows[1]
+        return QTensor.dense(values.reshape(self.shape))
 
 
 def read_hqq(files: StoredTensors, config: Mapping[str, Any]) -> Published:
-    made, bits = Published(METHOD), set[int]()
+    published, bits = Published(METHOD), set[int]()
     for name in files.names():
         if name.endswith(".W_q"):
             module = name.removesuffix(".W_q")
-            made.matrices[f"{module}.weight"] = _matrix(files, module, bits)
-    made.about = ", ".join((METHOD, *(f"{one} bits" for one in sorted(bits))))
-    return made
+            published.matrices[f"{module}.weight"] = _matrix(files, module, bits)
+    published.about = ", ".join((METHOD, *(f"{one} bits" for one in sorted(bits))))
+    return published
 
 
 def _number(files: StoredTensors, name: str, low: int, high: int, default: int | None = None) -> int:

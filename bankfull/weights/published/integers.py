@@ -45,10 +45,10 @@ class IntegerMatrix:
         """The group of each column; None if groups are in order."""
         if self.groups_of_columns is None:
             return None
-        found, groups = self.groups_of_columns().to(torch.int64), -(-self.shape[1] // self.group)
-        if not bool(((found >= 0) & (found < groups)).all()):
+        places, groups = self.groups_of_columns().to(torch.int64), -(-self.shape[1] // self.group)
+        if not bool(((places >= 0) & (places < groups)).all()):
             raise ModelError(f"Matrix {self.name} assigns columns to groups that do not exist (g_idx): it is damaged.")
-        return None if torch.equal(found, torch.arange(self.shape[1]) // self.group) else found
+        return None if torch.equal(places, torch.arange(self.shape[1]) // self.group) else places
 
     def order(self) -> Tensor | None:
         """The columns sorted by group; None if they are in order."""
@@ -73,10 +73,10 @@ class IntegerMatrix:
         """None where all are half of the range."""
         if self.stored_zeros is None:
             return None
-        found = self.stored_zeros()
-        if not bool(((found >= 0) & (found <= 2**self.bits)).all()):
+        zeros = self.stored_zeros()
+        if not bool(((zeros >= 0) & (zeros <= 2**self.bits)).all()):
             raise ModelError(f"Matrix {self.name} has zero points outside of 0 to {2**self.bits}: it is damaged.")
-        return None if bool((found == 2 ** (self.bits - 1)).all()) else found
+        return None if bool((zeros == 2 ** (self.bits - 1)).all()) else zeros
 
     @property
     def narrow(self) -> int:
@@ -126,8 +126,8 @@ class IntegerMatrix:
         return pack_pairs(codes) if self.bits == 4 else pack_planes(codes, self.bits)
 
     def _expanded(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QTensor:
-        found, middle = self.places(), 2 ** (self.bits - 1)
-        places = torch.arange(self.shape[1]) // self.group if found is None else found
+        listed, middle = self.places(), 2 ** (self.bits - 1)
+        places = torch.arange(self.shape[1]) // self.group if listed is None else listed
 
         def rows(own: slice) -> Tensor:
             zero = middle if zeros is None else zeros[own].to(torch.float32)[:, places]

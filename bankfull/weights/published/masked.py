@@ -107,9 +107,9 @@ def unmasked(values: Tensor, masks: Tensor, shape: tuple[int, int], module: str)
             f"Tensor {module}.bitmask does not keep two of each four columns: it is damaged, download it again."
         )
     whole = values.view(torch.uint8) if values.element_size() == 1 else values
-    made = torch.zeros(rows, columns, dtype=whole.dtype)
-    made[kept] = whole.flatten()
-    return made.view(values.dtype)
+    dense = torch.zeros(rows, columns, dtype=whole.dtype)
+    dense[kept] = whole.flatten()
+    return dense.view(values.dtype)
 
 
 def sparse_matrix(files: StoredTensors, module: str) -> SparseMatrix:
@@ -137,11 +137,11 @@ class UnmaskedCodes:
     def __init__(self, files: StoredTensors, matrices: Mapping[str, SparseMatrix]) -> None:
         self._files = files
         self.matrices = {
-            f"{module}.weight": found
-            for module, found in matrices.items()
+            f"{module}.weight": matrix
+            for module, matrix in matrices.items()
             if files.dtype_of(f"{module}.compressed") in CODES
         }
-        self._hidden = {part for found in self.matrices.values() for part in found.owns}
+        self._hidden = {part for matrix in self.matrices.values() for part in matrix.owns}
 
     def names(self) -> list[str]:
         return [*(name for name in self._files.names() if name not in self._hidden), *self.matrices]
@@ -161,9 +161,9 @@ class UnmaskedCodes:
     def stored(self, name: str) -> Tensor:
         if name not in self.matrices:
             return self._files.stored(name)
-        found = self.matrices[name]
-        values, masks, _ = (self._files.stored(part) for part in found.owns)
-        return unmasked(values, masks, found.shape, found.module)
+        matrix = self.matrices[name]
+        values, masks, _ = (self._files.stored(part) for part in matrix.owns)
+        return unmasked(values, masks, matrix.shape, matrix.module)
 
     def get(self, name: str) -> QTensor:
         return self._files.get(name)
@@ -176,7 +176,7 @@ class UnmaskedCodes:
 
     def owned(self, matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, Matrix]]:
         """The matrices that were found here, each with the tensors of the files that belong to it."""
-        for name, found in matrices.items():
+        for name, matrix in matrices.items():
             hidden = self.matrices.get(name)
-            others = tuple(part for part in found.owns if part != name)
-            yield name, found if hidden is None else Unmasked(found, (*hidden.owns, *others))
+            others = tuple(part for part in matrix.owns if part != name)
+            yield name, matrix if hidden is None else Unmasked(matrix, (*hidden.owns, *others))

@@ -77,26 +77,26 @@ def require(files: StoredTensors, *names: str) -> None:
 
 def expect_shape(files: StoredTensors, name: str, *allowed: Sequence[int]) -> tuple[int, ...]:
     """The shape of a tensor, which must be one of those allowed."""
-    found = files.shape(name)
-    if found not in {tuple(shape) for shape in allowed}:
+    stored = files.shape(name)
+    if stored not in {tuple(shape) for shape in allowed}:
         wanted = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in allowed))
-        raise ModelError(f"Tensor {name} has shape {found} where its matrix needs {wanted}: use another checkpoint.")
-    return found
+        raise ModelError(f"Tensor {name} has shape {stored} where its matrix needs {wanted}: use another checkpoint.")
+    return stored
 
 
 def expect_dtype(files: StoredTensors, name: str, *allowed: str) -> str:
-    found = files.dtype_of(name)
-    if found not in allowed:
-        raise ModelError(f"Tensor {name} is stored as {found} instead of {' or '.join(allowed)}: it is not read.")
-    return found
+    dtype = files.dtype_of(name)
+    if dtype not in allowed:
+        raise ModelError(f"Tensor {name} is stored as {dtype} instead of {' or '.join(allowed)}: it is not read.")
+    return dtype
 
 
 def matrix_shape(files: StoredTensors, name: str) -> tuple[int, int]:
     """The two positive sizes of a tensor."""
-    found = files.shape(name)
-    if len(found) != 2 or min(found) < 1:
-        raise ModelError(f"Tensor {name} has shape {found}, but quantized matrices have two dimensions.")
-    return found[0], found[1]
+    shape = files.shape(name)
+    if len(shape) != 2 or min(shape) < 1:
+        raise ModelError(f"Tensor {name} has shape {shape}, but quantized matrices have two dimensions.")
+    return shape[0], shape[1]
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:
@@ -118,9 +118,9 @@ def whole_number(value: Any, what: str, low: int, high: int) -> int:
 def expanded(shape: tuple[int, int], rows_of: Callable[[slice], Tensor]) -> QTensor:
     """A dense bfloat16 matrix from a function that gives some of its rows, (rows, columns)."""
     rows, columns = shape
-    made = torch.empty(shape, dtype=torch.bfloat16)
+    values = torch.empty(shape, dtype=torch.bfloat16)
     step = max(1, ELEMENTS_AT_ONCE // columns)
     for first in range(0, rows, step):
-        own = slice(first, min(first + step, rows))
-        made[own] = rows_of(own)
-    return QTensor.dense(made)
+        span = slice(first, min(first + step, rows))
+        values[span] = rows_of(span)
+    return QTensor.dense(values)

@@ -30,18 +30,18 @@ def quantization_of(path: Path, config: Mapping[str, Any], *known: str) -> tuple
     nested = config.get("text_config")
     for level in (config, nested if isinstance(nested, dict) else {}):
         for key, method in KEYS.items():
-            if not (found := level.get(key)):
+            if not (declared := level.get(key)):
                 continue
-            if isinstance(found, dict):
-                method = _method(found, method)
+            if isinstance(declared, dict):
+                method = _method(declared, method)
             if method in known:
                 continue
-            if method not in READERS or not isinstance(found, dict):
+            if method not in READERS or not isinstance(declared, dict):
                 raise ModelError(
                     f"{path} is quantized with '{method[:80]}', which is not read: use the unquantized checkpoint, a "
                     f"GGUF file of it, or one quantized with {', '.join(READERS)}"
                 )
-            return READERS[method], found
+            return READERS[method], declared
     return None
 
 

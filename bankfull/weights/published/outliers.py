@@ -83,15 +83,15 @@ def read_outliers(files: StoredTensors, config: Mapping[str, Any]) -> Published:
             f"The checkpoint has version {str(config.get('version'))[:20]!r} of the form {METHOD}, and this bankfull "
             f"reads version {VERSION}: update bankfull, or quantize the model again."
         )
-    made = Published(f"{METHOD}, LLM.int8(): outlier columns in bfloat16")
+    published = Published(f"{METHOD}, LLM.int8(): outlier columns in bfloat16")
     for name in files.names():
         module, _, last = name.rpartition(".")
         if last in (COLUMNS, VALUES):
             require(files, f"{module}.weight", *outlier_names(f"{module}.weight"))
             expect_dtype(files, f"{module}.weight", "I8")
         elif last == "weight" and files.dtype_of(name) == "I8":
-            made.matrices[name] = _matrix(files, module)
-    return made
+            published.matrices[name] = _matrix(files, module)
+    return published
 
 
 def _matrix(files: StoredTensors, module: str) -> IntegerMatrix | OutlierMatrix:

@@ -66,9 +66,9 @@ class PublishedSource:
         if plan.scheme == EXPANDED and plan.reason not in self._told:
             self._told.add(plan.reason)
             log.warning(f"some weights are expanded to bfloat16 at load, because {plan.reason}.")
-        found = matrix.load(plan)
+        tensor = matrix.load(plan)
         self._loaded.add(name)
-        return found
+        return tensor
 
     def unread(self) -> list[str]:
         """Names in the file, as for other sources; a part of a matrix counts as read with it."""

@@ -148,11 +148,11 @@ class CompressedTensors:
             values = tensor.dequantize(DTYPES[target.scheme.name])
             return {stem: values.T.contiguous() if self._is_transposed(target) else values}
         if len(target.shape) == 3:
-            made: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             for expert, one in enumerate(experts_of(target)):
                 parts = {name: part[expert] for name, part in tensor.parts.items()}
-                made |= self.encoded(one, QTensor(tensor.scheme, parts, one.shape))
-            return made
+                tensors |= self.encoded(one, QTensor(tensor.scheme, parts, one.shape))
+            return tensors
         if target.scheme.is_sparse:
             return masked(target, tensor)
         scales = tensor.parts["scales"]
@@ -240,15 +240,15 @@ class CompressedTensors:
         }
 
     def _group(self, scheme: str, targets: list[str]) -> dict[str, Any]:
-        found = GROUPED.fullmatch(scheme)
-        if found is not None:
-            group, even = int(found["group"]), not found["zeros"]
-            weights = _args(int(found["bits"]), "int", "group", group_size=group, symmetric=even)
+        match = GROUPED.fullmatch(scheme)
+        if match is not None:
+            group, even = int(match["group"]), not match["zeros"]
+            weights = _args(int(match["bits"]), "int", "group", group_size=group, symmetric=even)
             form = "pack-quantized"
         else:
             weights = _args(8, "float" if scheme == FP8 else "int", "channel")
             form = "float-quantized" if scheme == FP8 else "int-quantized" if self.activations else "pack-quantized"
-        inputs = None if found is not None or not self.activations else _activations(self.activations)
+        inputs = None if match is not None or not self.activations else _activations(self.activations)
         return {
             "targets": targets,
             "weights": weights,
@@ -274,8 +274,8 @@ def _outlier_parts(target: TargetTensor) -> list[StoredPart]:
 
 
 def _bits(scheme: Scheme) -> int:
-    found = GROUPED.fullmatch(scheme.name)
-    return 8 if found is None else int(found["bits"])
+    match = GROUPED.fullmatch(scheme.name)
+    return 8 if match is None else int(match["bits"])
 
 
 def has_zeros(scheme: Scheme) -> bool:
@@ -296,8 +296,8 @@ def _activations(kind: str) -> dict[str, Any]:
 
 def dense_dtype(targets: Sequence[TargetTensor]) -> str:
     """The dtype of the unquantized matrices, as config.json names it."""
-    found = next((t.scheme.name for t in targets if t.scheme.is_dense and len(t.shape) == 2), "f32")
-    return str(DTYPES[found]).removeprefix("torch.")
+    scheme = next((t.scheme.name for t in targets if t.scheme.is_dense and len(t.shape) == 2), "f32")
+    return str(DTYPES[scheme]).removeprefix("torch.")
 
 
 ARCHITECTURES = {

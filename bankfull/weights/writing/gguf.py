@@ -72,22 +72,22 @@ class GgufFile:
         kind = kind_of(target)
         if SCHEMES[kind].is_dense:
             return {self._own_name(target): tensor.dequantize(SCHEMES[kind].parts[0].dtype)}
-        made = as_q4_1(tensor) if kind == "q4_1" and tensor.scheme.name != "q4_1" else as_blocks(tensor)
-        assert made.scheme.name == kind, (target.name, made.scheme.name, kind)
-        return {self._own_name(target): made.parts["blocks"]}
+        blocks = as_q4_1(tensor) if kind == "q4_1" and tensor.scheme.name != "q4_1" else as_blocks(tensor)
+        assert blocks.scheme.name == kind, (target.name, blocks.scheme.name, kind)
+        return {self._own_name(target): blocks.parts["blocks"]}
 
     def finish(self, folder: OutputFolder, planned: Sequence[PlannedFile]) -> None:
         for name, tensor in self._extra.items():
             folder.put(name, tensor)
 
     def _own_name(self, target: TargetTensor) -> str:
-        found = gguf_name(target.name, self.files.config["model_type"])
-        if found is None:
+        name = gguf_name(target.name, self.files.config["model_type"])
+        if name is None:
             kind = self.files.config["model_type"]
             raise ConfigError(
                 f"A GGUF file of the architecture {kind!r} has no place for {target.name}; leave --format gguf out."
             )
-        return found
+        return name
 
 
 def kind_of(target: TargetTensor) -> str:

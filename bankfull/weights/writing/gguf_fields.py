@@ -47,7 +47,7 @@ def architecture_fields(name: str, config: Mapping[str, Any], kind: str) -> dict
     architecture = (ARCHITECTURES | WITH_EXPERTS)[config["model_type"]]
     heads = int(config["num_attention_heads"])
     size = int(config.get("head_dim") or config["hidden_size"] // heads)
-    own: dict[str, Field] = {
+    specific: dict[str, Field] = {
         "vocab_size": int(config["vocab_size"]),
         "context_length": int(config.get("max_position_embeddings") or 2048),
         "embedding_length": int(config["hidden_size"]),
@@ -62,22 +62,22 @@ def architecture_fields(name: str, config: Mapping[str, Any], kind: str) -> dict
         "rope.freq_base": float(config.get("rope_theta") or 10000.0),
     }
     if config["model_type"] in ("mistral", "gpt_oss") and config.get("sliding_window"):
-        own["attention.sliding_window"] = int(config["sliding_window"])
+        specific["attention.sliding_window"] = int(config["sliding_window"])
     experts = config.get("num_experts") or config.get("num_local_experts")
     if experts:
-        own |= {"expert_count": int(experts), "expert_used_count": int(config["num_experts_per_tok"])}
+        specific |= {"expert_count": int(experts), "expert_used_count": int(config["num_experts_per_tok"])}
         inner = (
             config["intermediate_size"] if config["model_type"] == "gpt_oss" else config.get("moe_intermediate_size")
         )
         if inner:
-            own["expert_feed_forward_length"] = int(inner)
+            specific["expert_feed_forward_length"] = int(inner)
     general: dict[str, Field] = {
         "general.architecture": architecture,
         "general.name": name,
         "general.file_type": FILE_TYPES.get(kind, FILE_TYPES["f32"]),
         "general.quantization_version": QUANTIZATION_VERSION,
     }
-    return general | {f"{architecture}.{key}": value for key, value in own.items()}
+    return general | {f"{architecture}.{key}": value for key, value in specific.items()}
 
 
 def refuse_inexpressible(config: Mapping[str, Any]) -> None:

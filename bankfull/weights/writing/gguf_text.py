@@ -73,19 +73,19 @@ def _vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Field]:
 
 
 def _ids(files: ModelFiles, tokenizer: Tokenizer) -> dict[str, Field]:
-    found: dict[str, Field] = {"tokenizer.ggml.add_bos_token": tokenizer.add_bos}
+    fields: dict[str, Field] = {"tokenizer.ggml.add_bos_token": tokenizer.add_bos}
     if tokenizer.bos_id is not None:
-        found["tokenizer.ggml.bos_token_id"] = tokenizer.bos_id
+        fields["tokenizer.ggml.bos_token_id"] = tokenizer.bos_id
     named = files.config.get("eos_token_id")
     ends = sorted(tokenizer.eos_ids)
     first = named if isinstance(named, int) and named in ends else ends[0] if ends else None
     if first is not None:
-        found["tokenizer.ggml.eos_token_id"] = first
+        fields["tokenizer.ggml.eos_token_id"] = first
         others = [number for number in ends if number != first]
-        found |= {f"tokenizer.ggml.{key}_token_id": n for key, n in zip(("eot", "eom"), others, strict=False)}
+        fields |= {f"tokenizer.ggml.{key}_token_id": n for key, n in zip(("eot", "eom"), others, strict=False)}
     if isinstance(pad := files.config.get("pad_token_id"), int) and pad >= 0:
-        found["tokenizer.ggml.padding_token_id"] = pad
-    return found
+        fields["tokenizer.ggml.padding_token_id"] = pad
+    return fields
 
 
 def _split_of(tokenizer: Tokenizer, described: Mapping[str, Any]) -> str:
@@ -95,10 +95,10 @@ def _split_of(tokenizer: Tokenizer, described: Mapping[str, Any]) -> str:
     wanted = backend.pre_tokenizer and [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(normal(PROBE))]
     whole = bool(described["model"].get("ignore_merges"))
     for name, family in FAMILIES.items():
-        own = family.normalizer()
-        text = PROBE if own is None else own.normalize_str(PROBE)
+        normalizer = family.normalizer()
+        text = PROBE if normalizer is None else normalizer.normalize_str(PROBE)
         same = [word for word, _ in family.pre_tokenizer().pre_tokenize_str(text)] == wanted
-        if same and family.whole_words == whole and (own is None) == (backend.normalizer is None):
+        if same and family.whole_words == whole and (normalizer is None) == (backend.normalizer is None):
             return name
     raise ConfigError("The tokenizer splits text in a way that has no name in GGUF files; leave --format gguf out.")
 
@@ -115,12 +115,16 @@ def _sentencepiece(fields: dict[str, Field], tokenizer: Tokenizer) -> dict[str, 
             kinds[number] = int(Kind.UNKNOWN)
     normal = int(Kind.NORMAL)
     scores = [-float(number) if kind == normal else 0.0 for number, kind in enumerate(kinds)]
-    made = fields | {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.scores": scores}
+    scored = fields | {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": scores,
+    }
     for prefix in (True, False):
-        made["tokenizer.ggml.add_space_prefix"] = prefix
-        if _agrees(made, tokenizer):
+        scored["tokenizer.ggml.add_space_prefix"] = prefix
+        if _agrees(scored, tokenizer):
             break
-    return made
+    return scored
 
 
 def _agrees(fields: Mapping[str, Field], tokenizer: Tokenizer) -> bool:

@@ -31,7 +31,7 @@ def masked(target: TargetTensor, tensor: QTensor) -> dict[str, Tensor]:
     assert tensor.scheme == target.scheme, (target.name, tensor.scheme.name)
     shape = torch.tensor(target.shape, dtype=torch.int64).reshape(2, 1)
     data = tensor.parts["values"], masks_of_positions(tensor.parts["positions"]), shape
-    return {f"{module_of(target.name)}.{part}": made for part, made in zip(PARTS, data, strict=True)}
+    return {f"{module_of(target.name)}.{part}": content for part, content in zip(PARTS, data, strict=True)}
 
 
 def sparsity_config(targets: Sequence[TargetTensor], kept: Sequence[str]) -> dict[str, Any]:

@@ -27,22 +27,22 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     rows, columns = codes.shape
     if bits == 8 and columns % 4 == 0:
         return codes.contiguous().view(torch.int32)
-    made = torch.zeros((rows, words(columns, bits)), dtype=torch.int32)
+    packed = torch.zeros((rows, words(columns, bits)), dtype=torch.int32)
     step = max(1, ROWS_AT_ONCE // max(1, columns))
     for at in range(0, rows, step):
         part = numpy.unpackbits(codes[at : at + step].contiguous().numpy()[..., None], axis=-1, bitorder="little")
         stream = numpy.packbits(part[..., :bits].reshape(len(part), -1), axis=-1, bitorder="little")
-        made[at : at + step].view(torch.uint8)[:, : stream.shape[-1]] = torch.from_numpy(stream)
-    return made
+        packed[at : at + step].view(torch.uint8)[:, : stream.shape[-1]] = torch.from_numpy(stream)
+    return packed
 
 
 def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """The inverse of `pack`."""
     stream = packed.contiguous().view(torch.uint8).numpy()
-    found = numpy.unpackbits(stream, axis=-1, bitorder="little", count=columns * bits).reshape(
+    unpacked = numpy.unpackbits(stream, axis=-1, bitorder="little", count=columns * bits).reshape(
         len(stream), columns, bits
     )
-    return torch.from_numpy(numpy.packbits(found, axis=-1, bitorder="little")[..., 0])
+    return torch.from_numpy(numpy.packbits(unpacked, axis=-1, bitorder="little")[..., 0])
 
 
 def packed_codes(weight: QTensor, bits: int) -> Tensor:

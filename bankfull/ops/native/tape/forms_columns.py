@@ -20,11 +20,11 @@ def scale_columns(rec: Recorder, out: Outputs, x: Tensor, factors: Tensor) -> bo
     if (known := rec.shared.get(key)) is not None:
         rec.is_value(out[0], known)
         return True
-    made = rec.shared[key] = rec.view(out[0])
+    scaled = rec.shared[key] = rec.view(out[0])
     rec.emit(
         "scale",
         {"x": place, "factors": _floats(factors)},
-        {"y": made},
+        {"y": scaled},
         columns=x.shape[1],
         x_token=place.stride // 4,
     )
@@ -41,11 +41,11 @@ def gather_columns(rec: Recorder, out: Outputs, x: Tensor, columns: Tensor) -> b
     if (known := rec.shared.get(key)) is not None:
         rec.is_value(out[0], known)
         return True
-    made = rec.shared[key] = rec.view(out[0])
+    gathered = rec.shared[key] = rec.view(out[0])
     rec.emit(
         "gather",
         {"x": place, "columns": Fixed(columns)},
-        {"y": made},
+        {"y": gathered},
         count=len(columns),
         inner=x.shape[1],
         x_token=place.stride // 4,

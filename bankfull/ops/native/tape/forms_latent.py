@@ -37,10 +37,10 @@ def latent_attention(
 def _products(
     rec: Recorder, label: str, x: Tensor, y: Tensor, weight: HeadWeights, angles: tuple[Tensor, Tensor] | None
 ) -> bool:
-    found = strides_of(weight)
-    if found is None or x.dtype is not torch.float32:
+    layout = strides_of(weight)
+    if layout is None or x.dtype is not torch.float32:
         return False
-    numbers, by_head, by_column, by_output = found
+    numbers, by_head, by_column, by_output = layout
     place, result = rec.view(x), rec.view(y)
     rec.emit(
         "head_products",

@@ -19,8 +19,8 @@ _native = required()
 
 def _unscaled(rec: Recorder, y: Tensor, scales: Tensor | None) -> ValueColumns:
     """Where a product goes: to its result, or to a value that `_scaled` multiplies."""
-    made = rec.view(y)
-    return made if scales is None else ValueColumns(Value(made.value.row_bytes, y.dtype))
+    result = rec.view(y)
+    return result if scales is None else ValueColumns(Value(result.value.row_bytes, y.dtype))
 
 
 def _scaled(rec: Recorder, x: ValueColumns, y: Tensor, scales: Tensor | None) -> bool:
@@ -41,20 +41,20 @@ def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor
         return False
     place, scales = rec.view(x), scales_of(weight)
     outputs, inner = weight.shape
-    known, made = format_of(weight), _unscaled(rec, out[0], scales)
+    known, product = format_of(weight), _unscaled(rec, out[0], scales)
     assert known is not None
     code, block, block_bytes = known
     rec.emit(
         "linear",
         {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(unscaled(bias, scales))},
-        {"y": made},
+        {"y": product},
         format=code,
         x_stride=place.stride // 4,
         outputs=outputs,
         inner=inner,
         row_bytes=inner // block * block_bytes,
     )
-    return _scaled(rec, made, out[0], scales)
+    return _scaled(rec, product, out[0], scales)
 
 
 @form
@@ -84,7 +84,7 @@ def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: 
         return False
     outputs, inner = weight.shape
     encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
-    made = _unscaled(rec, out[0], weight.scales)
+    product = _unscaled(rec, out[0], weight.scales)
     rec.emit(
         "packed",
         {
@@ -93,13 +93,13 @@ def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: 
             "bias0": _floats(unscaled(bias, weight.scales)),
             "hadamard0": None if weight.hadamard is None else Fixed(weight.hadamard),
         },
-        {"y0": made, "encoded": None},
+        {"y0": product, "encoded": None},
         inner=inner,
         parts=[(outputs, weight.pack)],
         gate=-1,
         int8=int8,
     )
-    return _scaled(rec, made, out[0], weight.scales)
+    return _scaled(rec, product, out[0], weight.scales)
 
 
 @form

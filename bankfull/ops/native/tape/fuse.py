@@ -26,11 +26,11 @@ def fuse(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
 
 
 def _readers(nodes: list[Node]) -> dict[Value, list[Node]]:
-    found: dict[Value, list[Node]] = defaultdict(list)
+    readers: dict[Value, list[Node]] = defaultdict(list)
     for node in nodes:
         for value in values_in(node.reads.values()):
-            found[value].append(node)
-    return found
+            readers[value].append(node)
+    return readers
 
 
 def _writers(nodes: list[Node]) -> dict[Value, Node]:
@@ -243,11 +243,11 @@ def _take_in_at_once(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
         intake = _instruction(node, "intake")
         if intake is None or intake.facts["size"] % GROUP or intake.facts["values"] % GROUP:
             continue
-        made = [intake.reads[name] for name in ("q", "k", "v")]
-        packed = next((_instruction(products.get(value), "packed") for value in values_in(made)), None)
-        if packed is None or len(packed.facts["parts"]) != len(made) or packed.facts["gate"] >= 0:
+        heads = [intake.reads[name] for name in ("q", "k", "v")]
+        packed = next((_instruction(products.get(value), "packed") for value in values_in(heads)), None)
+        if packed is None or len(packed.facts["parts"]) != len(heads) or packed.facts["gate"] >= 0:
             continue
-        if made != [packed.writes[f"y{i}"] for i in range(len(made))] or not _goes_to(made, intake, readers, keep):
+        if heads != [packed.writes[f"y{i}"] for i in range(len(heads))] or not _goes_to(heads, intake, readers, keep):
             continue
         # The product moves down: its operands stay live, and no instruction between reads its results.
         both = Instruction("packed", packed.reads | intake.reads, packed.writes | intake.writes, dict(packed.facts))

@@ -32,14 +32,14 @@ class Origins(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 known = self._lines.get(storage_of(tensor))
                 if known is None or tensor._version > known[0]:
                     self._alive.append(tensor)
                     self._lines[storage_of(tensor)] = tensor._version, _caller()
-        return made
+        return result
 
     def of(self, tensor: Tensor) -> str | None:
         _, line = self._lines.get(storage_of(tensor), (0, None))
@@ -48,11 +48,11 @@ class Origins(TorchFunctionMode):
 
 def line_of(problem: BaseException) -> str:
     """The innermost expression of the model in the traceback of an exception."""
-    found = "the model's forward pass"
+    shown = "the model's forward pass"
     for code, lasti, line in _frames(problem.__traceback__):
         if not code.co_filename.startswith(_INSIDE):
-            found = _shown(code, lasti, line)
-    return found
+            shown = _shown(code, lasti, line)
+    return shown
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, int, int]]:

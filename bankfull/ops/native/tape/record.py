@@ -63,12 +63,12 @@ class Recorder:
         """Called by the kit instead of a kernel. The result has the operation's shapes."""
         from bankfull.ops.native.tape.all_forms import FORMS
 
-        made = operation.on_meta(*args, **kwargs)
-        outputs = tuple(self._output(t) for t in (made if isinstance(made, tuple) else (made,)) if t is not None)
+        result = operation.on_meta(*args, **kwargs)
+        outputs = tuple(self._output(t) for t in (result if isinstance(result, tuple) else (result,)) if t is not None)
         form = FORMS.get(operation.name)
         if provider == BODY or form is None or not form(self, outputs, *args, **kwargs):
             self._break(operation, args, kwargs, outputs)
-        return outputs if isinstance(made, tuple) else (outputs[0] if outputs else None)
+        return outputs if isinstance(result, tuple) else (outputs[0] if outputs else None)
 
     def emit(
         self,
@@ -100,16 +100,16 @@ class Recorder:
         return ValueColumns(value, offset)
 
     def view(self, tensor: Tensor) -> ValueColumns:
-        found = self.operand(tensor)
-        if not isinstance(found, ValueColumns):
+        operand = self.operand(tensor)
+        if not isinstance(operand, ValueColumns):
             raise CannotRecord("an operation reads an input or a weight where it expects a result")
-        return found
+        return operand
 
     def dense(self, tensor: Tensor) -> ValueColumns | None:
         """The operand, if the tensor is all of its value."""
-        found = self.view(tensor)
+        place = self.view(tensor)
         row = tensor.numel() // TOKENS * tensor.element_size()
-        return found if row == found.value.row_bytes else None
+        return place if row == place.value.row_bytes else None
 
     def encoded(self, x: ValueColumns, columns: int, stride: int) -> ValueColumns:
         """x encoded for packed weights, once for all instructions that read it."""
@@ -157,10 +157,10 @@ class Recorder:
 
     def _fields(self, record: Any) -> dict[str, str]:
         """The fields of a record that are inputs of the step."""
-        found = {}
+        inputs = {}
         for one in fields(record):
             part = getattr(record, one.name)
             key = storage_of(part) if isinstance(part, Tensor) and part.device.type == "meta" else id(part)
             if key in self._inputs:
-                found[one.name] = self._inputs[key]
-        return found
+                inputs[one.name] = self._inputs[key]
+        return inputs

@@ -163,13 +163,13 @@ class Tape:
 
     def times(self) -> dict[str, tuple[float, int]]:
         """Label -> seconds and runs over all timed replays since the last call, without labels that never ran."""
-        found, self._broken = defaultdict(lambda: (0.0, 0), self._broken), {}
+        times, self._broken = defaultdict(lambda: (0.0, 0), self._broken), {}
         for label, (_, nanoseconds, runs) in zip(self._labels, self._tape.times(), strict=True):
             if runs:
-                seconds, count = found[label]
-                found[label] = (seconds + nanoseconds * 1e-9, count + runs)
+                seconds, count = times[label]
+                times[label] = (seconds + nanoseconds * 1e-9, count + runs)
         self._tape.clear_times()
-        return dict(found)
+        return dict(times)
 
     def _write(self, nodes: Sequence[Node]) -> None:
         begin = 0
@@ -188,8 +188,8 @@ class Tape:
         facts = dict(node.facts)
         joined: Instruction | None = facts.pop("intake", None)
         others = () if joined is None else joined.reads | joined.writes
-        own = {name: operand for name, operand in (node.reads | node.writes).items() if name not in others}
-        places = {name: self._place(operand) for name, operand in own.items()}
+        operands = {name: operand for name, operand in (node.reads | node.writes).items() if name not in others}
+        places = {name: self._place(operand) for name, operand in operands.items()}
         if node.kind == "packed":
             facts["parts"] = [
                 (*(places.pop(f"{name}{i}") for name in ("weight", "hadamard", "bias", "y")), outputs, outputs, pack)
@@ -239,9 +239,9 @@ class Tape:
 
         args = [found(str(i), arg) for i, arg in enumerate(piece.args)]
         kwargs = {name: found(name, arg) for name, arg in piece.kwargs.items()}
-        made = piece.operation.body(*args, **kwargs)
+        results = piece.operation.body(*args, **kwargs)
         for (name, operand), result in zip(
-            piece.writes.items(), made if isinstance(made, tuple) else (made,), strict=False
+            piece.writes.items(), results if isinstance(results, tuple) else (results,), strict=False
         ):
             assert isinstance(operand, ValueColumns)
             shape, dtype = piece.shapes[name]

@@ -61,11 +61,11 @@ def label_of(node: Node) -> str:
 
 def traffic_of(nodes: Iterable[Node]) -> dict[str, Traffic]:
     """Label -> bytes and operations of one replay."""
-    found: dict[str, Traffic] = {}
+    traffic: dict[str, Traffic] = {}
     for node in nodes:
         label = label_of(node)
-        found[label] = found.get(label, Traffic()) + _traffic(node)
-    return found
+        traffic[label] = traffic.get(label, Traffic()) + _traffic(node)
+    return traffic
 
 
 def _traffic(node: Node) -> Traffic:

@@ -49,29 +49,30 @@ def path_of(place: Place) -> str:
 
 def breakpoints_of(call: CountTokensCall) -> list[Breakpoint]:
     """The marks of a call, in the order of the API: tools, system, messages; checked."""
-    found: list[Breakpoint] = []
+    breakpoints: list[Breakpoint] = []
     for place, block in _blocks(call):
         control = getattr(block, "cache_control", None)
         if control is not None:
             if getattr(block, "text", None) == "":
                 raise _refused(f"{path_of(place)} is empty: an empty text cannot have cache_control.", place)
-            found.append(Breakpoint(place, control.ttl or "5m"))
+            breakpoints.append(Breakpoint(place, control.ttl or "5m"))
     if call.cache_control is not None:
         place = _last_place(call)
-        if not found or found[-1].place != place:
-            found.append(Breakpoint(place, call.cache_control.ttl or "5m"))
-    if len(found) > MOST_BREAKPOINTS:
+        if not breakpoints or breakpoints[-1].place != place:
+            breakpoints.append(Breakpoint(place, call.cache_control.ttl or "5m"))
+    if len(breakpoints) > MOST_BREAKPOINTS:
         raise _refused(
-            f"There are {len(found)} blocks with cache_control: give it to at most {MOST_BREAKPOINTS}.", found[-1].place
+            f"There are {len(breakpoints)} blocks with cache_control: give it to at most {MOST_BREAKPOINTS}.",
+            breakpoints[-1].place,
         )
-    for before, after in pairwise(found):
+    for before, after in pairwise(breakpoints):
         if after.seconds > before.seconds:
             raise _refused(
                 f"{after.path} has cache_control with ttl={after.ttl!r} behind {before.path} with {before.ttl!r}: put "
                 "longer lifetimes before shorter ones.",
                 after.place,
             )
-    return found
+    return breakpoints
 
 
 def _refused(message: str, place: Place) -> Refusal:

@@ -264,19 +264,19 @@ def conversation_of(call: CountTokensCall) -> list[dict[str, Any]]:
             param="messages",
             code="unsupported_value",
         )
-    made: list[dict[str, Any]] = []
+    conversation: list[dict[str, Any]] = []
     if call.system is not None:
-        made.append({"role": "system", "content": text_of(call.system)})
+        conversation.append({"role": "system", "content": text_of(call.system)})
     tools: dict[str, str] = {}
     for index, message in enumerate(call.messages):
         where = f"messages[{index}]"
         if isinstance(message.content, str):
-            made.append({"role": message.role, "content": message.content})
+            conversation.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
-            made.append(_assistant(message.content, where, tools))
+            conversation.append(_assistant(message.content, where, tools))
         else:
-            made += _spoken_to(message.role, message.content, where, tools)
-    return made
+            conversation += _spoken_to(message.role, message.content, where, tools)
+    return conversation
 
 
 def _assistant(blocks: list[ContentBlock], where: str, tools: dict[str, str]) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def _assistant(blocks: list[ContentBlock], where: str, tools: dict[str, str]) ->
 
 def _spoken_to(role: str, blocks: list[ContentBlock], where: str, tools: dict[str, str]) -> list[dict[str, Any]]:
     """The messages for the template: results of calls are messages of their own."""
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for number, block in enumerate(blocks):
         match block:
@@ -312,23 +312,27 @@ def _spoken_to(role: str, blocks: list[ContentBlock], where: str, tools: dict[st
                 texts.append(block.text)
             case ToolResultBlock() if role == "user":
                 if texts:
-                    made.append({"role": role, "content": "\n".join(texts)})
+                    messages.append({"role": role, "content": "\n".join(texts)})
                     texts = []
-                made.append(_result(block, tools))
+                messages.append(_result(block, tools))
             case _:
                 kind = str(type(block).__struct_config__.tag)
                 raise _misplaced(where, number, kind, "user" if isinstance(block, ToolResultBlock) else "assistant")
-    if texts or not made:
-        made.append({"role": role, "content": "\n".join(texts)})
-    return made
+    if texts or not messages:
+        messages.append({"role": role, "content": "\n".join(texts)})
+    return messages
 
 
 def _result(block: ToolResultBlock, tools: dict[str, str]) -> dict[str, Any]:
     text = text_of(block.content or "")
-    made = {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
+    message = {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "content": f"Error: {text}" if block.is_error else text,
+    }
     if block.tool_use_id in tools:
-        made["name"] = tools[block.tool_use_id]
-    return made
+        message["name"] = tools[block.tool_use_id]
+    return message
 
 
 def _misplaced(where: str, number: int, kind: str, role: str) -> Refusal:

@@ -304,19 +304,19 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
             code="invalid_value",
         )
     # Templates know only the older name of this role.
-    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    made["content"] = _text_of(message.content, where)
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    turn["content"] = _text_of(message.content, where)
     if message.name is not None:
-        made["name"] = message.name
+        turn["name"] = message.name
     if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
+        turn["tool_call_id"] = message.tool_call_id
     if thought := message.reasoning or message.reasoning_content:
-        made["reasoning_content"] = thought
+        turn["reasoning_content"] = thought
     if message.tool_calls:
-        made["tool_calls"] = [_template_call(call, where) for call in message.tool_calls]
+        turn["tool_calls"] = [_template_call(call, where) for call in message.tool_calls]
     elif message.content is None:
         raise Refusal(f"{where}.content is missing.", param=f"{where}.content")
-    return made
+    return turn
 
 
 def _text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
@@ -358,8 +358,8 @@ def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
             raise Refusal(f"tools has the name {name[:80]!r}: use letters, digits, _, -, . and :.", param="tools")
     if len(set(names)) < len(names):
         raise Refusal("tools has a name twice: names must differ.", param="tools")
-    made: list[dict[str, Any]] = [{"type": "function", "function": msgspec.to_builtins(t.function)} for t in tools]
-    return made
+    functions: list[dict[str, Any]] = [{"type": "function", "function": msgspec.to_builtins(t.function)} for t in tools]
+    return functions
 
 
 def tool_choice_of(choice: str | ChosenTool | None) -> ToolChoice:

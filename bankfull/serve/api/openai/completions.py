@@ -183,18 +183,18 @@ class Completions:
     def _job(self, call: CompletionCall, caller: Caller) -> CompletionJob:
         _refuse_contradictions(call)
         kept = 1 if call.n is None else call.n
-        made = kept if call.best_of is None else call.best_of
-        if made < kept:
-            raise Refusal(f"best_of is {made}, below n of {kept}: raise it, or leave it out.", param="best_of")
+        sampled = kept if call.best_of is None else call.best_of
+        if sampled < kept:
+            raise Refusal(f"best_of is {sampled}, below n of {kept}: raise it, or leave it out.", param="best_of")
         defaults = self._texts.defaults if self._settings.use_generation_config else {}
         logprobs, prompt_logprobs = call.logprobs, call.prompt_logprobs
-        if made > kept and logprobs is None:
+        if sampled > kept and logprobs is None:
             logprobs = 0  # the best are chosen by them
         if call.echo and call.logprobs is not None:
             prompt_logprobs = max(call.logprobs, prompt_logprobs or 0)
         max_tokens = DEFAULT_MAX_TOKENS if call.max_tokens is None else call.max_tokens
         params = sampling_params(
-            call, defaults, n=made, logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens
+            call, defaults, n=sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens
         )
         submit = submit_of(call, caller, params, explain=bool(call.explain))
         return CompletionJob(call, submit, kept, bool(call.echo))

@@ -266,8 +266,8 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
 
 
 def _tools(tools: list[FunctionTool] | None) -> list[dict[str, Any]] | None:
-    made = [Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in tools or ()]
-    return template_tools(made)
+    chat_tools = [Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in tools or ()]
+    return template_tools(chat_tools)
 
 
 def _tool_choice(choice: Literal["auto", "none", "required"] | ChosenFunction | None) -> ToolChoice:
@@ -337,10 +337,10 @@ class _Folder:
                 calls = self._assistant(False).setdefault("tool_calls", [])
                 calls.append(_call_of(item, where))
             case FunctionOutputInput():
-                made = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
                 if item.call_id in self._tools:
-                    made["name"] = self._tools[item.call_id]
-                self._other(made)
+                    message["name"] = self._tools[item.call_id]
+                self._other(message)
             case ReferenceInput():
                 raise Refusal(
                     f"{where} refers to a stored item, and this server keeps none: send the item itself.",
