@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.commands import fault_of_words
-from docs.figures import BLOCK, ROOT, Figures, FiguresError, Source, load, texts
+from docs.figures import BLOCK, ROOT, TABLES, Figures, FiguresError, Source, load, texts
 
 MEASURED = re.compile(
     r"\b\d[\d,.]*\s?(?:k\s)?(?:(?:output\s)?tok(?:en)?s?/s|[GT]B/s|[GT]FLOP/s)|\b\d+\.\d+x\b|\b\d+\s(?:of\sits\s)?tests?\s(?:passed|failed)"
@@ -62,7 +62,7 @@ def test_every_block_is_as_the_figures_are(path: Path) -> None:
 def test_every_set_of_figures_and_every_view_is_shown() -> None:
     source = load()
     shown = {found[1] for path in texts() for found in BLOCK.findall(path.read_text())}
-    assert shown == {*source.sets, *source.views}
+    assert shown == {*source.sets, *source.views, *TABLES}
 
 
 @pytest.mark.parametrize("path", names(), ids=lambda path: path.name)

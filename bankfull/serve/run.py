@@ -112,10 +112,10 @@ def run_server(deployment: Deployment) -> None:
         if deployment.response_cache is not None:
             answers = opened.enter_context(closing(open_store(deployment.response_cache)))
         folder = data if data is not None else opened.enter_context(ScratchFolder("serve"))
-        Service(deployment, folder, successor, answers).run()
+        ServerParts(deployment, folder, successor, answers).run()
 
 
-class Service:
+class ServerParts:
     """The parts of a server, in the order in which they are opened."""
 
     def __init__(

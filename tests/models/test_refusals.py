@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +104,7 @@ def test_a_family_whose_split_nobody_has_said_runs_in_stages_and_refuses_tensor_
     config = {"model_type": "toy", "num_hidden_layers": 2, "hidden_size": 8}
     assert rank_config(config, 1, 1, False).own == config
     monkeypatch.setitem(registry.FAMILIES, "toy", "toy")
-    monkeypatch.setattr(registry, "family_of", lambda config: registry.Family(build_llama))
+    monkeypatch.setitem(sys.modules, "bankfull.models.toy", SimpleNamespace(FAMILY=registry.Family(build_llama)))
     for layout in ("tp=2", "ffn=2"):
         with pytest.raises(ConfigError, match=r"Architecture 'toy' cannot be split .* use pp, or say in its Family"):
             refuse_layout(RunConfig(parallel=layout), StateConfig(), config)
