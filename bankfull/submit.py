@@ -7,15 +7,15 @@ field needs its writer, its reader and one line here.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from bankfull.sample.params import SamplingParams
 from bankfull.types import Keep
 
 
-class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
+@dataclass(slots=True)
+class Submit:
     prompt: list[int]
     params: SamplingParams
     id: Any = None
@@ -32,14 +32,14 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     """Whether `RequestDone` has an account of the time."""
     tenant: str = ""
     """The owner of the request: tenants share the engine evenly."""
-    keeps: list[Keep] = []
+    keeps: list[Keep] = field(default_factory=list)
     """Prefixes of the prompt to pin in the prefix cache, the shortest first."""
     admitted: bool = False
     """Another engine has admitted it: none refuses it for a full queue."""
-    generated: list[list[int]] = []
+    generated: list[list[int]] = field(default_factory=list)
     """Tokens that each sample has generated on another engine, by sample number; empty for a new request. The samples
     continue exactly as if this engine had generated them. Deltas and logprobs begin with the first new token."""
-    finished: list[int] = []
+    finished: list[int] = field(default_factory=list)
     """Numbers of the samples that have ended on another engine: they are not continued and get no delta."""
     hands_over: bool = False
     """The request leaves the engine as soon as each of its samples has a token; another engine continues it."""

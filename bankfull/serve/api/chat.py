@@ -16,8 +16,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import msgspec
-
 from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.calls import asked_bytes
@@ -99,7 +97,7 @@ class Chat:
             asked_bytes() if tools else 0, lambda: self._readers(ask, tools, ending)
         )
         keeps = await self._keeps(ask, tools, prompt) if ask.marks else []
-        steps = self.backend.generate(msgspec.structs.replace(ask.submit, prompt=prompt, params=params, keeps=keeps))
+        steps = self.backend.generate(replace(ask.submit, prompt=prompt, params=params, keeps=keeps))
         return Answer(prompt, steps, parsers, keeps, self._prices)
 
     async def _keeps(self, ask: Ask, tools: list[dict[str, Any]] | None, prompt: list[int]) -> list[Keep]:

@@ -8,10 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
-
-import msgspec
 
 from bankfull.errors import BankfullError, RequestError
 from bankfull.outputs import Delta
@@ -24,6 +23,7 @@ from bankfull.serve.engine.wire import (
     Arrived,
     Begun,
     Configure,
+    Enqueue,
     ExchangeEnds,
     Expect,
     Facts,
@@ -226,12 +226,12 @@ class Link(EngineKeeper):
         ticket = self.admission.enter(
             len(submit.prompt), params.n, most, submit.priority, submit.tenant, admitted=submit.admitted
         )
-        submit = msgspec.structs.replace(submit, id=next(self._numbers))
+        submit = replace(submit, id=next(self._numbers))
         size = preparation(submit)
         stream = Stream(self, submit.id, ticket, prepared=not size)
         self._streams[stream.id] = weakref.ref(stream)
         try:
-            self._send(postponed(submit, size, stream.batch) if size else submit, stream.id)
+            self._send(postponed(submit, size, stream.batch) if size else Enqueue(submit), stream.id)
         except BaseException as error:
             stream.end()
             if isinstance(error, BankfullError):

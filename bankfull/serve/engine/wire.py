@@ -67,6 +67,12 @@ class Configure(msgspec.Struct, tag="configure"):
     """Set where engines that compute prompts hand them to engines that decode."""
 
 
+class Enqueue(msgspec.Struct, tag="submit"):
+    """A request, to be prepared between two steps."""
+
+    submit: Submit
+
+
 class Later(msgspec.Struct, tag="later"):
     """A `Submit` that takes long to prepare, still packed, so that the engine's loop need not decode it. The other
     fields decide when it is prepared."""
@@ -125,7 +131,7 @@ class ShowPages(msgspec.Struct, tag="pages"):
     id: int
 
 
-ToEngine = Configure | Submit | Later | Abort | ResetCache | ShowPages | Expect | Ship | Arrived
+ToEngine = Configure | Enqueue | Later | Abort | ResetCache | ShowPages | Expect | Ship | Arrived
 
 LIGHT_PROMPT, LIGHT_TEXT, LIGHT_IDS = 4096, 256, 4096
 """Tokens of a prompt, characters of stop strings and bad words, and allowed ids up to which a request is prepared

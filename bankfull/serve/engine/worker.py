@@ -40,6 +40,7 @@ from bankfull.serve.engine.wire import (
     Abort,
     Arrived,
     Configure,
+    Enqueue,
     Expect,
     Facts,
     Failed,
@@ -197,14 +198,14 @@ class Worker:
 
     def _take(self, message: ToEngine | MessageHead) -> None:
         match message:
-            case Submit():
-                if size := preparation(message):
-                    batch = message.priority >= BATCH_PRIORITY
-                    work = DeskJob(message.tenant, size, batch, lambda: self._prepared(message), _untold)
-                    self._prepare(message.id, work)
+            case Enqueue(submit=wanted):
+                if size := preparation(wanted):
+                    batch = wanted.priority >= BATCH_PRIORITY
+                    work = DeskJob(wanted.tenant, size, batch, lambda: self._prepared(wanted), _untold)
+                    self._prepare(wanted.id, work)
                 else:
-                    self._coming[message.id] = None
-                    self._loop.post(lambda: self._check(message), message.tenant)
+                    self._coming[wanted.id] = None
+                    self._loop.post(lambda: self._check(wanted), wanted.tenant)
             case Later():
                 job = DeskJob(
                     message.tenant, message.size, message.batch, lambda: self._prepared(unpacked(message)), _untold
@@ -215,7 +216,7 @@ class Worker:
                     if (left := self._coming.pop(request, None)) is not None:
                         self._desk.drop(left)
                 self._loop.post(lambda: self._abort(message.ids))
-            case Expect() | Ship() | Arrived():  # at once, on the loop's thread: a `Submit` that follows needs it
+            case Expect() | Ship() | Arrived():  # at once, on the loop's thread: a request that follows needs it
                 self._exchanged(message)
             case ResetCache():
                 self._loop.post(lambda: self._reset(message.id))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, count, zip_longest
 from operator import attrgetter
 from random import SystemRandom
@@ -162,7 +163,7 @@ class ReplicaSet:
         if submit.params.seed is None:
             # An engine would draw a seed that another one cannot know.
             seeded = submit.params.seeded(self._seeds.getrandbits(63))
-            submit = msgspec.structs.replace(submit, params=seeded)
+            submit = replace(submit, params=seeded)
         return ResumableStream(self, submit)
 
     async def page_tables(self) -> dict[str, PageTables]:

@@ -19,9 +19,8 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
-
-from msgspec.structs import replace
 
 from bankfull.errors import BankfullError
 from bankfull.fleet.meter import ReplicaMeter

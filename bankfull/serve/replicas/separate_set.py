@@ -11,9 +11,8 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
-
-from msgspec.structs import replace
 
 from bankfull.errors import ModelError
 from bankfull.fleet.failures import PATIENCE

@@ -9,8 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-
-from msgspec.structs import replace
+from dataclasses import replace
 
 from bankfull.errors import BankfullError
 from bankfull.fleet.attainment import RequestGoals

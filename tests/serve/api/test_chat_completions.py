@@ -331,7 +331,7 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
     assert (params.min_tokens, params.max_tokens, params.ignore_eos) == (1, 12, True)
     assert params.include_stop_str_in_output and not params.skip_special_tokens and params.bad_words == ("no",)
     assert params.allowed_token_ids == (5, 6) and params.prompt_logprobs == 1
-    assert asked.priority == -3 and asked.salt.endswith("s") and asked.deadline == pytest.approx(30, abs=5)
+    assert asked.priority == -3 and asked.salt.endswith("s") and asked.seconds_left() == pytest.approx(30, abs=5)
     lines = answer.model_extra["prompt_logprobs"]  # type: ignore[index]
     assert lines[0] is None and len(lines) == len(asked.prompt) and "logprob" in next(iter(lines[1].values()))
 

@@ -8,7 +8,7 @@ import pytest
 
 from bankfull import SamplingParams
 from bankfull.sample.params import StructuredOutput
-from bankfull.serve.engine.wire import Begun, Configure, Ready, StepMessage, pack
+from bankfull.serve.engine.wire import Begun, Configure, Enqueue, Ready, StepMessage, pack
 from bankfull.submit import Submit
 from tests.serve.engine.test_worker import Process
 from tests.serve.engine_kit import OPTIONS
@@ -63,7 +63,7 @@ def test_a_request_is_reported_before_its_first_token(worker: Process) -> None:
 def test_a_request_in_the_queue_is_not_reported(worker: Process) -> None:
     """Two rows: the third request waits for one of the others."""
     long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    worker.socket.sendall(b"".join(pack(Submit(PROMPT, long, id=number)) for number in (11, 12, 13)))
+    worker.socket.sendall(b"".join(pack(Enqueue(Submit(PROMPT, long, id=number))) for number in (11, 12, 13)))
     read = until_done(worker, {11, 12, 13})
     reported = [one.ids for one in read if isinstance(one, Begun)]
     assert sorted(number for ids in reported for number in ids) == [11, 12, 13]

@@ -17,8 +17,8 @@ from bankfull.serve.engine.wire import (
     RequestDone,
     ResetCache,
     StepMessage,
-    Submit,
 )
+from bankfull.submit import Submit
 from tests.serve.engine.test_worker import Process
 from tests.serve.engine_kit import OPTIONS
 from tests.tiny import speaking_folder
@@ -40,7 +40,7 @@ class Front:
 
     def ask(self, number: int, salt: str = "") -> RequestDone:
         """Submit the prompt, and follow all messages until the engine is idle."""
-        self.process.send(Submit(number, PROMPT, PARAMS, salt=salt))
+        self.process.send(Submit(PROMPT, PARAMS, id=number, salt=salt))
         done: list[RequestDone] = []
         while not done:
             done += self.take().done

@@ -18,7 +18,7 @@ from bankfull.sample.params import SamplingParams, StructuredOutput
 from bankfull.sched.scheduler import FORKS_PER_STEP
 from bankfull.serve.engine import worker as worker_module
 from bankfull.serve.engine.process import EngineProcess
-from bankfull.serve.engine.wire import Abort, Configure, Refused, postponed, preparation
+from bankfull.serve.engine.wire import Abort, Configure, Enqueue, Refused, postponed, preparation
 from bankfull.serve.engine.worker import Worker
 from bankfull.submit import Submit
 from bankfull.text.stop import StopTable
@@ -38,7 +38,7 @@ class Engine:
 
     def take(self, *messages: Any) -> None:
         for message in messages:
-            self.worker._take(message)
+            self.worker._take(Enqueue(message) if isinstance(message, Submit) else message)
 
     def act(self) -> None:
         """All that was posted."""
@@ -145,11 +145,11 @@ def test_work_of_clients_that_left_is_dropped_before_it_is_done(
     hold, begun = threading.Event(), threading.Event()
     real = engine.front.prepare
 
-    def prepare(prompt: Any, wanted: SamplingParams, **how: Any) -> Any:
-        prepared.append(tuple(wanted.stop))
+    def prepare(submit: Submit) -> Any:
+        prepared.append(tuple(submit.params.stop))
         begun.set()
         assert hold.wait(60)
-        return real(prompt, wanted, **how)
+        return real(submit)
 
     monkeypatch.setattr(engine.front, "prepare", prepare)
     # So large that the thread for short work leaves them alone.

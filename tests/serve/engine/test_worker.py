@@ -29,18 +29,19 @@ from bankfull.serve.engine.wire import (
     MAX_MESSAGE,
     Abort,
     Configure,
+    Enqueue,
     FromEngine,
     LoadingPhase,
     Ready,
     Refused,
     RequestDone,
     StepMessage,
-    Submit,
     ToEngine,
     body_length,
     decoder,
     pack,
 )
+from bankfull.submit import Submit
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT
 from tests.tiny import speaking_folder
 
@@ -61,7 +62,7 @@ class Process:
         self._decode = decoder(FromEngine).decode
 
     def send(self, message: Any) -> None:
-        self.socket.sendall(pack(message))
+        self.socket.sendall(pack(Enqueue(message) if isinstance(message, Submit) else message))
 
     def next(self) -> Any:
         return self._decode(self._exactly(body_length(self._exactly(HEADER))))
@@ -119,10 +120,10 @@ def test_a_message_that_nobody_understands_is_refused_and_the_engine_goes_on(wor
 
 
 def test_a_long_prompt_is_prepared_beside_the_engine_and_can_be_aborted(worker: Process) -> None:
-    worker.send(Submit(901, [1] * 5000, ENDLESS))  # longer than the context: whoever checks it refuses it
-    worker.send(Submit(902, [1] * 5000, ENDLESS))
+    worker.send(Submit([1] * 5000, ENDLESS, id=901))  # longer than the context: whoever checks it refuses it
+    worker.send(Submit([1] * 5000, ENDLESS, id=902))
     worker.send(Abort([902]))
-    worker.send(Submit(903, PROMPT, SamplingParams(max_tokens=1)))
+    worker.send(Submit(PROMPT, SamplingParams(max_tokens=1), id=903))
     refused, done = set(), set()
     while not (903 in done and 901 in refused):
         message = worker.next()
@@ -154,7 +155,7 @@ def test_an_idle_worker_sleeps_and_one_thread_answers(worker: Process) -> None:
         raise AssertionError("it polls")
 
     before = settled()
-    worker.send(Submit(911, PROMPT, SamplingParams(max_tokens=1)))
+    worker.send(Submit(PROMPT, SamplingParams(max_tokens=1), id=911))
     while not (isinstance(message := worker.next(), StepMessage) and message.done):
         pass
     after = settled()
@@ -178,15 +179,15 @@ def answered(worker: Process, submit: Submit) -> tuple[dict[int, list[int]], Req
 @pytest.mark.parametrize("grammar", [None, StructuredOutput(regex="[a-z ]{30}")], ids=["light", "prepared by a thread"])
 def test_a_request_of_another_engine_is_continued(worker: Process, grammar: StructuredOutput | None) -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=9, structured=grammar)
-    whole, _ = answered(worker, Submit(921, PROMPT, params))
+    whole, _ = answered(worker, Submit(PROMPT, params, id=921))
     before = [whole[0], whole[1][:4], []]
-    later, done = answered(worker, Submit(922, PROMPT, params, generated=before, finished=[0]))
+    later, done = answered(worker, Submit(PROMPT, params, id=922, generated=before, finished=[0]))
     assert later == {1: whole[1][4:], 2: whole[2]}
     assert done.output_tokens == sum(map(len, whole.values()))
 
 
 def test_a_request_that_cannot_be_continued_is_refused(worker: Process) -> None:
-    worker.send(Submit(931, PROMPT, SamplingParams(max_tokens=2, seed=1), generated=[[50, 51]]))
+    worker.send(Submit(PROMPT, SamplingParams(max_tokens=2, seed=1), id=931, generated=[[50, 51]]))
     refused = worker.until(Refused)
     assert (refused.id, refused.kind) == (931, "request") and "already ended" in refused.message
 
@@ -194,7 +195,7 @@ def test_a_request_that_cannot_be_continued_is_refused(worker: Process) -> None:
 def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker: Process) -> None:
     worker.process.send_signal(signal.SIGINT)
     worker.process.send_signal(signal.SIGTERM)
-    worker.send(Submit(1, PROMPT, ENDLESS))
+    worker.send(Submit(PROMPT, ENDLESS, id=1))
     while not (deltas := worker.until(StepMessage).deltas):  # a last report of the requests before may come first
         pass
     assert deltas[0].request_id == 1
@@ -202,7 +203,7 @@ def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker
     while (load := worker.until(StepMessage).load).running:
         pass
     assert load.pages_used == 0
-    worker.send(Submit(2, PROMPT, ENDLESS))
+    worker.send(Submit(PROMPT, ENDLESS, id=2))
     worker.until(StepMessage)
     worker.socket.close()
     assert worker.process.wait(60.0) == 0
@@ -233,8 +234,8 @@ def test_params_survive_the_wire() -> None:
         prompt_logprobs=1,
         structured=StructuredOutput(json={"type": "object"}),
     )
-    submit = Submit(5, [1, 2], params, priority=3, salt="key", pool=None, generated=[[3], []], finished=[0])
-    assert decoder(ToEngine).decode(pack(submit)[HEADER:]) == submit
+    submit = Submit([1, 2], params, id=5, priority=3, salt="key", pool=None, generated=[[3], []], finished=[0])
+    assert decoder(ToEngine).decode(pack(Enqueue(submit))[HEADER:]) == Enqueue(submit)
 
 
 def test_a_slow_reader_neither_stops_the_writer_nor_loses_a_byte() -> None:

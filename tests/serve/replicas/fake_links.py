@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
-
-from msgspec.structs import replace
 
 from bankfull.errors import BankfullError
 from bankfull.fleet.routing import routing_policy

@@ -6,10 +6,10 @@ import base64
 import math
 import sys
 from array import array
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.calls import Caller, check_model, decode, submit_of, truncation_of
