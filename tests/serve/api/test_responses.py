@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -297,6 +298,7 @@ def test_what_a_model_said_can_be_sent_back_as_it_came() -> None:
 def test_parameters_reach_the_engine() -> None:
     backend = Scripted(["{}"])
     schema = {"type": "object", "properties": {}}
+    begun = time.monotonic()
     with client_of(backend) as client:
         client.responses.create(
             model="tiny",
@@ -317,7 +319,8 @@ def test_parameters_reach_the_engine() -> None:
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (7, 0.3, 0.9, 5, 3)
     assert tuple(stopped.params.stop) == ("end", ".") and stopped.params.ignore_eos and not plain.params.stop
     assert params.structured is not None and json.loads(params.structured.source) == schema
-    assert asked.priority == 2 and asked.salt and 7 < (asked.seconds_left() or 0) <= 9
+    assert asked.priority == 2 and asked.salt
+    assert asked.deadline is not None and begun + 9 <= asked.deadline <= time.monotonic() + 9
     assert plain.params.structured is not None and json.loads(plain.params.structured.source) == {"type": "object"}
     assert len(cut_down.prompt) == 500
 
