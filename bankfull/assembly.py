@@ -24,7 +24,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import stages_of
 from bankfull.ops import Kit, native
-from bankfull.ops.activations import INT8
+from bankfull.ops.products.activations import INT8
 from bankfull.precision import choose_dtype
 from bankfull.quantize.at_load import as_multiplied
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts

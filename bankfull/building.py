@@ -14,7 +14,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
-from bankfull.ops.activations import TOKEN
+from bankfull.ops.products.activations import TOKEN
 from bankfull.ops.registry import Kit
 from bankfull.precision import as_read, choose_precision, is_rounded_to_fp8
 from bankfull.runtime.device import Device

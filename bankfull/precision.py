@@ -10,9 +10,9 @@ import torch
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
 from bankfull.ops import native
-from bankfull.ops.activations import EXACT, RULES, ActivationRule
-from bankfull.ops.reference.linear_w8a8 import SCHEMES as BY_ROW
-from bankfull.ops.reference.rounded_pages import ROUNDED
+from bankfull.ops.pages.rounded import ROUNDED
+from bankfull.ops.products.activations import EXACT, RULES, ActivationRule
+from bankfull.ops.products.w8a8 import SCHEMES as BY_ROW
 from bankfull.runtime.device import multiplies_fp8
 from bankfull.runtime.host import available_memory
 from bankfull.weights.formats.rows import BF16_ROW, FP8

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bankfull.layers.attention import Heads, page_tensors
 from bankfull.ops import PagedMeta, native, paged_attention
-from bankfull.ops.reference.rounded_pages import ROUNDED, is_rounded
+from bankfull.ops.pages.rounded import ROUNDED, is_rounded
 from bankfull.state.spec import Paged, layout_of
 from bankfull.state.storage import LayerStates, Storage
 

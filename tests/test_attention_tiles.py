@@ -19,7 +19,7 @@ from bankfull.ops import (  # noqa: E402
     write_pages_int4,
     write_pages_int8,
 )
-from bankfull.ops.reference.rounded_pages import ROUNDED, int4_group, page_numbers  # noqa: E402
+from bankfull.ops.pages.rounded import ROUNDED, int4_group, page_numbers  # noqa: E402
 
 ISAS: list[str] = _native.isas()
 POISON = -1

@@ -26,7 +26,7 @@ from bankfull.types import PageEdit, StepPlan, Work
 if native.status() is not None:
     pytest.skip("the kernels are not built", allow_module_level=True)
 
-from bankfull.ops.native.sampling import choose
+from bankfull.ops.sampling.native import choose
 from bankfull.runtime.taped import Taped
 from tests.kit import late_devices
 from tests.sample.batch import entering

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bankfull.ops import native
-from bankfull.ops.reference.rounded_pages import write_pages_int8
+from bankfull.ops.pages.rounded import write_pages_int8
 from bankfull.runtime import naive
 from bankfull.state.spec import layout_of
 from tests.test_exact import SETTINGS, check, pairwise, prompts, refusal

@@ -23,7 +23,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
-from bankfull.ops.activations import RULES
+from bankfull.ops.products.activations import RULES
 from bankfull.parallel.lost import RankLost
 from bankfull.precision import choose_activations
 from bankfull.quantize.at_load import rounded

@@ -41,7 +41,7 @@ from bankfull.ops import (  # noqa: E402
     write_pages,
     write_pages_int8,
 )
-from bankfull.ops.native.linear import DTYPES, FORMATS, dequantize  # noqa: E402
+from bankfull.ops.products.native.linear import DTYPES, FORMATS, dequantize  # noqa: E402
 from bankfull.weights.formats import SCHEMES, dense, fp8_groups, groups, rows, two_of_four  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 
@@ -294,7 +294,7 @@ def test_a_forked_child_computes() -> None:
     code = (
         "import os, torch\n"
         "from bankfull import _native\n"
-        "from bankfull.ops.native.linear import run_linear\n"
+        "from bankfull.ops.products.native.linear import run_linear\n"
         "from bankfull.weights.qtensor import QTensor\n"
         "_native.set_threads(3)\n"
         "w, x = QTensor.dense(torch.randn(999, 256)), torch.randn(2, 256)\n"
@@ -695,7 +695,7 @@ def test_recurrences_reject_invalid_slots() -> None:
 
 @pytest.mark.parametrize("columns", (1, 15, 16, 100, 576))
 def test_fused_residual_add_and_norm_are_bitwise_equal(columns: int, isa: str) -> None:
-    from bankfull.ops.native.norm import run_add_rms_norm, run_rms_norm
+    from bankfull.ops.norm.native import run_add_rms_norm, run_rms_norm
 
     generator = torch.Generator().manual_seed(columns)
     x, delta = (torch.randn(7, columns, generator=generator) for _ in range(2))

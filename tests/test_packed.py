@@ -15,7 +15,7 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 
 from bankfull.ops.native import copies_weights  # noqa: E402
 from bankfull.ops.native.checks import address  # noqa: E402
-from bankfull.ops.native.packed import pack_with_hadamard, run_linear_hadamard  # noqa: E402
+from bankfull.ops.products.native.packed import pack_with_hadamard, run_linear_hadamard  # noqa: E402
 from bankfull.weights.formats import SCHEMES  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from bankfull.weights.quantize import quantize  # noqa: E402

@@ -16,9 +16,10 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 
 from bankfull.layers.build import Build  # noqa: E402
 from bankfull.ops import Kit, embedding, linear_bf16, linear_int8, linear_w8a8  # noqa: E402
-from bankfull.ops.activations import RULES  # noqa: E402
-from bankfull.ops.native.experts import pack_experts, run_expert_mlp_int8  # noqa: E402
-from bankfull.ops.native.packed import (  # noqa: E402
+from bankfull.ops.experts.body import expert_mlp_int8  # noqa: E402
+from bankfull.ops.experts.native import pack_experts, run_expert_mlp_int8  # noqa: E402
+from bankfull.ops.products.activations import RULES  # noqa: E402
+from bankfull.ops.products.native.packed import (  # noqa: E402
     PackedWeight,
     pack,
     pack_by_rows,
@@ -27,8 +28,7 @@ from bankfull.ops.native.packed import (  # noqa: E402
     run_linear_int8,
     run_linear_w8a8,
 )
-from bankfull.ops.native.packing import pack_of  # noqa: E402
-from bankfull.ops.reference.experts import expert_mlp_int8  # noqa: E402
+from bankfull.ops.products.native.packing import pack_of  # noqa: E402
 from bankfull.weights.formats import SCHEMES, groups, mxfp4, rows  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from bankfull.weights.quantize import quantize  # noqa: E402

@@ -22,7 +22,7 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.shared import SharedAttention
 from bankfull.models.registry import build_model
 from bankfull.ops import Kit, activate, activate_mul, kit_for, native
-from bankfull.ops.activations import RULES
+from bankfull.ops.products.activations import RULES
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager

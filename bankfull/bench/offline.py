@@ -25,8 +25,8 @@ from bankfull.limits.meter.roofline import least_seconds
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.statistics import Spread, per_second, share_outside, spread
 from bankfull.llm import LLM
-from bankfull.ops.activations import EXACT
 from bankfull.ops.cost import Cost
+from bankfull.ops.products.activations import EXACT
 from bankfull.sample.params import SamplingParams
 
 MOST_TOKENS = 1 << 24

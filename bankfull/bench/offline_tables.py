@@ -9,7 +9,7 @@ from rich.text import Text
 
 from bankfull.limits.explain.instruments import breaks
 from bankfull.limits.units import duration, scaled
-from bankfull.ops.activations import EXACT
+from bankfull.ops.products.activations import EXACT
 
 if TYPE_CHECKING:
     from bankfull.bench.offline import OfflineReport

@@ -183,7 +183,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.config import RunConfig, StateConfig
     from bankfull.errors import ConfigError
     from bankfull.models.registry import build_model
-    from bankfull.ops.reference.rounded_pages import pages_name
+    from bankfull.ops.pages.rounded import pages_name
     from bankfull.precision import choose_dtype
     from bankfull.quality.evaluate import dequantized
     from bankfull.quality.windows import WINDOW

@@ -44,7 +44,7 @@ def tune(
 
     from bankfull.cli.terminal import print_table, progress, say
     from bankfull.limits.tune import shapes_of, timed_in_a_graph, timings_of
-    from bankfull.ops.triton import table
+    from bankfull.ops.products.triton import table
     from bankfull.precision import choose_dtype
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model
@@ -56,7 +56,7 @@ def tune(
         raise ConfigError(
             f"{model} has no dense linear layers, and quantized layers have only one kernel: there is nothing to tune."
         )
-    linears: Any = import_module("bankfull.ops.triton.linear")
+    linears: Any = import_module("bankfull.ops.products.triton.linear")
     cache = torch.cuda.get_device_properties(opened.torch).L2_cache_size
     timings = []
     all_of_them = timings_of(shapes, counts, chosen, opened.torch, linears, timed_in_a_graph, cache)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
-from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.ops.attention.body import TREE_TOKENS
 
 MOST_NODES = TREE_TOKENS - 1
 """Draft tokens of the largest tree: one bit of the ancestor mask is the last known token's."""

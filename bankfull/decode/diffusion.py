@@ -23,7 +23,7 @@ from bankfull.config import DiffusionChoice
 from bankfull.decode.strategy import Draft, DraftTree, Sampling, Scores, Strategy, Verdict, View, stack
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder, MaskedDiffusion
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.ops.attention.body import WHOLE_SEQUENCE
 from bankfull.sample.logits import NO_TOKEN, Sampled, sample
 from bankfull.sample.random import Purpose, uniform
 from bankfull.sample.table import CHILD, SEED

@@ -32,7 +32,7 @@ from bankfull.decode.strategy import (
 )
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
-from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.ops.attention.body import TREE_TOKENS
 from bankfull.sample.draw import NO_TOKEN, draw_several
 from bankfull.sample.logits import process, sample_several
 from bankfull.sample.random import NumberKey, Purpose

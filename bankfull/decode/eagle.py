@@ -28,7 +28,7 @@ from bankfull.decode.verify import verify
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.eagle import DraftLogits, EagleHead
-from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.ops.attention.body import TREE_TOKENS
 from bankfull.sample.logits import sample_ranked
 from bankfull.sample.table import PLAIN
 from bankfull.state.spec import Recurrent

@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
-from bankfull.ops.activations import BF16, INT8, ActivationRule
 from bankfull.ops.cost import Operands
+from bankfull.ops.products.activations import BF16, INT8, ActivationRule
 from bankfull.state.spec import StateSpec
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor

@@ -28,7 +28,7 @@ from bankfull.ops import (
     write_pages_int4,
     write_pages_int8,
 )
-from bankfull.ops.reference.rounded_pages import FP8, INT4, int4_group, is_rounded
+from bankfull.ops.pages.rounded import FP8, INT4, int4_group, is_rounded
 from bankfull.state.mask import Mask, Sight
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 from bankfull.state.storage import LayerStates

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from bankfull.ops.reference.attention import SequencePartition
+from bankfull.ops.attention.body import SequencePartition
 
 
 @dataclass(slots=True)

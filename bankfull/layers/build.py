@@ -15,8 +15,8 @@ from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.shard import Part, RowShare, Shard
 from bankfull.layers.stage import META, BlankTensors, Stage
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear, linear_bf16, linear_int8
-from bankfull.ops.activations import BF16, EXACT, FLOAT, INT8, TOKEN, ActivationRule
-from bankfull.ops.ranks import RankGroup
+from bankfull.ops.products.activations import BF16, EXACT, FLOAT, INT8, TOKEN, ActivationRule
+from bankfull.ops.ranks.group import RankGroup
 from bankfull.ops.registry import Function, Kit
 from bankfull.state.mask import Mask
 from bankfull.weights.formats.groups import as_blocks

@@ -17,7 +17,7 @@ from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
 from bankfull.layers.token_share import TokenShare
 from bankfull.ops import Unnormed, soft_cap
-from bankfull.ops.reference.linear import highest
+from bankfull.ops.products.body import highest
 from bankfull.progress import PROGRESS
 from bankfull.state.spec import StateSpec
 from bankfull.state.storage import LayerStates

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
-from bankfull.ops.ranks import RankGroup
-from bankfull.ops.reference.dispatch import ExpertSpread
+from bankfull.ops.ranks.dispatch import ExpertSpread
+from bankfull.ops.ranks.group import RankGroup
 
 
 class SpreadLayer(Protocol):

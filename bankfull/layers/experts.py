@@ -26,9 +26,9 @@ from bankfull.ops import (
     gather_rows,
     route,
 )
-from bankfull.ops.activations import BF16, FLOAT, INT8, ActivationFormat
-from bankfull.ops.reference.dispatch import ExpertSpread, hottest
-from bankfull.ops.reference.experts import CLAMPED_SWIGLU
+from bankfull.ops.experts.body import CLAMPED_SWIGLU
+from bankfull.ops.products.activations import BF16, FLOAT, INT8, ActivationFormat
+from bankfull.ops.ranks.dispatch import ExpertSpread, hottest
 from bankfull.weights.qtensor import QTensor
 
 __all__ = ["CLAMPED_SWIGLU", "ExpertNames", "Experts", "ExpertsShape", "RoutingRule"]

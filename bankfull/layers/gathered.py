@@ -12,7 +12,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.shard import RowShare
 from bankfull.ops import Unnormed, gather_outputs
-from bankfull.ops.reference.linear import highest
+from bankfull.ops.products.body import highest
 from bankfull.weights.qtensor import QTensor
 
 

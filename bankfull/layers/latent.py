@@ -25,8 +25,8 @@ from bankfull.ops import (
     latent_attention,
     write_latents,
 )
-from bankfull.ops.reference.latent import expansion_pays
-from bankfull.ops.reference.rounded_pages import is_rounded, pages_name
+from bankfull.ops.latent.body import expansion_pays
+from bankfull.ops.pages.rounded import is_rounded, pages_name
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 from bankfull.state.storage import LayerStates
 from bankfull.weights.qtensor import QTensor

@@ -39,17 +39,8 @@ from bankfull.ops import (
     normed_linear_w8a8,
     spread_embedding,
 )
-from bankfull.ops.activations import (
-    BF16,
-    FLOAT,
-    FLOATS,
-    HADAMARD,
-    INT8,
-    OUTLIERS,
-    TOKEN,
-    ActivationFormat,
-)
-from bankfull.ops.reference.linear import highest, normed_rows
+from bankfull.ops.products.activations import BF16, FLOAT, FLOATS, HADAMARD, INT8, OUTLIERS, TOKEN, ActivationFormat
+from bankfull.ops.products.body import highest, normed_rows
 from bankfull.ops.registry import Function
 from bankfull.weights.qtensor import QTensor, same_columns
 

@@ -19,7 +19,7 @@ from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.parallel import ParallelMixer
 from bankfull.layers.token_share import TokenShare, own_rows
 from bankfull.ops import gather_rows, reduce_scatter
-from bankfull.ops.ranks import RankGroup
+from bankfull.ops.ranks.group import RankGroup
 from bankfull.state.storage import LayerStates
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from bankfull.ops.ranks import RankGroup
+from bankfull.ops.ranks.group import RankGroup
 from bankfull.weights.qtensor import QTensor
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

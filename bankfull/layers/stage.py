@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bankfull.ops.ranks import Neighbour
+from bankfull.ops.ranks.group import Neighbour
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
 from bankfull.weights.source import TensorSource

@@ -14,7 +14,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.division import Division, context_division, even_division
 from bankfull.ops import gather_rows
-from bankfull.ops.ranks import RankGroup
+from bankfull.ops.ranks.group import RankGroup
 
 
 class TokenShare:

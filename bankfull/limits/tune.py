@@ -13,8 +13,8 @@ from torch import Tensor
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops.meter import Meter
+from bankfull.ops.products.triton.table import Entry
 from bankfull.ops.registry import Function, Operation
-from bankfull.ops.triton.table import Entry
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import ModelFiles
 

@@ -8,7 +8,7 @@ from bankfull.errors import ModelError
 from bankfull.layers.attention import Heads
 from bankfull.layers.decoder import Decoder, MaskedDiffusion
 from bankfull.models.fields import ConfigFields
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.ops.attention.body import WHOLE_SEQUENCE
 
 
 def seeing_blocks(heads: Heads, block: int = WHOLE_SEQUENCE) -> Heads:

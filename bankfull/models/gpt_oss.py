@@ -12,7 +12,7 @@ from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_dec
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.models.splitting import split_experts
-from bankfull.ops.reference.experts import SWIGLU_LIMIT, SWIGLU_SLOPE
+from bankfull.ops.experts.body import SWIGLU_LIMIT, SWIGLU_SLOPE
 
 GPT_OSS = TRANSFORMER | {
     "rms_norm_eps": 1e-5,

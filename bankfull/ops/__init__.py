@@ -1,44 +1,10 @@
 """Every operation that a model may use. Importing this package registers the torch bodies and the providers."""
 
+from bankfull.ops.attention.body import HeadNorms, PagedMeta, attend, paged_attention, write_pages
+from bankfull.ops.attention.partial import merge_partials, partial_attention
 from bankfull.ops.cost import Cost
-from bankfull.ops.reference.activation import (
-    ACTIVATIONS,
-    activate,
-    activate_mul,
-    gather_columns,
-    scale_columns,
-    soft_cap,
-)
-from bankfull.ops.reference.attention import (
-    HeadNorms,
-    PagedMeta,
-    attend,
-    paged_attention,
-    write_pages,
-)
-from bankfull.ops.reference.collectives import (
-    all_reduce,
-    exchange_parts,
-    gather_outputs,
-    gather_rows,
-    receive_rows,
-    reduce_scatter,
-    send_rows,
-    spread_embedding,
-    spread_rms_norm,
-)
-from bankfull.ops.reference.cross import Sides, cross
-from bankfull.ops.reference.delta import delta_rule
-from bankfull.ops.reference.dispatch import ExpertSpread, combine, dispatch
-from bankfull.ops.reference.experts import (
-    RoutingRule,
-    add_gated,
-    expert_mlp,
-    expert_mlp_bf16,
-    expert_mlp_int8,
-    route,
-)
-from bankfull.ops.reference.latent import (
+from bankfull.ops.experts.body import RoutingRule, add_gated, expert_mlp, expert_mlp_bf16, expert_mlp_int8, route
+from bankfull.ops.latent.body import (
     HeadWeights,
     absorb_queries,
     expanded_attention,
@@ -46,7 +12,11 @@ from bankfull.ops.reference.latent import (
     latent_attention,
     write_latents,
 )
-from bankfull.ops.reference.linear import (
+from bankfull.ops.norm.body import add, add_rms_norm, layer_norm, rms_norm
+from bankfull.ops.pages.body import move_tokens
+from bankfull.ops.pages.rounded import write_pages_fp8, write_pages_int4, write_pages_int8
+from bankfull.ops.pointwise.body import ACTIVATIONS, activate, activate_mul, gather_columns, scale_columns, soft_cap
+from bankfull.ops.products.body import (
     Unnormed,
     best_output,
     best_output_bf16,
@@ -62,29 +32,39 @@ from bankfull.ops.reference.linear import (
     normed_gated_linear,
     normed_linear,
 )
-from bankfull.ops.reference.linear_attention import linear_attention, taylor_features, taylor_size
-from bankfull.ops.reference.linear_w8a8 import (
+from bankfull.ops.products.outliers import (
+    gated_linear_outliers,
+    linear_outliers,
+    normed_gated_linear_outliers,
+    normed_linear_outliers,
+)
+from bankfull.ops.products.w8a8 import (
     best_output_w8a8,
     gated_linear_w8a8,
     linear_w8a8,
     normed_gated_linear_w8a8,
     normed_linear_w8a8,
 )
-from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
-from bankfull.ops.reference.outliers import (
-    gated_linear_outliers,
-    linear_outliers,
-    normed_gated_linear_outliers,
-    normed_linear_outliers,
+from bankfull.ops.ranks.collectives import (
+    all_reduce,
+    exchange_parts,
+    gather_outputs,
+    gather_rows,
+    receive_rows,
+    reduce_scatter,
+    send_rows,
+    spread_embedding,
+    spread_rms_norm,
 )
-from bankfull.ops.reference.pages import move_tokens
-from bankfull.ops.reference.partial import merge_partials, partial_attention
-from bankfull.ops.reference.rope import rope_angles, rotate
-from bankfull.ops.reference.rounded_pages import write_pages_fp8, write_pages_int4, write_pages_int8
-from bankfull.ops.reference.s4 import diagonal_scan
-from bankfull.ops.reference.ssd import gated_rms_norm, ssd_scan
-from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
+from bankfull.ops.ranks.cross import Sides, cross
+from bankfull.ops.ranks.dispatch import ExpertSpread, combine, dispatch
+from bankfull.ops.recurrence.delta import delta_rule
+from bankfull.ops.recurrence.linear_attention import linear_attention, taylor_features, taylor_size
+from bankfull.ops.recurrence.s4 import diagonal_scan
+from bankfull.ops.recurrence.ssd import gated_rms_norm, ssd_scan
+from bankfull.ops.recurrence.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
 from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
+from bankfull.ops.rope.body import rope_angles, rotate
 
 __all__ = [
     "ACTIVATIONS",

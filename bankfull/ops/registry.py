@@ -144,5 +144,5 @@ def kit_for(device: str, providers: str = "auto") -> Kit:
     if providers not in ("auto", BODY):
         raise ConfigError(f"providers={providers!r} is unknown; use 'auto' or 'torch'.")
     if device == "cuda" and providers != BODY:
-        from bankfull.ops import triton  # noqa: F401  (registers its providers; only a GPU needs the import)
+        import bankfull.ops.triton.providers  # noqa: F401  (registers them; only a GPU needs the import)
     return Kit(device, () if providers == BODY else PROVIDERS)

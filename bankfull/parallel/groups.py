@@ -85,7 +85,7 @@ class ProcessRanks:
         self.group, self.device, self.seconds = group, device, seconds
         self.size, self.index = len(ranks), ranks.index(rank)
         self.sent = 0
-        """Bytes that this rank has sent, by the algorithms of `ops.reference.collectives`."""
+        """Bytes that this rank has sent, by the algorithms of `ops.ranks.collectives`."""
 
     def wait_at_most(self, seconds: float) -> None:
         """Limit the wait in each collective from now on."""

@@ -24,7 +24,7 @@ from bankfull.limits.model.memory import memory_of
 from bankfull.limits.model.recipe import Recipe, recipe_of
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import Config
-from bankfull.ops.reference.rounded_pages import ROUNDED, pages_name
+from bankfull.ops.pages.rounded import ROUNDED, pages_name
 from bankfull.plan.layouts import ParallelLayout
 from bankfull.plan.losses import NO_LOSS, StoredLoss
 from bankfull.plan.separate import PlannedPools, SeparatedSpec, simulate_separated

@@ -20,7 +20,7 @@ from bankfull.layers.build import Build
 from bankfull.limits.machine import cache_file
 from bankfull.models.registry import Config, build_model
 from bankfull.ops import kit_for
-from bankfull.ops.activations import EXACT
+from bankfull.ops.products.activations import EXACT
 from bankfull.precision import choose_kv_dtype
 from bankfull.quality.evaluate import KeptReference, dequantized, evaluate_kept, keep_reference
 from bankfull.quality.windows import bundled_texts

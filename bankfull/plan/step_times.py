@@ -18,8 +18,8 @@ from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.meter.closed_form import ClosedForm, Shares, Windows, experts_used, features
 from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops.attention.sight import seen_by_one
 from bankfull.ops.cost import NUMBERS, Cost, Rates, seconds_per_number
-from bankfull.ops.reference.sight import seen_by_one
 from bankfull.plan.layouts import FIXED_FEATURES, ParallelLayout
 from bankfull.types import Work
 

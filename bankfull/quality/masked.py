@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from random import Random
 
 from bankfull.layers.decoder import MaskedDiffusion
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.ops.attention.body import WHOLE_SEQUENCE
 from bankfull.quality.windows import EvaluationWindow
 
 MOST_BLOCKS = 4

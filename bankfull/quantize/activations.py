@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bankfull.layers.mixer import Mixer
-from bankfull.ops.reference.experts import gated
+from bankfull.ops.experts.body import gated
 from bankfull.quantize.kept import KeptOutputs
 from bankfull.quantize.layered import BuiltLayer, LayeredModel, LayerStep
 from bankfull.quantize.method import SAMPLED, LayerData, Matrix

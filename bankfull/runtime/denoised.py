@@ -10,7 +10,7 @@ from bankfull.decode.diffusion import Denoising
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.ops.attention.body import WHOLE_SEQUENCE
 from bankfull.speculation import SpeculativeChoice
 
 log = logging.getLogger("bankfull")

@@ -299,7 +299,7 @@ class Cuda:
     def chooser(self, kit: Kit) -> Chooser | None:
         if not kit.prefer:
             return None
-        from bankfull.ops.triton.sampling import choose
+        from bankfull.ops.sampling.triton.sampling import choose
 
         return choose
 
@@ -389,7 +389,7 @@ def native_chooser(kit: Kit) -> Chooser | None:
 
     if native.status() is not None or "native" not in kit.prefer:
         return None
-    from bankfull.ops.native.sampling import choose
+    from bankfull.ops.sampling.native import choose
 
     return choose
 

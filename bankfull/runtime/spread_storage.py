@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.ops.ranks import RankGroup
-from bankfull.ops.reference.pages import Segment
+from bankfull.ops.pages.body import Segment
+from bankfull.ops.ranks.group import RankGroup
 from bankfull.state.page_share import PageShare
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage

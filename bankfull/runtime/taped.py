@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
-from bankfull.ops.native.sampling import params_at
 from bankfull.ops.native.tape import Recorder, RowsAt, Tape
 from bankfull.ops.native.tape.instruction import Break
 from bankfull.ops.native.tape.origins import Origins, line_of
 from bankfull.ops.native.tape.record import TOKENS, CannotRecord
 from bankfull.ops.registry import Kit
+from bankfull.ops.sampling.native import params_at
 from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import ChoosingStep, Eager
 from bankfull.runtime.rows import Rows

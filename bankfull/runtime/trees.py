@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
-from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.ops.attention.body import TREE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

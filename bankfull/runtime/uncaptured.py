@@ -9,7 +9,7 @@ import torch
 
 from bankfull.ops import add
 from bankfull.ops.native.tape.record import CannotRecord
-from bankfull.ops.reference.collectives import COLLECTIVES
+from bankfull.ops.ranks.collectives import COLLECTIVES
 from bankfull.ops.registry import BODY, Kit, Operation
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager

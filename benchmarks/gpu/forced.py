@@ -27,7 +27,7 @@ from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
 from bankfull.decode.verify import verify
 from bankfull.layers.decoder import Decoder
-from bankfull.ops.reference.attention import TREE_TOKENS
+from bankfull.ops.attention.body import TREE_TOKENS
 from bankfull.synthetic.random_weights import RandomWeights
 from bankfull.synthetic.shapes import shape_config
 from bankfull.weights.qtensor import QTensor

@@ -3,7 +3,7 @@
 Read bandwidth of quantized linear layers, for the shapes of an 8B model, with the kernels that layers take. A chain of
 launches over more weights than any cache holds is captured and replayed, as in a decode step. The time of all layers of
 a step ends each type's list. --sweep tries other tilings and prints the best: it gives the constants of
-`bankfull/ops/triton/quantized_*.py`. --compare does so for the two kernels for few rows (`quantized_compare`).
+`bankfull/ops/products/triton/quantized/`. --compare does so for the two kernels for few rows (`quantized_compare`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bankfull.ops.triton.quantized import run_linear
-from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repack
-from bankfull.ops.triton.quantized_persistent import GemvPlan, one_row, supports
-from bankfull.ops.triton.quantized_rows import RowsPlan, few_rows
-from bankfull.ops.triton.quantized_tiles import Tiling, many_rows
+from bankfull.ops.products.triton.quantized.layout import LAYOUTS, WordWeight, repack
+from bankfull.ops.products.triton.quantized.linear import run_linear
+from bankfull.ops.products.triton.quantized.persistent import GemvPlan, one_row, supports
+from bankfull.ops.products.triton.quantized.rows import RowsPlan, few_rows
+from bankfull.ops.products.triton.quantized.tiles import Tiling, many_rows
 from bankfull.weights.formats import READ_ONLY, SCHEMES
 from bankfull.weights.formats.mxfp4 import BIAS, MXFP4
 from bankfull.weights.qtensor import QTensor

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bankfull.ops.triton.quantized_fp8_rows import Fp8Plan, fp8_rows, supports
-from bankfull.ops.triton.quantized_fp8_rows import plan_for as wide_cut_for
-from bankfull.ops.triton.quantized_rows import few_rows
-from bankfull.ops.triton.quantized_tiles import many_rows
+from bankfull.ops.products.triton.quantized.fp8_rows import Fp8Plan, fp8_rows, supports
+from bankfull.ops.products.triton.quantized.fp8_rows import plan_for as wide_cut_for
+from bankfull.ops.products.triton.quantized.rows import few_rows
+from bankfull.ops.products.triton.quantized.tiles import many_rows
 from benchmarks.gpu.quantized import TRAFFIC, Product, random_weight, seconds
 
 CUTS = (

@@ -2,7 +2,7 @@
 
 Time of quantized experts beside the bytes of those that the tokens chose, in a chain of layers that no cache holds,
 captured and replayed as in a decode step. --sweep tries other launch parameters of each of the two kernels and prints
-the best ones: it gives the constants of `bankfull/ops/triton/experts_words.py`.
+the best ones: it gives the constants of `bankfull/ops/experts/triton/words.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bankfull.ops.reference.experts import CLAMPED_SWIGLU
-from bankfull.ops.triton import experts_words
-from bankfull.ops.triton.experts import FEW_TOKENS, SOME_TOKENS, run_expert_mlp
-from bankfull.ops.triton.experts_operands import Operands, sorted_pairs
-from bankfull.ops.triton.experts_weights import ExpertWords, Stacked, form_of, prepare
-from bankfull.ops.triton.experts_words import ExpertTilePlan, FewPlan
+from bankfull.ops.experts.body import CLAMPED_SWIGLU
+from bankfull.ops.experts.triton import words as experts_words
+from bankfull.ops.experts.triton.experts import FEW_TOKENS, SOME_TOKENS, run_expert_mlp
+from bankfull.ops.experts.triton.operands import Operands, sorted_pairs
+from bankfull.ops.experts.triton.weights import ExpertWords, Stacked, form_of, prepare
+from bankfull.ops.experts.triton.words import ExpertTilePlan, FewPlan
 from bankfull.weights.formats import READ_ONLY, SCHEMES
 from benchmarks.gpu.quantized import chain_seconds, random_codes
 

@@ -16,12 +16,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bankfull.ops.triton import linear as dense_layers
-from bankfull.ops.triton import sparse24, sparse24_library
-from bankfull.ops.triton.sparse24_layout import SparseWeight, prepare
-from bankfull.ops.triton.sparse24_rows import RowPlan, one_row
-from bankfull.ops.triton.sparse24_tiles import MOST_ROWS, TilePlan, expanded_product, tiles
-from bankfull.ops.triton.w8a8 import int8_product
+from bankfull.ops.products.triton import linear as dense_layers
+from bankfull.ops.products.triton.sparse24 import library as sparse24_library
+from bankfull.ops.products.triton.sparse24 import linear as sparse24
+from bankfull.ops.products.triton.sparse24.layout import SparseWeight, prepare
+from bankfull.ops.products.triton.sparse24.rows import RowPlan, one_row
+from bankfull.ops.products.triton.sparse24.tiles import MOST_ROWS, TilePlan, expanded_product, tiles
+from bankfull.ops.products.triton.w8a8 import int8_product
 from bankfull.quantize.sparse import parse_pattern, pruned_by
 from bankfull.synthetic.random_weights import RandomWeights
 from bankfull.weights.qtensor import QTensor

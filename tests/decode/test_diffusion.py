@@ -18,7 +18,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import Kit, kit_for
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.ops.attention.body import WHOLE_SEQUENCE
 from bankfull.runtime import naive
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.source import open_model

@@ -214,7 +214,7 @@ def test_rounded_weights_change_few_candidates(providers: str) -> None:
     from bankfull.layers.decoder import Head
     from bankfull.layers.linear import Linear
     from bankfull.ops import kit_for
-    from bankfull.ops.activations import RULES
+    from bankfull.ops.products.activations import RULES
     from bankfull.weights.qtensor import QTensor
     from bankfull.weights.quantize import quantize
 

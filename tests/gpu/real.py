@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, RoutingRule, Unnormed
-from bankfull.ops.reference.attention import TREE_TOKENS
-from bankfull.ops.reference.rounded_pages import INT4, INT4_LOWEST, int4_group, is_rounded
+from bankfull.ops.attention.body import TREE_TOKENS
+from bankfull.ops.pages.rounded import INT4, INT4_LOWEST, int4_group, is_rounded
 from bankfull.runtime.trees import paths_of
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES

@@ -30,7 +30,7 @@ from tests.ops.compare import tensors
 
 require_device()
 
-from bankfull.ops import triton  # noqa: E402, F401  (registers the providers)
+from bankfull.ops.triton import providers  # noqa: E402, F401  (registers the providers)
 from tests.gpu.real import FLOATS, GENERATORS, SIZES, Draw  # noqa: E402
 
 SEED = secrets.randbits(32)

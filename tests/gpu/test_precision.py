@@ -12,7 +12,7 @@ from torch import Tensor
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.activations import RULES
+from bankfull.ops.products.activations import RULES
 from bankfull.quantize.at_load import rounded
 from bankfull.runtime import naive
 from bankfull.runtime.device import open_device

@@ -18,8 +18,9 @@ from tests.gpu.place import DEVICE, no_waiting, only_cuda, require_device
 
 require_device()
 
-from bankfull.ops.triton import sparse24, sparse24_library  # noqa: E402
-from bankfull.ops.triton.sparse24_layout import prepare  # noqa: E402
+from bankfull.ops.products.triton.sparse24 import library as sparse24_library  # noqa: E402
+from bankfull.ops.products.triton.sparse24 import linear as sparse24  # noqa: E402
+from bankfull.ops.products.triton.sparse24.layout import prepare  # noqa: E402
 from tests.gpu.real import weight_of  # noqa: E402
 from tests.models.oracle import TOKENS  # noqa: E402
 from tests.weights.published.test_masked import twins  # noqa: E402

@@ -15,7 +15,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, split_linear, stack
 from bankfull.layers.mlp import GatedMLP
 from bankfull.ops import Kit, native
-from bankfull.ops.activations import RULES
+from bankfull.ops.products.activations import RULES
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.quantize import quantize
 from tests.quick import examples
@@ -135,7 +135,7 @@ def test_a_gated_layer_gathers_for_both_of_its_matrices(kit: Any) -> None:
 
 def test_gpu_kernels_multiply_gathered_rows() -> None:
     """Interpreted. The gather is torch's: it is enqueued, so that a step can be captured."""
-    from bankfull.ops import triton  # noqa: F401  (registers its providers)
+    from bankfull.ops.triton import providers  # noqa: F401  (registers its providers)
 
     held = {"gate": permuted(1, 96, 64, order=7), "up": permuted(2, 96, 64, order=7), "down": permuted(3, 64, 96)}
     kit, dtype = Kit("cuda"), torch.bfloat16

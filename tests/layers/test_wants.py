@@ -15,7 +15,7 @@ from bankfull.limits.meter.roofline import roofline
 from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import build_model
 from bankfull.ops import Kit, kit_for, native
-from bankfull.ops.activations import RULES, ActivationRule
+from bankfull.ops.products.activations import RULES, ActivationRule
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.outliers import OutlierSource
 from bankfull.weights.qtensor import QTensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bankfull.errors import ModelError
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.ops.attention.body import WHOLE_SEQUENCE
 from bankfull.runtime import naive
 from bankfull.weights.source import open_model
 from tests.models.diffusion import MASK, make

@@ -12,7 +12,7 @@ from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.reference import latent
+from bankfull.ops.latent import body as latent
 from bankfull.state.spec import layout_of
 from bankfull.weights.source import open_model
 from tests.models.oracle import PASSES, TOLERANCE, error, ours, saved

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, HeadWeights, PagedMeta, RecurrentMeta, Unnormed
-from bankfull.ops.reference.activation import _KINDS as KINDS
-from bankfull.ops.reference.rounded_pages import int4_group, is_rounded
+from bankfull.ops.pages.rounded import int4_group, is_rounded
+from bankfull.ops.pointwise.body import _KINDS as KINDS
 from bankfull.weights.formats import SCHEMES, fp8_groups, groups, mxfp4, rows
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.two_of_four import PAIRS, packed_halves

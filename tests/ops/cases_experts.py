@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from bankfull.ops import RoutingRule
-from bankfull.ops.reference.experts import CLAMPED_SWIGLU, SIGMOID, SOFTMAX
+from bankfull.ops.experts.body import CLAMPED_SWIGLU, SIGMOID, SOFTMAX
 from tests.ops.cases import Case, Maker
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", CLAMPED_SWIGLU)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bankfull.ops.reference.linear_w8a8 import SCHEMES as NAMES
+from bankfull.ops.products.w8a8 import SCHEMES as NAMES
 from bankfull.weights.formats import SCHEMES
 from tests.ops.cases import Case, Maker, clear_winner, gated_linear, linear, unnormed
 

@@ -16,13 +16,13 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import OPERATIONS, Kit, PagedMeta, RecurrentMeta, Unnormed, kit_for
-from bankfull.ops.reference.rounded_pages import ROUNDED
-from bankfull.ops.triton import linear as dense
-from bankfull.ops.triton.attention_rope import launch_rotate_and_write
-from bankfull.ops.triton.quantized_layout import repack
-from bankfull.ops.triton.quantized_rows import few_rows
+from bankfull.ops.attention.triton.rope import launch_rotate_and_write
+from bankfull.ops.pages.rounded import ROUNDED
+from bankfull.ops.products.triton import linear as dense
+from bankfull.ops.products.triton.quantized.layout import repack
+from bankfull.ops.products.triton.quantized.rows import few_rows
+from bankfull.ops.sampling.triton.sampling import choose
 from bankfull.ops.triton.rounded_columns import rounded_columns
-from bankfull.ops.triton.sampling import choose
 from bankfull.runtime.captured import Captured
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.rehearsal import every_kind, rehearsal

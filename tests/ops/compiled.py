@@ -136,7 +136,7 @@ def hopper() -> Iterator[_Hopper]:
 @contextmanager
 def _everywhere(name: str, value: Any) -> Iterator[None]:
     """Patches the name in each kernel module that has imported it."""
-    places = [m for key, m in sys.modules.items() if key.startswith("bankfull.ops.triton") and hasattr(m, name)]
+    places = [m for key, m in sys.modules.items() if key.startswith("bankfull.ops.") and hasattr(m, name)]
     before = [getattr(place, name) for place in places]
     for place in places:
         setattr(place, name, value)

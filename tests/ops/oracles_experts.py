@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import RoutingRule
-from bankfull.ops.reference.experts import CLAMPED_SWIGLU, SIGMOID
+from bankfull.ops.experts.body import CLAMPED_SWIGLU, SIGMOID
 from bankfull.weights.qtensor import QTensor
 from tests.ops import oracles
 from tests.ops.oracles import Array, f64

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.ops import PagedMeta, paged_attention
-from bankfull.ops.reference.attention import attend
-from bankfull.ops.reference.sight import end_of_sight, visible_pairs
+from bankfull.ops.attention.body import attend
+from bankfull.ops.attention.sight import end_of_sight, visible_pairs
 from tests.quick import examples
 
 HEADS, KV, SIZE = 4, 2, 32
@@ -129,7 +129,7 @@ def test_visible_pairs_are_those_of_a_dense_mask(new: int, past: int, block: int
 @pytest.mark.parametrize("block", [4, 20, WHOLE])
 def test_the_gpu_kernels_see_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and many new tokens, with a past and without, over pages and over the step's own rows."""
-    triton = pytest.importorskip("bankfull.ops.triton.attention")
+    triton = pytest.importorskip("bankfull.ops.attention.triton.paged")
     from tests.ops.test_triton_attention import DEVICE
 
     torch.manual_seed(5)

@@ -10,7 +10,7 @@ from hypothesis import given
 from bankfull.errors import ModelError
 from bankfull.ops import OPERATIONS, RoutingRule, expert_mlp, route
 from bankfull.ops.cost import nbytes
-from bankfull.ops.reference.experts import SIGMOID, SOFTMAX, distinct_experts
+from bankfull.ops.experts.body import SIGMOID, SOFTMAX, distinct_experts
 from bankfull.weights.formats import SCHEMES
 from tests.ops import cases
 from tests.quick import examples

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bankfull.layers.latent import LatentShape
 from bankfull.ops import OPERATIONS, HeadWeights, PagedMeta
+from bankfull.ops.attention.sight import live_from, visible_pairs
 from bankfull.ops.cost import nbytes
-from bankfull.ops.reference import latent
-from bankfull.ops.reference.sight import live_from, visible_pairs
+from bankfull.ops.latent import body as latent
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases
 

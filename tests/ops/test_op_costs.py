@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from bankfull.ops import OPERATIONS, Cost, Unnormed
+from bankfull.ops.attention.sight import live_from, visible_pairs
 from bankfull.ops.cost import nbytes
 from bankfull.ops.meter import Meter
-from bankfull.ops.reference.rounded_pages import head_numbers, is_rounded
-from bankfull.ops.reference.sight import live_from, visible_pairs
+from bankfull.ops.pages.rounded import head_numbers, is_rounded
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import PagedMeta, paged_attention, write_pages_int8
-from bankfull.ops.reference.sight import seen_by
+from bankfull.ops.attention.sight import seen_by
 from bankfull.state.mask import Mask
 from tests.ops.test_tree_attention import masks_of, random_parents
 
@@ -123,15 +123,15 @@ def codes(pages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def triton_attention():
-    return pytest.importorskip("bankfull.ops.triton.attention").run_paged_attention
+    return pytest.importorskip("bankfull.ops.attention.triton.paged").run_paged_attention
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of several tiles and splits, and scratch memory that no other test has used."""
-    splits = pytest.importorskip("bankfull.ops.triton.attention_splits")
+    splits = pytest.importorskip("bankfull.ops.attention.triton.splits")
     late = replace(splits.LATE, programs=4, most_splits=3)
-    monkeypatch.setattr("bankfull.ops.triton.attention_sparse.LATE", late)
+    monkeypatch.setattr("bankfull.ops.attention.triton.sparse.LATE", late)
     monkeypatch.setattr(splits, "_scratches", {})
 
 
@@ -171,7 +171,7 @@ class Tiles:
     decodes = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
 
     def tiles(self, tokens: int) -> Tensor:
-        from bankfull.ops.triton.attention_map import tile_map
+        from bankfull.ops.attention.triton.map import tile_map
 
         found = tile_map(np.array([0, 30, 31, 31]), np.array([50, 80, 0]), np.array([0]), tokens)
         return torch.tensor([*found.tolist(), [2, 31, 0, 0]], dtype=torch.int32, device=DEVICE)

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import HeadNorms, PagedMeta
-from bankfull.ops.reference.attention import attend, paged_attention, write_pages
-from bankfull.ops.reference.rounded_pages import ROUNDED, write_pages_int8
-from bankfull.ops.triton import (
-    attention,
-    attention_decode_launch,
-    attention_map,
-    attention_prefill_launch,
-    attention_splits,
-    pages,
-)
+from bankfull.ops.attention.body import attend, paged_attention, write_pages
+from bankfull.ops.attention.triton import decode_launch as attention_decode_launch
+from bankfull.ops.attention.triton import map as attention_map
+from bankfull.ops.attention.triton import paged as attention
+from bankfull.ops.attention.triton import prefill_launch as attention_prefill_launch
+from bankfull.ops.attention.triton import splits as attention_splits
+from bankfull.ops.pages import triton as pages
+from bankfull.ops.pages.rounded import ROUNDED, write_pages_int8
 from tests.ops import cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from bankfull.ops import Kit, RoutingRule, expert_mlp, route, triton  # noqa: F401  (triton registers its providers)
-from bankfull.ops.triton import experts, experts_words
-from bankfull.ops.triton.experts import FEW_TOKENS, SOME_TOKENS
-from bankfull.ops.triton.experts_weights import CODES, ExpertWords, form_of, prepare
-from bankfull.ops.triton.quantized_layout import LAYOUTS
+from bankfull.ops.experts.triton import experts
+from bankfull.ops.experts.triton import words as experts_words
+from bankfull.ops.experts.triton.experts import FEW_TOKENS, SOME_TOKENS
+from bankfull.ops.experts.triton.weights import CODES, ExpertWords, form_of, prepare
+from bankfull.ops.products.triton.quantized.layout import LAYOUTS
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases
 from tests.ops.compare import assert_close

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import gated_linear, linear
-from bankfull.ops.triton import quantized
-from bankfull.ops.triton.quantized_fp8_rows import MOST_ROWS, Fp8Plan, fp8_rows, segments_in_flight, supports
-from bankfull.ops.triton.quantized_layout import LAYOUTS, repack
+from bankfull.ops.products.triton.quantized import linear as quantized
+from bankfull.ops.products.triton.quantized.fp8_rows import MOST_ROWS, Fp8Plan, fp8_rows, segments_in_flight, supports
+from bankfull.ops.products.triton.quantized.layout import LAYOUTS, repack
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import WEIGHTS, Maker
 

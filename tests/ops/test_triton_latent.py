@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import HeadWeights, PagedMeta
-from bankfull.ops.reference import latent as reference
-from bankfull.ops.triton import attention_splits, latent, latent_attention
-from bankfull.ops.triton.attention_map import tile_map
+from bankfull.ops.attention.triton import splits as attention_splits
+from bankfull.ops.attention.triton.map import tile_map
+from bankfull.ops.latent import body as reference
+from bankfull.ops.latent.triton import attention as latent_attention
+from bankfull.ops.latent.triton import heads as latent
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases
 from tests.ops.compare import assert_close

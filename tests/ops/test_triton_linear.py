@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bankfull.ops import Unnormed, activate_mul
-from bankfull.ops.triton import linear
+from bankfull.ops.products.triton import linear
 from tests.ops.compare import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

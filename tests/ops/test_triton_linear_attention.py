@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import OPERATIONS
-from bankfull.ops.triton.linear_attention import CHUNK, FEW_TOKENS, SMALL_CHUNK, chunk_for
+from bankfull.ops.recurrence.triton.linear_attention import CHUNK, FEW_TOKENS, SMALL_CHUNK, chunk_for
 from tests.ops.cases import moved
 from tests.ops.compare import assert_close
 from tests.ops.test_triton_pointwise import DEVICE, recurrent_meta

@@ -24,9 +24,9 @@ from bankfull.ops import (
     normed_gated_linear_outliers,
     normed_linear_outliers,
 )
-from bankfull.ops.activations import RULES
-from bankfull.ops.triton import outliers, w8a8
-from bankfull.ops.triton.quantized_layout import repack
+from bankfull.ops.products.activations import RULES
+from bankfull.ops.products.triton import outliers, w8a8
+from bankfull.ops.products.triton.quantized.layout import repack
 from bankfull.weights.qtensor import QTensor
 from tests.ops.test_triton_w8a8 import DEVICE, assert_close, normal, unnormed, weight_of
 from tests.quick import examples

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.ops import partial_attention
-from bankfull.ops.triton import attention_held, attention_splits
+from bankfull.ops.attention.triton import held as attention_held
+from bankfull.ops.attention.triton import splits as attention_splits
 from bankfull.state.mask import Mask
 from tests.ops import cases
 from tests.ops.partials import HERE, SEQUENCES, SIGHTS, check, drawn

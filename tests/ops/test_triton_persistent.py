@@ -8,11 +8,11 @@ from torch import Tensor
 
 from bankfull.layers.linear import normed_rows
 from bankfull.ops import Unnormed, best_output, gated_linear, linear, normed_gated_linear, normed_linear
-from bankfull.ops.reference.linear import highest
-from bankfull.ops.triton import quantized, quantized_persistent
-from bankfull.ops.triton.launch import INTERPRETED
-from bankfull.ops.triton.quantized_layout import LAYOUTS, repack
-from bankfull.ops.triton.quantized_persistent import (
+from bankfull.ops.products.body import highest
+from bankfull.ops.products.triton.quantized import linear as quantized
+from bankfull.ops.products.triton.quantized import persistent as quantized_persistent
+from bankfull.ops.products.triton.quantized.layout import LAYOUTS, repack
+from bankfull.ops.products.triton.quantized.persistent import (
     GemvPlan,
     best_of_row,
     is_fastest,
@@ -20,6 +20,7 @@ from bankfull.ops.triton.quantized_persistent import (
     persistent_plan,
     supports,
 )
+from bankfull.ops.triton.launch import INTERPRETED
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import WEIGHTS, Maker
 

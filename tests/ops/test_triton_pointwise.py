@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import OPERATIONS, RecurrentMeta
-from bankfull.ops.reference.activation import _KINDS as KINDS
-from bankfull.ops.triton.norm import LONGEST, tile
+from bankfull.ops.norm.triton import LONGEST, tile
+from bankfull.ops.pointwise.body import _KINDS as KINDS
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import moved
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import Kit, best_output, embedding, gated_linear, linear
-from bankfull.ops.triton import quantized_layout
-from bankfull.ops.triton.quantized_embedding import BLOCKS, CODED
-from bankfull.ops.triton.quantized_expand import expanded
-from bankfull.ops.triton.quantized_four_bit import four_bit_tiles, supports
-from bankfull.ops.triton.quantized_layout import LAYOUTS, repack
-from bankfull.ops.triton.quantized_rows import few_rows
-from bankfull.ops.triton.quantized_tiles import many_rows
+from bankfull.ops.products.triton.quantized import layout as quantized_layout
+from bankfull.ops.products.triton.quantized.embedding import BLOCKS, CODED
+from bankfull.ops.products.triton.quantized.expand import expanded
+from bankfull.ops.products.triton.quantized.four_bit import four_bit_tiles, supports
+from bankfull.ops.products.triton.quantized.layout import LAYOUTS, repack
+from bankfull.ops.products.triton.quantized.rows import few_rows
+from bankfull.ops.products.triton.quantized.tiles import many_rows
 from bankfull.weights.formats.groups import LOW_BITS, WITH_ZEROS
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import WEIGHTS, Maker

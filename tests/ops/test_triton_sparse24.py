@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.ops import Kit, Unnormed, gated_linear, linear, normed_gated_linear, normed_linear
-from bankfull.ops.triton import sparse24, sparse24_layout, sparse24_library
-from bankfull.ops.triton.sparse24_layout import SparseWeight, positions_in, prepare
-from bankfull.ops.triton.sparse24_rows import RowPlan, one_row
-from bankfull.ops.triton.sparse24_tiles import TilePlan, expand, expanded_product, tiles
+from bankfull.ops.products.triton.sparse24 import layout as sparse24_layout
+from bankfull.ops.products.triton.sparse24 import library as sparse24_library
+from bankfull.ops.products.triton.sparse24 import linear as sparse24
+from bankfull.ops.products.triton.sparse24.layout import SparseWeight, positions_in, prepare
+from bankfull.ops.products.triton.sparse24.rows import RowPlan, one_row
+from bankfull.ops.products.triton.sparse24.tiles import TilePlan, expand, expanded_product, tiles
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.sparse_source import compressed

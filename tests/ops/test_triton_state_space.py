@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import OPERATIONS, RecurrentMeta, triton  # noqa: F401  (registers the providers)
-from bankfull.ops.triton import state_space
+from bankfull.ops.recurrence.triton import state_space
 from tests.ops.test_triton_pointwise import DEVICE, STEP, recurrent_meta
 
 

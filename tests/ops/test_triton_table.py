@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from bankfull.ops.triton import table
-from bankfull.ops.triton.table import Entry, lookup, path_of, store
+from bankfull.ops.products.triton import table
+from bankfull.ops.products.triton.table import Entry, lookup, path_of, store
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

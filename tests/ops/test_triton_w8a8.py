@@ -15,8 +15,8 @@ from bankfull.ops import (
     normed_gated_linear_w8a8,
     normed_linear_w8a8,
 )
-from bankfull.ops.triton import w8a8
-from bankfull.ops.triton.quantized_layout import repack
+from bankfull.ops.products.triton import w8a8
+from bankfull.ops.products.triton.quantized.layout import repack
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import Maker

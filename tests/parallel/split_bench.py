@@ -27,7 +27,7 @@ from bankfull.layers.staged import StageDecoder
 from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model, layer_count
 from bankfull.ops import Sides, kit_for
-from bankfull.ops.ranks import RankGroup
+from bankfull.ops.ranks.group import RankGroup
 from bankfull.parallel.following import FeedRunner, feed, follow
 from bankfull.parallel.groups import Bounds, RankPlace
 from bankfull.parallel.hot import HotExperts

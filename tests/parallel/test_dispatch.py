@@ -15,7 +15,7 @@ from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
 from bankfull.mesh import MeshSpec
 from bankfull.ops import ExpertSpread, combine, dispatch, kit_for
-from bankfull.ops.reference.dispatch import hottest, owner_of
+from bankfull.ops.ranks.dispatch import hottest, owner_of
 from bankfull.weights.qtensor import QTensor, Scheme
 from tests.models.oracle import CPU
 from tests.parallel.threads import ThreadRank, on_ranks

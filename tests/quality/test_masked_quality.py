@@ -14,7 +14,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder, MaskedDiffusion
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.reference.attention import WHOLE_SEQUENCE
+from bankfull.ops.attention.body import WHOLE_SEQUENCE
 from bankfull.quality.evaluate import (
     across_chunks,
     dequantized,

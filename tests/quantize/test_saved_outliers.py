@@ -24,7 +24,7 @@ from bankfull.limits.model.recipe import Recipe
 from bankfull.limits.model.recipe import recipe_of as recipe_of_model
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.activations import RULES
+from bankfull.ops.products.activations import RULES
 from bankfull.quantize.outliers import with_outliers
 from bankfull.quantize.save import save_quantized
 from bankfull.runtime.naive import logits

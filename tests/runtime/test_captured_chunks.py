@@ -15,7 +15,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.layers.norm import AddThen
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.triton.attention_map import tile_map
+from bankfull.ops.attention.triton.map import tile_map
 from bankfull.ops.triton.chunks import DevicePartition
 from bankfull.runtime import captured_chunks
 from bankfull.runtime.captured_chunks import SIZES, Chunks, sizes_for

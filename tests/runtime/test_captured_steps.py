@@ -11,9 +11,10 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.triton import norm, quantized_persistent
-from bankfull.ops.triton.quantized_persistent import GemvPlan
-from bankfull.ops.triton.sampling import choose
+from bankfull.ops.norm import triton as norm
+from bankfull.ops.products.triton.quantized import persistent as quantized_persistent
+from bankfull.ops.products.triton.quantized.persistent import GemvPlan
+from bankfull.ops.sampling.triton.sampling import choose
 from bankfull.runtime.captured import Captured
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.naive import generate

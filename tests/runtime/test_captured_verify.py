@@ -14,8 +14,8 @@ from bankfull.decode.strategy import Draft, Strategy, View
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import attend, move_tokens, paged_attention, write_pages
+from bankfull.ops.attention.triton import paged as attention
 from bankfull.ops.registry import Kit, Operation, Provider
-from bankfull.ops.triton import attention
 from bankfull.runtime.captured import GREEDY, Captured, RecordedStep
 from bankfull.runtime.captured_verify import CapturedVerify
 from bankfull.runtime.device import Cpu, MoveTokens

@@ -15,7 +15,7 @@ from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
 from bankfull.ops import Kit, native
-from bankfull.ops.activations import RULES
+from bankfull.ops.products.activations import RULES
 from bankfull.quantize import outliers
 from bankfull.quantize.at_load import rounded
 from bankfull.runtime import naive

@@ -21,7 +21,7 @@ CHOOSERS: dict[str, Chooser | None] = {"tensors": None}
 ISAS: list[str] = []
 if native.status() is None:
     from bankfull import _native
-    from bankfull.ops.native.sampling import choose
+    from bankfull.ops.sampling.native import choose
 
     CHOOSERS["native"] = choose
     ISAS = _native.isas()

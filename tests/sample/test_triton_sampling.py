@@ -8,9 +8,8 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from bankfull.ops.reference.linear import highest  # noqa: E402
-from bankfull.ops.triton.sampling import best, choose, choose_captured  # noqa: E402
-from bankfull.ops.triton.sampling_numbers import (  # noqa: E402
+from bankfull.ops.products.body import highest  # noqa: E402
+from bankfull.ops.sampling.triton.numbers import (  # noqa: E402
     SLACK,
     gumbel_of,
     highest_gumbel_of,
@@ -19,6 +18,7 @@ from bankfull.ops.triton.sampling_numbers import (  # noqa: E402
     strength_of,
     word_of,
 )
+from bankfull.ops.sampling.triton.sampling import best, choose, choose_captured  # noqa: E402
 from bankfull.sample.draw import WEIGHT_BITS  # noqa: E402
 from bankfull.sample.logits import NO_TOKEN, SamplingTable, sample  # noqa: E402
 from bankfull.sample.params import SamplingParams  # noqa: E402

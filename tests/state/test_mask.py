@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bankfull.errors import ModelError
 from bankfull.models.blocks import plans_of
 from bankfull.ops import PagedMeta, paged_attention
-from bankfull.ops.reference.sight import held_tokens, live_pages, live_tokens, seen_by, seen_by_one, visible_pairs
+from bankfull.ops.attention.sight import held_tokens, live_pages, live_tokens, seen_by, seen_by_one, visible_pairs
 from bankfull.state.mask import Mask, kept_pages
 from bankfull.state.policy import policy_of
 from bankfull.state.spec import Paged, TensorSpec, layout_of

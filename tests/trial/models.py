@@ -3,7 +3,7 @@
 A name is `kind:case`. `tf`: a family that `transformers` has, in the shapes of tests/models; `tiny`: those of
 tests/tiny.py, whose sizes suit the drafters; `blocks`: those whose columns whole blocks of quantized weights divide;
 `composed`: a model as data. What `transformers` has computes with it,
-over the whole sequence each time; the others with the bodies of ops/reference in float64."""
+over the whole sequence each time; the others with the bodies of ops in float64."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from bankfull.errors import BankfullError, ModelError, RequestError
 from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.limits.statistics import per_second
-from bankfull.ops.reference.rounded_pages import pages_name
+from bankfull.ops.pages.rounded import pages_name
 from bankfull.quality.evaluate import KeptReference, Quality, dequantized, evaluate_kept, keep_reference
 from bankfull.quality.recall import RecallPrompt, recall, recall_prompts
 from bankfull.runtime.device import Device

@@ -18,9 +18,9 @@ import numpy as np
 from bankfull.errors import ModelError
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops import RoutingRule
+from bankfull.ops.attention.sight import live_tokens, visible_pairs
 from bankfull.ops.cost import NUMBERS, Cost
 from bankfull.ops.meter import Ledger
-from bankfull.ops.reference.sight import live_tokens, visible_pairs
 from bankfull.state.mask import Mask, Sight, extent_of
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from bankfull.layers.build import Build
 from bankfull.layers.latent import LatentAttention
 from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import Config, build_model
-from bankfull.ops.activations import EXACT, ActivationRule
 from bankfull.ops.meter import Ledger, Meter
+from bankfull.ops.products.activations import EXACT, ActivationRule
 from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import plan_mixers
 from bankfull.state.mask import Mask

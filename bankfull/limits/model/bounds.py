@@ -28,7 +28,7 @@ from bankfull.limits.model.speculation import BATCHES, GainForecast, Seconds
 from bankfull.limits.model.variants import variants_of
 from bankfull.ops.cost import Cost, Rates
 from bankfull.ops.meter import Ledger
-from bankfull.ops.reference.rounded_pages import pages_name
+from bankfull.ops.pages.rounded import pages_name
 
 MOST_BATCH = 1 << 20
 LINEAR, EXPERTS = "linear", "expert"

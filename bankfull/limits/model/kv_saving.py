@@ -8,7 +8,7 @@ from bankfull.errors import ModelError
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.models.blocks import with_full_attention
 from bankfull.models.registry import Config
-from bankfull.ops.reference.sight import held_tokens
+from bankfull.ops.attention.sight import held_tokens
 from bankfull.state.spec import Layout
 from bankfull.weights.safetensors import COMPOSED
 

@@ -14,8 +14,8 @@ from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.limits.meter.metered import MeteredModel, RequestedShapes, dense_scheme, torch_dtype
 from bankfull.models.registry import Config, family_of
-from bankfull.ops.activations import EXACT, ActivationRule
 from bankfull.ops.meter import Meter
+from bankfull.ops.products.activations import EXACT, ActivationRule
 from bankfull.precision import as_read, choose_dtype, choose_precision
 from bankfull.quantize.at_load import is_rounded, suited_sparsity
 from bankfull.quantize.outliers import NAME as LLM_INT8

@@ -106,7 +106,7 @@ def phase_tables(found: ModelRoofline) -> list[Table]:
 
 
 def summary_table(found: ModelRoofline) -> Table:
-    from bankfull.ops.reference.rounded_pages import pages_name
+    from bankfull.ops.pages.rounded import pages_name
 
     table, line = _two_columns()
     recipe, machine, ceilings = found.recipe, found.machine, found.machine.ceilings

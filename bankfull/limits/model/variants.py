@@ -14,7 +14,7 @@ from bankfull.limits.model.memory import weight_bytes
 from bankfull.limits.model.recipe import Recipe, files_for_config, recipe_of
 from bankfull.models.blocks import with_full_attention
 from bankfull.models.registry import Config
-from bankfull.ops.reference.rounded_pages import is_rounded
+from bankfull.ops.pages.rounded import is_rounded
 from bankfull.state.spec import Shared
 from bankfull.weights.safetensors import COMPOSED
 

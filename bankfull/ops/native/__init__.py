@@ -16,19 +16,19 @@ from bankfull.ops.native.extension import (
 )
 
 if kernels is not None:
-    from bankfull.ops.native import activation as _activation  # noqa: F401
-    from bankfull.ops.native import attention as _attention  # noqa: F401
-    from bankfull.ops.native import columns as _columns  # noqa: F401
-    from bankfull.ops.native import experts as _experts  # noqa: F401
-    from bankfull.ops.native import latent as _latent  # noqa: F401
-    from bankfull.ops.native import linear as _linear  # noqa: F401
-    from bankfull.ops.native import linear_attention as _linear_attention  # noqa: F401
-    from bankfull.ops.native import norm as _norm  # noqa: F401
-    from bankfull.ops.native import outliers as _outliers  # noqa: F401
-    from bankfull.ops.native import packed as _packed  # noqa: F401
-    from bankfull.ops.native import recurrent as _recurrent  # noqa: F401
-    from bankfull.ops.native import rope as _rope  # noqa: F401
-    from bankfull.ops.native import state_space as _state_space  # noqa: F401
+    from bankfull.ops.attention import native as _attention  # noqa: F401
+    from bankfull.ops.experts import native as _experts  # noqa: F401
+    from bankfull.ops.latent import native as _latent  # noqa: F401
+    from bankfull.ops.norm import native as _norm  # noqa: F401
+    from bankfull.ops.pointwise import native as _activation  # noqa: F401
+    from bankfull.ops.pointwise import native_columns as _columns  # noqa: F401
+    from bankfull.ops.products.native import linear as _linear  # noqa: F401
+    from bankfull.ops.products.native import outliers as _outliers  # noqa: F401
+    from bankfull.ops.products.native import packed as _packed  # noqa: F401
+    from bankfull.ops.recurrence.native import linear_attention as _linear_attention  # noqa: F401
+    from bankfull.ops.recurrence.native import ssm as _recurrent  # noqa: F401
+    from bankfull.ops.recurrence.native import state_space as _state_space  # noqa: F401
+    from bankfull.ops.rope import native as _rope  # noqa: F401
 
 __all__ = [
     "copies_weights",

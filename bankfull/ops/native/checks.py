@@ -26,6 +26,13 @@ def float_rows(x: Tensor) -> Tensor:
     return x.to(torch.float32).contiguous()
 
 
+def token_rows(x: Tensor) -> Tensor:
+    """x itself if each token is contiguous: operands are slices of one projection."""
+    if x.dtype is torch.float32 and x.is_cpu and x[:1].is_contiguous():
+        return x
+    return float_rows(x)
+
+
 def dense_floats(x: Tensor) -> Tensor:
     """x, checked: a kernel writes into it, so a copy is not allowed."""
     if x.dtype is not torch.float32 or not x.is_cpu or not x.is_contiguous():

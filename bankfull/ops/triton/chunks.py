@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bankfull.ops.rope.triton import cos_sin
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rope import cos_sin
 from bankfull.ops.triton.steps import RopeAngles
 
 BLOCK = 128

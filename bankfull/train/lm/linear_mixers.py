@@ -9,7 +9,7 @@ from torch.nn.functional import rms_norm, sigmoid, silu, softplus
 from bankfull.layers.based import BasedShape, ShortConvShape
 from bankfull.layers.delta import DeltaShape
 from bankfull.layers.lightning import LightningShape, lightning_slopes
-from bankfull.ops.reference.delta import UNIT_EPS
+from bankfull.ops.recurrence.delta import UNIT_EPS
 from bankfull.train.lm.attention import SequencePass
 from bankfull.train.lm.recurrence import causal_convolution, decayed_attention, delta_attention
 from bankfull.train.lm.weights import Weights

@@ -1,10 +1,14 @@
 """The forms of all operations. Importing this module registers them."""
 
-from bankfull.ops.native.tape import forms_columns as _columns  # noqa: F401
-from bankfull.ops.native.tape import forms_latent as _latent  # noqa: F401
-from bankfull.ops.native.tape import forms_linear as _linear  # noqa: F401
-from bankfull.ops.native.tape import forms_products as _products  # noqa: F401
-from bankfull.ops.native.tape import forms_state_space as _state_space  # noqa: F401
+from bankfull.ops.attention import tape as _attention  # noqa: F401
+from bankfull.ops.experts import tape as _experts  # noqa: F401
+from bankfull.ops.latent import tape as _latent  # noqa: F401
 from bankfull.ops.native.tape.forms import FORMS
+from bankfull.ops.norm import tape as _norm  # noqa: F401
+from bankfull.ops.pages import tape as _pages  # noqa: F401
+from bankfull.ops.pointwise import tape as _pointwise  # noqa: F401
+from bankfull.ops.products import tape as _products  # noqa: F401
+from bankfull.ops.recurrence import tape as _recurrence  # noqa: F401
+from bankfull.ops.rope import tape as _rope  # noqa: F401
 
 __all__ = ["FORMS"]

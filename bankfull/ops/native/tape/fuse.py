@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from bankfull.ops.native.activation import GATES
 from bankfull.ops.native.tape.instruction import Fixed, Instruction, Node, Operand, Value, ValueColumns, values_in
+from bankfull.ops.pointwise.native import GATES
 
 MOST_PARTS = 8
 """The most weights that one instruction multiplies, a limit of the C++ side."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.memory import in_large_pages
-from bankfull.ops.native.sampling import ParamsAt
 from bankfull.ops.native.tape.fuse import fuse
 from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, ValueColumns
 from bankfull.ops.native.tape.layout import lay_out
 from bankfull.ops.native.tape.record import Recorder
 from bankfull.ops.native.tape.traffic import label_of, traffic_of
+from bankfull.ops.sampling.native import ParamsAt
 from bankfull.progress import PROGRESS
 
 _native = required()

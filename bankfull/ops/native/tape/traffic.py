@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bankfull.ops.cost import Operands
 from bankfull.ops.native.tape.instruction import Break, Fixed, Instruction, Node, values_in
-from bankfull.ops.reference.rounded_pages import INT4
+from bankfull.ops.pages.rounded import INT4
 
 METERED = {
     "attention": "paged_attention",

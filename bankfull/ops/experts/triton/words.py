@@ -1,0 +1,236 @@
+"""Launches of the kernels over quantized experts in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.experts.triton.integer import integer_down_kernel, integer_gate_kernel
+from bankfull.ops.experts.triton.operands import Operands, Order
+from bankfull.ops.experts.triton.weights import ExpertWords
+from bankfull.ops.experts.triton.word_tiles import word_down_kernel, word_gate_kernel
+from bankfull.ops.products.triton.quantized.layout import WordWeight
+from bankfull.ops.products.triton.quantized.persistent import supports
+from bankfull.ops.products.triton.quantized.tiles import COLUMNS, DOWNSCALE
+from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, power_of_two
+
+WORDS_PER_WARP = 128
+"""Words of a row that a warp loads at once: 16 bytes per thread."""
+LONGEST = 3072
+"""Columns whose activations, and those words of two rows, fit into the registers of a warp; longer rows are shared by
+several."""
+MOST_SHARING = 8
+MOST_SLOTS = 8
+"""Experts of a token whose outputs one program adds."""
+MOST_WARPS = 16
+AT_ONCE = 128 if INTERPRETED else 1
+"""Factor of a warp's outputs: the interpreter takes as long for many numbers as for few."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewPlan:
+    """Launch parameters of the kernels for very few tokens."""
+
+    outputs: int
+    """Outputs of a warp at a time."""
+    warps: int
+    """Warps of a program, times those that share a row."""
+    programs: int
+    """Programs per multiprocessor."""
+
+
+def _sharing(columns: int) -> int:
+    """Warps that share a row."""
+    return power_of_two(-(-columns // LONGEST))
+
+
+def few_gate_plan(matrix: WordWeight) -> FewPlan:
+    sharing = _sharing(matrix.shape[1])
+    few_columns = matrix.shape[1] <= 2048 * sharing
+    return FewPlan(AT_ONCE, max(1, 4 // sharing), max(1, (4 if few_columns else 2) * 4 // max(4, sharing)))
+
+
+def few_down_plan(matrix: WordWeight, slots: int) -> FewPlan:
+    sharing = _sharing(matrix.shape[1])
+    outputs = 2 if matrix.shape[1] <= 1024 * sharing else 1
+    return FewPlan(AT_ONCE * outputs, slots, max(1, 16 // (slots * sharing)))
+
+
+def opens_few(own: Operands) -> bool:
+    """Whether gate and up have a kernel for very few tokens."""
+    assert isinstance(own.gate, ExpertWords)
+    return _is_supported(own.gate.matrix, own.x.dtype)
+
+
+def closes_few(own: Operands) -> bool:
+    assert isinstance(own.down, ExpertWords)
+    slots, sharing = power_of_two(own.per_token), _sharing(own.down.shape[2])
+    return slots <= MOST_SLOTS and slots * sharing <= MOST_WARPS and _is_supported(own.down.matrix, own.x.dtype)
+
+
+def _is_supported(matrix: WordWeight, dtype: torch.dtype) -> bool:
+    columns = matrix.shape[1]
+    return _sharing(columns) <= MOST_SHARING and supports(matrix.form, columns, dtype)
+
+
+def _constants(matrix: WordWeight) -> dict[str, Any]:
+    """Groups divide the columns, and there is no format in words with one scale per row."""
+    constants = matrix.constants()
+    return {name: constants[name] for name in ("BITS", "ZERO", "FLOATS", "NESTED", "MINIMA", "GROUP")}
+
+
+def _chunks(matrix: WordWeight) -> dict[str, int]:
+    """Words of a group, words of a row that warps load at once, and how often they do."""
+    length, words = matrix.group // matrix.form.per_word, matrix.words.shape[1]
+    width = max(length, min(WORDS_PER_WARP * _sharing(matrix.shape[1]), power_of_two(words)))
+    return {"L": length, "W": width, "CHUNKS": -(-words // width)}
+
+
+def _turns(tiles: int, programs: int) -> int:
+    """The number of programs, at most `programs`, at which all of them process as many tiles, up to one."""
+    return -(-tiles // -(-tiles // max(1, min(tiles, programs))))
+
+
+def few_gate(own: Operands, plan: FewPlan | None = None) -> Tensor:
+    """f(gate(x)) * up(x) of each pair."""
+    assert isinstance(own.gate, ExpertWords) and isinstance(own.up, ExpertWords)
+    matrix, inner, pairs = own.gate.matrix, own.gate.shape[1], own.chosen.numel()
+    plan = plan or few_gate_plan(matrix)
+    together = plan.outputs * plan.warps
+    programs = _turns(-(-inner // together), plan.programs * multiprocessors(own.x.device) // pairs)
+    middle = own.for_pairs(inner)
+    integer_gate_kernel[(pairs, programs)](
+        own.x,
+        own.x.stride(0),
+        own.chosen,
+        *matrix.tensors(),
+        *own.up.matrix.tensors(),
+        *own.gate_biases,
+        middle,
+        inner,
+        matrix.groups,
+        PER_TOKEN=own.per_token,
+        R=together,
+        WARPS=plan.warps,
+        **_chunks(matrix),
+        **_constants(matrix),
+        BIAS=own.has_biases,
+        KIND=own.kind,
+        num_warps=plan.warps * _sharing(matrix.shape[1]),
+        num_stages=1,
+        **overlapped(own.x),
+    )
+    return middle
+
+
+def few_down(own: Operands, middle: Tensor, plan: FewPlan | None = None) -> Tensor:
+    """The weighted sum of down(middle) over each token's pairs."""
+    assert isinstance(own.down, ExpertWords)
+    matrix, (_, hidden, inner) = own.down.matrix, own.down.shape
+    slots = power_of_two(own.per_token)
+    plan = plan or few_down_plan(matrix, slots)
+    programs = _turns(-(-hidden // plan.outputs), plan.programs * multiprocessors(own.x.device) // own.tokens)
+    y = own.x.new_empty(own.tokens, hidden)
+    integer_down_kernel[(own.tokens, programs)](
+        middle,
+        own.chosen,
+        own.weights,
+        *matrix.tensors(),
+        own.down_bias,
+        y,
+        hidden,
+        inner,
+        matrix.groups,
+        PER_TOKEN=own.per_token,
+        A=plan.outputs,
+        B=slots,
+        **_chunks(matrix),
+        **_constants(matrix),
+        BIAS=own.has_biases,
+        num_warps=slots * _sharing(inner),
+        num_stages=1,
+        **overlapped(own.x),
+    )
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTilePlan:
+    outputs: int
+    warps: int
+    stages: int
+
+
+def _tile_constants(own: Operands, matrix: WordWeight, order: Order | None) -> dict[str, Any]:
+    rows = max(16, power_of_two(own.tokens)) if order is None else order.rows
+    # Two groups at once: the scale of a single one would send weights through shared memory. More rows need its space.
+    together = max(2 if rows <= 32 else 1, COLUMNS // matrix.group)
+    return {
+        "PER_TOKEN": own.per_token,
+        "SLOTS": power_of_two(own.per_token),
+        "MANY": order is not None,
+        "BM": rows,
+        "T": together,
+        "L": matrix.group // matrix.form.per_word,
+        "EVEN": matrix.groups % together == 0,
+        "DOWN": 0 if own.x.dtype == torch.float16 else DOWNSCALE,
+        "BIAS": own.has_biases,
+        **_constants(matrix),
+    }
+
+
+def tile_gate(own: Operands, order: Order | None, plan: ExpertTilePlan | None = None) -> Tensor:
+    """f(gate(x)) * up(x) of each pair, or of each place in the order."""
+    assert isinstance(own.gate, ExpertWords) and isinstance(own.up, ExpertWords)
+    matrix, (experts, inner, _) = own.gate.matrix, own.gate.shape
+    plan = plan or ExpertTilePlan(64, 4, 2 if own.wide else 3)
+    middle = own.for_pairs(inner)
+    word_gate_kernel[(-(-inner // plan.outputs), experts if order is None else order.blocks)](
+        own.x,
+        own.x.stride(0),
+        own.chosen,
+        *((own.chosen,) * 4 if order is None else order.tensors),
+        *matrix.tensors(),
+        *own.up.matrix.tensors(),
+        *own.gate_biases,
+        middle,
+        own.tokens,
+        inner,
+        matrix.groups,
+        BN=plan.outputs,
+        KIND=own.kind,
+        **_tile_constants(own, matrix, order),
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **overlapped(own.x),
+    )
+    return middle
+
+
+def tile_down(own: Operands, order: Order | None, middle: Tensor, plan: ExpertTilePlan | None = None) -> Tensor:
+    """down(middle) of each pair."""
+    assert isinstance(own.down, ExpertWords)
+    matrix, (experts, hidden, inner) = own.down.matrix, own.down.shape
+    plan = plan or ExpertTilePlan(64 if own.wide or hidden < 1024 else 128, 4, 2 if own.wide else 3)
+    out = own.for_pairs(hidden)
+    word_down_kernel[(-(-hidden // plan.outputs), experts if order is None else order.blocks)](
+        middle,
+        own.chosen,
+        *((own.chosen,) * 4 if order is None else order.tensors),
+        *matrix.tensors(),
+        own.down_bias,
+        out,
+        own.tokens,
+        hidden,
+        inner,
+        matrix.groups,
+        BN=plan.outputs,
+        **_tile_constants(own, matrix, order),
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **overlapped(own.x),
+    )
+    return out

@@ -1,0 +1,1 @@
+"""KV pages: writes, moves and rounded pages."""

@@ -1,0 +1,1 @@
+"""Activations, gates and columns."""

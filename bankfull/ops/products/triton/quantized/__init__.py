@@ -1,0 +1,1 @@
+"""Products with quantized weights, which stay quantized in memory."""

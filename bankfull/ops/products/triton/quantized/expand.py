@@ -1,0 +1,137 @@
+"""Quantized weights times many rows: a slice of the weight is expanded into 16-bit floats, the library multiplies it.
+
+Expanding costs the bytes of the weight once; the product costs arithmetic for each row. From a few hundred rows on, the
+library's GEMM gains more than that: dequantizing in registers keeps tensor cores waiting.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.products.triton.quantized.codes import third_bits
+from bankfull.ops.products.triton.quantized.layout import WordWeight
+from bankfull.ops.products.triton.quantized.tiles import DOWNSCALE, dequantized, group_scales, per_word, power
+from bankfull.ops.triton.launch import overlapped, start_next, wait_for_inputs
+
+SLICE = 1 << 25
+"""Elements that are expanded at a time: it bounds the memory, and part of them is still cached at their product."""
+ENOUGH_ROWS = 256
+"""Rows from which on this is faster than dequantizing in registers (`quantized_tiles`)."""
+OUT, COLUMNS = 16, 256
+
+
+@triton.jit
+def expand_kernel(
+    y,
+    words,
+    high,
+    scales,
+    minima,
+    outer_scales,
+    first,
+    outputs,
+    columns,
+    groups,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
+    NESTED: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    DOWN: tl.constexpr,
+    BN: tl.constexpr,
+    T: tl.constexpr,
+    L: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """T groups of BN outputs, from output `first` on. Values are those of `dequantize`, rounded once."""
+    start_next(OVERLAP)
+    kind: tl.constexpr = y.dtype.element_ty
+    pairs: tl.constexpr = GROUP // L // 2
+    here = tl.program_id(0) * BN + tl.arange(0, BN)
+    known = here < outputs
+    output = (first + tl.where(known, here, 0)).to(tl.int64)
+    start = tl.program_id(1) * T
+    word = tl.arange(0, T * L)
+    near = known[:, None] & (start * L + word < groups * L)[None, :]
+    at = output[:, None] * (groups * L) + start * L + word[None, :]
+    codes = tl.load(words + at, near, 0).to(tl.uint32, bitcast=True)
+    upper = codes
+    if BITS == 6:
+        upper = tl.load(high + at, near, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    elif BITS == 3:
+        two = start * L // 2 + tl.arange(0, T * L // 2)
+        near = known[:, None] & (two < groups * L // 2)[None, :]
+        upper = third_bits(tl.load(high + output[:, None] * (groups * L // 2) + two[None, :], near, 0), BN, T * L)
+    if BY_ROW:
+        factor = tl.load(scales + output)[:, None]
+        shift = factor * (-ZERO * power(-DOWN))
+    else:
+        factor, shift = group_scales(
+            scales,
+            minima,
+            outer_scales,
+            output[:, None],
+            start + tl.arange(0, T),
+            groups,
+            ZERO,
+            NESTED,
+            MINIMA,
+            GROUP,
+            DOWN,
+        )
+        factor, shift = per_word(factor, BN, T, L), per_word(shift, BN, T, L)
+    behind = tl.arange(0, 2 * T * L)
+    column = start * GROUP + behind // (2 * L) * GROUP + behind % (2 * L)
+    wait_for_inputs(OVERLAP)
+    for i in tl.static_range(pairs):
+        even = dequantized(codes, upper, factor, shift, i, BITS, FLOATS, DOWN, tl.float32)
+        odd = dequantized(codes, upper, factor, shift, i + pairs, BITS, FLOATS, DOWN, tl.float32)
+        values = tl.reshape(tl.join(even, odd), [BN, 2 * T * L]) * power(DOWN)
+        own = column + i * 2 * L
+        places = y + here[:, None].to(tl.int64) * columns + own[None, :]
+        tl.store(places, values.to(kind), known[:, None] & (own < columns)[None, :])
+
+
+def expand(weight: WordWeight, first: int, count: int, into: Tensor) -> Tensor:
+    """Outputs `first` to `first + count` as values, in the first rows of `into`."""
+    columns = weight.shape[1]
+    together = max(1, COLUMNS // weight.group)
+    expand_kernel[(triton.cdiv(count, OUT), triton.cdiv(weight.groups, together))](
+        into,
+        *weight.tensors(),
+        first,
+        count,
+        columns,
+        weight.groups,
+        **weight.constants(),
+        DOWN=0 if into.dtype == torch.float16 else DOWNSCALE,
+        BN=OUT,
+        T=together,
+        L=weight.group // weight.form.per_word,
+        num_warps=4,
+        **overlapped(into),
+    )
+    return into[:count]
+
+
+def is_fastest(rows: int, x: Tensor) -> bool:
+    return rows >= ENOUGH_ROWS and x.element_size() == 2
+
+
+def expanded(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
+    """x (rows, columns), contiguous, times the weight."""
+    outputs, columns = weight.shape
+    step = min(outputs, max(128, SLICE // columns // 128 * 128))
+    values = torch.empty(step, columns, dtype=x.dtype, device=x.device)
+    y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    for first in range(0, outputs, step):
+        count = min(step, outputs - first)
+        part = expand(weight, first, count, values)
+        torch.mm(x, part.t(), out=y[:, first : first + count])
+    return y if bias is None else y.add_(bias)

@@ -1,0 +1,155 @@
+"""Quantized linear layers on a GPU: provider "triton-q". Weights stay quantized in memory.
+Accumulators are float32. Activations keep their dtype, except for one row with integer codes, where they become 16-bit
+fixed point (`quantized_persistent`).
+
+One row is a GEMV at the speed of reading the weights, with one of three kernels: integer dot products in persistent
+programs (`quantized_persistent`); for float8, tensor cores fed from registers (`quantized_fp8_rows`); or CUDA cores
+(`quantized_rows`), for every format. The fastest was measured in chains of whole layers. More rows use tensor core
+tiles (`quantized_four_bit` for plain 4-bit codes, `quantized_tiles` for every format), and hundreds of rows the
+library, after the weight is expanded (`quantized_expand`). Weights are repacked for all of them at load
+(`quantized_layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.pointwise.body import activate_mul
+from bankfull.ops.products.body import (
+    Unnormed,
+    best_output,
+    gated_linear,
+    linear,
+    normed_best_output,
+    normed_gated_linear,
+    normed_linear,
+)
+from bankfull.ops.products.triton.linear import read
+from bankfull.ops.products.triton.quantized import expand as quantized_expand
+from bankfull.ops.products.triton.quantized import four_bit as quantized_four_bit
+from bankfull.ops.products.triton.quantized import fp8_rows as quantized_fp8_rows
+from bankfull.ops.products.triton.quantized import persistent as quantized_persistent
+from bankfull.ops.products.triton.quantized.expand import expanded
+from bankfull.ops.products.triton.quantized.four_bit import four_bit_tiles
+from bankfull.ops.products.triton.quantized.fp8_rows import fp8_rows
+from bankfull.ops.products.triton.quantized.layout import LAYOUTS, WordWeight, has_layout, repack
+from bankfull.ops.products.triton.quantized.persistent import best_of_row, one_row
+from bankfull.ops.products.triton.quantized.rows import few_rows
+from bankfull.ops.products.triton.quantized.tiles import many_rows
+from bankfull.ops.sampling.triton.sampling import best
+from bankfull.ops.shapes import check_linear
+from bankfull.ops.triton.rows import DTYPES
+from bankfull.weights.qtensor import QTensor
+
+NAME = "triton-q"
+
+
+def accepts_quantized(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+    if dtype not in DTYPES or not isinstance(weight, QTensor) or len(weight.shape) != 2:
+        return False
+    return min(weight.shape) > 0 and has_layout(weight)
+
+
+def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
+    return weight is not None and accepts_quantized(weight=weight, **facts) and weight.shape[0] % 2 == 0
+
+
+def _accepts_normed(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+    if weight is None or not accepts_quantized(dtype=dtype, weight=weight, **facts):
+        return False
+    return quantized_persistent.supports(LAYOUTS[weight.scheme.name][0], weight.shape[1], dtype)
+
+
+def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
+    return weight is not None and _accepts_normed(weight=weight, **facts) and weight.shape[0] % 2 == 0
+
+
+def aligned_rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The operands with contiguous rows, aligned for vector loads."""
+    check_linear(x, weight.shape, bias)
+    rows = _aligned(x.reshape(-1, weight.shape[1]).contiguous())
+    return rows, None if bias is None else bias.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """16-bit activations are loaded in vectors of two and more."""
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+
+
+def _row_kernel(x: Tensor, weight: WordWeight) -> Callable[..., Tensor] | None:
+    """The kernel for a single row; None for other row counts."""
+    if len(x) != 1:
+        return None
+    if quantized_persistent.is_fastest(weight.form, weight.shape[1], x.dtype):
+        return one_row
+    return fp8_rows if quantized_fp8_rows.is_fastest(weight, x.dtype) else few_rows
+
+
+def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
+    if not len(x):
+        return x.new_empty(0, weight.shape[0])
+    if quantized_expand.is_fastest(len(x), x):
+        return expanded(x, weight, bias)
+    kernel = _row_kernel(x, weight)
+    if kernel is None:
+        kernel = four_bit_tiles if quantized_four_bit.supports(x, weight) else many_rows
+    return kernel(x, weight, bias)
+
+
+@linear.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
+def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+    rows, shift = aligned_rows(x, weight, bias)
+    return _product(rows, weight, shift).reshape(*x.shape[:-1], weight.shape[0])
+
+
+@gated_linear.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
+def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
+    rows, shift = aligned_rows(x, weight, bias)
+    kernel = _row_kernel(rows, weight)
+    if len(rows) and kernel is not None:
+        y = kernel(rows, weight, shift, kind)
+    else:
+        gate, up = _product(rows, weight, shift).chunk(2, -1)
+        y = activate_mul.providers["triton"].run(gate, up, kind)
+    return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def aligned_unnormed(x: Unnormed) -> Unnormed:
+    """The same input, contiguous and aligned."""
+    row, delta, weight = (_aligned(part.contiguous()) for part in (x.x, x.delta, x.weight))
+    return Unnormed(row, delta, weight, x.eps, x.offset, x.joined)
+
+
+@normed_linear.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repack)
+def run_normed_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+    if len(x.x) != 1:
+        return run_linear(read(x), weight, bias)
+    return one_row(aligned_unnormed(x), weight, bias)
+
+
+@normed_gated_linear.provider(NAME, on="cuda", accepts=_accepts_normed_pairs, prepare=repack)
+def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
+    if len(x.x) != 1:
+        return run_gated_linear(read(x), weight, bias, kind)
+    return one_row(aligned_unnormed(x), weight, bias, kind)
+
+
+@best_output.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
+def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+    rows, shift = aligned_rows(x, weight, bias)
+    if len(rows) and _row_kernel(rows, weight) is one_row:
+        ids = best_of_row(rows, weight, shift)
+    else:
+        ids = best(_product(rows, weight, shift))
+    return ids.reshape(x.shape[:-1])
+
+
+@normed_best_output.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repack)
+def run_normed_best_output(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+    if len(x.x) != 1:
+        return run_best_output(read(x), weight, bias)
+    return best_of_row(aligned_unnormed(x), weight, bias)

@@ -1,0 +1,1 @@
+"""Operations whose operands are spread over ranks."""

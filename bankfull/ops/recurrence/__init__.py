@@ -1,0 +1,1 @@
+"""Recurrent mixers: convolutions, scans, linear attention and the delta rule."""

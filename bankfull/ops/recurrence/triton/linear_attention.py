@@ -1,0 +1,259 @@
+"""Linear attention over ragged batches: a program handles one sequence, one head and a block of the values' columns.
+
+The state stays in registers. Few tokens are taken one by one, many in chunks (`chunk_for`) by matrix products: within a
+chunk as attention with decaying weights, across chunks through the state; only the tokens whose states are kept are
+taken one by one then. Token counts and kept states are read on the device, so they may change between replays of a
+captured step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.recurrence.linear_attention import linear_attention, taylor_features, taylor_size
+from bankfull.ops.recurrence.ssm import RecurrentMeta
+from bankfull.ops.recurrence.triton.ssm import on_device
+from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
+
+MOST_STATE = 8192
+"""Elements of the state in a program: more would spill registers."""
+FEW_TOKENS = 16
+"""Longest sequence whose tokens are taken one by one."""
+LAUNCH = {"num_warps": 4, "num_stages": 1}
+CHUNK, SMALL_CHUNK = 32, 16
+"""Tokens of a chunk. On an H200 with Triton 3.6, products with 64 rows and fewer than 64 columns were wrong (an error
+of 0.97, or an illegal access; right in the interpreter), so no chunk has 64 tokens. Small chunks: in float32, whose
+products use no matrix units, and for keys of more than WIDE_KEY elements, whose state takes the registers."""
+WIDE_KEY = 128
+
+
+@triton.jit(do_not_specialize=["write_stride"])
+def linear_attention_kernel(
+    q,
+    k,
+    v,
+    slopes,
+    state,
+    normalizer,
+    y,
+    starts,
+    kepts,
+    read,
+    write,
+    heads,
+    key,
+    value,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    slot_stride,
+    head_stride,
+    row_stride,
+    column_stride,
+    sums_slot,
+    sums_head,
+    sums_place,
+    write_stride,
+    NORMALIZED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Axis 0: blocks of columns, 1: heads, 2: sequences. CHUNK 0: all tokens one by one."""
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    row, column = tl.arange(0, KEY), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    has_row, has_column = row < key, column < value
+    inside = has_row[:, None] & has_column[None, :]
+    slope = tl.load(slopes + head).to(tl.float32)
+    keep = tl.exp(-slope)
+    # Counts and states were written before this step, so they may be read before the inputs are ready.
+    first, last = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
+    kept = tl.load(kepts + sequence)
+    past = tl.load(read + sequence).to(tl.int64)
+    own = head * head_stride + row[:, None] * row_stride + column[None, :] * column_stride
+    h = tl.load(state + past * slot_stride + own, inside, 0.0).to(tl.float32)
+    own_sums = head * sums_head + row * sums_place
+    z = tl.zeros([KEY], tl.float32)
+    if NORMALIZED:
+        z = tl.load(normalizer + past * sums_slot + own_sums, has_row, 0.0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    begin = first
+    if CHUNK > 0:
+        place = tl.arange(0, CHUNK)
+        apart = place[:, None] - place[None, :]
+        # Exponents of the upper triangle would overflow before they are masked.
+        within = tl.where(apart >= 0, tl.exp(-slope * tl.maximum(apart, 0).to(tl.float32)), 0.0)
+        since = tl.exp(-slope * (place + 1).to(tl.float32))
+        end = last - kept
+        for start in range(first, end, CHUNK):
+            token = start + place
+            used = token < end
+            count = tl.minimum(end - start, CHUNK)
+            rows = used[:, None] & has_row[None, :]
+            queries = tl.load(q + token[:, None] * q_token + head * q_head + row[None, :], rows, 0.0)
+            keys = tl.load(k + token[:, None] * k_token + head * k_head + row[None, :], rows, 0.0)
+            cells = used[:, None] & has_column[None, :]
+            values = tl.load(v + token[:, None] * v_token + head * v_head + column[None, :], cells, 0.0)
+            # Operands are rounded to the inputs' dtype; sums and the state stay in float32.
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * within
+            out = tl.dot(scores.to(values.dtype), values, input_precision="ieee")
+            out += since[:, None] * tl.dot(queries, h.to(queries.dtype), input_precision="ieee")
+            left = tl.maximum(count - 1 - place, 0).to(tl.float32)
+            decayed = keys.to(tl.float32) * tl.exp(-slope * left)[:, None]
+            if NORMALIZED:
+                sums = tl.sum(scores, 1) + since * tl.sum(queries.to(tl.float32) * z[None, :], 1)
+                out = out / tl.where(used, sums, 1.0)[:, None]
+                z = tl.exp(-slope * count.to(tl.float32)) * z + tl.sum(decayed, 0)
+            h = tl.exp(-slope * count.to(tl.float32)) * h
+            h += tl.dot(tl.trans(decayed.to(values.dtype)), values, input_precision="ieee")
+            places = y + (token[:, None] * heads + head) * value + column[None, :]
+            tl.store(places, out.to(y.dtype.element_ty), cells)
+        begin = tl.maximum(first, end)
+    for token in range(begin, last):
+        query = tl.load(q + token * q_token + head * q_head + row, has_row, 0.0).to(tl.float32)
+        into = tl.load(k + token * k_token + head * k_head + row, has_row, 0.0).to(tl.float32)
+        new = tl.load(v + token * v_token + head * v_head + column, has_column, 0.0).to(tl.float32)
+        h = keep * h + into[:, None] * new[None, :]
+        result = tl.sum(query[:, None] * h, 0)
+        if NORMALIZED:
+            z = keep * z + into
+            result = result / tl.sum(query * z, 0)
+        tl.store(y + (token * heads + head) * value + column, result.to(y.dtype.element_ty), has_column)
+        number = kept - (last - token)
+        if number >= 0:
+            slot = tl.load(write + sequence * write_stride + number).to(tl.int64)
+            tl.store(state + slot * slot_stride + own, h.to(state.dtype.element_ty), inside)
+            if NORMALIZED:  # the first program stores it for all
+                stores = has_row & (tl.program_id(0) == 0)
+                tl.store(normalizer + slot * sums_slot + own_sums, z.to(normalizer.dtype.element_ty), stores)
+
+
+def columns_for(key: int, value: int, programs: int, device: torch.device) -> int:
+    """Columns of the values in a program: whole lines of memory if `programs` of each block fill the device."""
+    most = max(16, MOST_STATE // key)
+    wide = min(64, most, max(16, power_of_two(value)))
+    while wide > 16 and triton.cdiv(value, wide) * programs < 2 * multiprocessors(device):
+        wide //= 2
+    return wide
+
+
+def chunk_for(tokens: int, sequences: int, kept: int, dtype: torch.dtype, key: int) -> int:
+    """Tokens of a chunk; 0 where tokens are taken one by one: sequences are short, or each token's state is kept."""
+    if tokens - sequences < FEW_TOKENS or tokens <= sequences * kept:
+        return 0
+    return SMALL_CHUNK if dtype == torch.float32 or key > WIDE_KEY else CHUNK
+
+
+@linear_attention.provider("triton", on="cuda", accepts=accepts)
+def run_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor, normalizer: Tensor | None, meta: RecurrentMeta
+) -> Tensor:
+    states = (state,) if normalizer is None else (state, normalizer)
+    if not supported(q, k, v, slopes, *states) or not preloadable(slopes) or not k.dtype == q.dtype == v.dtype:
+        return linear_attention.body(q, k, v, slopes, state, normalizer, meta)
+    (tokens, heads, key), value, sequences = q.shape, v.shape[2], len(meta.q_start) - 1
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    inner = max(16, power_of_two(key))
+    chunk = chunk_for(tokens, sequences, meta.write.shape[1], q.dtype, inner)
+    block = columns_for(inner, value, sequences * heads, v.device)
+    queries, keys, values = (contiguous_rows(part) for part in (q, k, v))
+    if y.numel() and sequences:
+        linear_attention_kernel[(triton.cdiv(value, block), heads, sequences)](
+            queries,
+            keys,
+            values,
+            slopes,
+            state,
+            state if normalizer is None else normalizer,
+            y,
+            on_device(meta.starts, meta.q_start, v),
+            on_device(meta.kepts, meta.kept, v),
+            meta.read,
+            meta.write,
+            heads,
+            key,
+            value,
+            *queries.stride()[:2],
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            *state.stride(),
+            *((0, 0, 0) if normalizer is None else normalizer.stride()),
+            meta.write.stride(0),
+            NORMALIZED=normalizer is not None,
+            CHUNK=chunk,
+            KEY=inner,
+            VALUES=block,
+            **LAUNCH,
+            **overlapped(v),
+        )
+    return y
+
+
+@triton.jit
+def taylor_kernel(
+    x,
+    y,
+    rows,
+    heads,
+    size,
+    features,
+    x_token,
+    x_head,
+    single,
+    pair,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Axis 0: blocks of rows, each a head of a token; 1: blocks of features."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)[None, :]
+    used = (row < rows) & (feature < features)
+    at = x + (row // heads).to(tl.int64) * x_token + row % heads * x_head
+    number = tl.maximum(feature - 1 - size, 0)
+    is_pair = feature > size
+    left = tl.where(is_pair, number // size, tl.maximum(feature - 1, 0))
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    first = tl.load(at + left, used, 0.0).to(tl.float32)
+    second = tl.load(at + number % size, used & is_pair, 0.0).to(tl.float32)
+    out = tl.where(is_pair, first * second * pair, tl.where(feature == 0, 1.0, first * single))
+    tl.store(y + row.to(tl.int64) * features + feature, out.to(y.dtype.element_ty), used)
+
+
+@taylor_features.provider("triton", on="cuda", accepts=accepts)
+def run_taylor_features(x: Tensor) -> Tensor:
+    if not supported(x) or x.dim() != 3:
+        return taylor_features.body(x)
+    tokens, heads, size = x.shape
+    features = taylor_size(size)
+    y = torch.empty(tokens, heads, features, dtype=x.dtype, device=x.device)
+    source = contiguous_rows(x)
+    if y.numel():
+        block = min(512, power_of_two(features))
+        rows = max(1, 2048 // block)
+        taylor_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(features, block))](
+            source,
+            y,
+            tokens * heads,
+            heads,
+            size,
+            features,
+            *source.stride()[:2],
+            size**-0.25,
+            (2 * size) ** -0.5,
+            ROWS=rows,
+            FEATURES=block,
+            num_warps=4,
+            **overlapped(x),
+        )
+    return y

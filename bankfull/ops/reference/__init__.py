@@ -1,1 +1,0 @@
-"""The torch bodies: each one defines the meaning of its operation."""
