@@ -94,4 +94,6 @@ def _kind(value: Any) -> Any:
     """The properties of an argument that Triton may specialize on."""
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, *value.block_shape
+    if isinstance(value, tuple):  # a record of operands is specialized field by field
+        return type(value), *map(_kind, value)
     return (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else (type(value), value)
