@@ -19,7 +19,6 @@ from bankfull.decode.strategy import Strategy
 from bankfull.drafters import adaptive_width, device_strategy, host_drafting, no_automatic_drafts
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
-from bankfull.layers.apart import with_remote_feeds
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import stages_of
@@ -45,6 +44,7 @@ from bankfull.runtime.tiering import add_tiers, begun_fingerprint, state_facts
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
 from bankfull.speculation import SpeculativeChoice
+from bankfull.spread.apart import with_remote_feeds
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout, joined_states, layout_of
 from bankfull.weights.requantized import inner_weights

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from bankfull.errors import ConfigError
-from bankfull.mesh import ALONE, MeshSpec
+from bankfull.ranks.mesh import ALONE, MeshSpec
 from bankfull.speculation import SPECULATIVE, SpeculativeChoice
 
 

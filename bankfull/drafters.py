@@ -24,9 +24,9 @@ from bankfull.models.eagle import build_eagle
 from bankfull.models.mtp import build_mtp
 from bankfull.models.registry import family_of
 from bankfull.ops import native
-from bankfull.ops.ranks.group import RankGroup
 from bankfull.precision import choose_dtype
 from bankfull.quantize.at_load import as_multiplied
+from bankfull.ranks.group import RankGroup
 from bankfull.runtime.device import Device, open_device
 from bankfull.speculation import CHAIN, SpeculativeChoice
 from bankfull.state.spec import Layout, Recurrent

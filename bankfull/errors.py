@@ -1,7 +1,8 @@
-"""Errors in a user's input.
+"""Errors in a user's input, and the one that ends a replica.
 
 Every message is one sentence that names the input and the solution. The command line prints the sentence and exits with
-code 2; Python callers catch `BankfullError`, which is a `ValueError`. A bug in the engine never raises one of these.
+code 2; Python callers catch `BankfullError`, which is a `ValueError`. A bug in the engine never raises a
+`BankfullError`.
 """
 
 
@@ -19,3 +20,7 @@ class ModelError(BankfullError):
 
 class RequestError(BankfullError):
     """One request cannot be served; the others continue."""
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended, or does not answer: this replica cannot go on."""

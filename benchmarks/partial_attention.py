@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import PagedMeta, native, paged_attention, partial_attention
-from bankfull.state.page_share import PageShare
+from bankfull.ranks.page_share import PageShare
 
 HEADS, KV, SIZE, PAGE = 32, 8, 128, 16
 SCALE = SIZE**-0.5

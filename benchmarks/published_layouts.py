@@ -19,7 +19,6 @@ from bankfull.limits.machine import catalogue
 from bankfull.limits.meter.closed_form import forms_by_operation
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.recipe import recipe_of
-from bankfull.mesh import MeshSpec
 from bankfull.models.registry import Config
 from bankfull.plan.calibrate import step_times
 from bankfull.plan.configurations import Configuration, PreparedModel, Stored, grid, prepare, separated
@@ -31,6 +30,7 @@ from bankfull.plan.simulate import Run, simulate
 from bankfull.plan.sites import sites_of
 from bankfull.plan.step_times import StepTimes
 from bankfull.plan.traffic import TraceRequest, parse_traffic
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.traffic.slo import Slo
 
 LLAMA_2_7B: Config = {

@@ -22,7 +22,6 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.decode.verify import verify
 from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
-from bankfull.layers.staged import StageDecoder
 from bankfull.ops import Kit
 from bankfull.runtime.device import Cpu, Cuda, Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner
@@ -32,6 +31,7 @@ from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.scheduler import Scheduler
+from bankfull.spread.decoder import RankDecoder
 from bankfull.state.disk import DiskStore
 from bankfull.state.lower_tier import LowerTier
 from bankfull.state.manager import StateManager
@@ -71,7 +71,7 @@ class Bench:
         self.strategy.prepare(self.model)
         states = joined_states(self.model.states(), self.strategy.states())
         layout = layout_of(states, self.state.page_tokens)
-        if isinstance(self.model, StageDecoder):
+        if isinstance(self.model, RankDecoder) and self.model.all_states is not None:
             layout = layout.held(self.model.first, self.model.first + len(self.model.blocks))
         if self.tiers:
             self.frames = 2 * layout.frames_for(LONG, self.sched.step_tokens)

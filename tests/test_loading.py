@@ -17,14 +17,13 @@ import transformers
 from bankfull import LLM, SamplingParams, assembly, precision
 from bankfull.building import plan_build
 from bankfull.config import RunConfig
-from bankfull.errors import BankfullError, ConfigError
+from bankfull.errors import BankfullError, ConfigError, RankLost
 from bankfull.familiar import configure
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
 from bankfull.ops.products.activations import RULES
-from bankfull.parallel.lost import RankLost
 from bankfull.precision import choose_activations
 from bankfull.quantize.at_load import rounded
 from bankfull.runtime import naive

@@ -16,8 +16,7 @@ import typer
 
 from bankfull import __version__
 from bankfull.cli.options import flat
-from bankfull.errors import BankfullError
-from bankfull.parallel.lost import RankLost
+from bankfull.errors import BankfullError, RankLost
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS = (

@@ -90,8 +90,8 @@ def roofline(
     from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery, numbers
     from bankfull.limits.model.drafters import parse_drafter
     from bankfull.limits.model.recipe import open_model_or_config, recipe_of
-    from bankfull.mesh import MeshSpec
     from bankfull.plan.layout_forecast import LayoutForecast, links_of
+    from bankfull.ranks.mesh import MeshSpec
 
     if picture not in PICTURES:
         raise ConfigError(f"--picture {picture[:40]!r} is not a known format; use svg or png.")

@@ -21,7 +21,8 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.errors import ConfigError
 from bankfull.layers.adapted import own_matrix
 from bankfull.layers.decoder import Decoder, Head
-from bankfull.layers.gathered import AnyLinear, GatheredLinear, gathered_linear
+from bankfull.layers.linear import Projection
+from bankfull.spread.gathered import GatheredLinear, gathered_linear
 from bankfull.state.spec import Recurrent
 from bankfull.weights.medusa import Block, MedusaHeads
 from bankfull.weights.qtensor import QTensor
@@ -71,10 +72,10 @@ class MedusaStack:
         ids = best if self.vocabulary is None else self.vocabulary[best]
         return ids.view(rows, self.count, most)
 
-    def _linear(self, blocks: Sequence[Block]) -> AnyLinear:
+    def _linear(self, blocks: Sequence[Block]) -> Projection:
         return self._spread([weight for weight, _ in blocks], torch.cat([bias for _, bias in blocks]))
 
-    def _spread(self, matrices: Sequence[Tensor], bias: Tensor | bool = False) -> AnyLinear:
+    def _spread(self, matrices: Sequence[Tensor], bias: Tensor | bool = False) -> Projection:
         """One layer with the rows of several matrices."""
         each = len(matrices[0])
 
@@ -143,7 +144,7 @@ class Medusa(Strategy):
         return self._rule.verify(scores, sampling)
 
 
-def _highest(project: AnyLinear, x: Tensor, most: int) -> Tensor:
+def _highest(project: Projection, x: Tensor, most: int) -> Tensor:
     """(rows, most) the outputs with the highest values; any valid ones where no value is finite."""
     if isinstance(project, GatheredLinear):
         return project.highest(x, most)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
-from bankfull.layers.expert_ranks import ExpertRanks
-from bankfull.layers.shard import Part, RowShare, Shard
-from bankfull.layers.stage import META, BlankTensors, Stage
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear, linear_bf16, linear_int8
 from bankfull.ops.products.activations import BF16, EXACT, FLOAT, INT8, TOKEN, ActivationRule
-from bankfull.ops.ranks.group import RankGroup
 from bankfull.ops.registry import Function, Kit
+from bankfull.ranks.expert_ranks import ExpertRanks
+from bankfull.ranks.group import RankGroup
+from bankfull.ranks.shard import Part, RowShare, Shard
+from bankfull.ranks.stage import Stage
 from bankfull.state.mask import Mask
+from bankfull.weights.blank_source import META, BlankTensors
+from bankfull.weights.cut import cut
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
@@ -289,7 +291,8 @@ class Build:
 
     def _own(self, name: str, found: QTensor, shape: tuple[int, ...], parts: Sequence[Part] | None = None) -> QTensor:
         if tuple(found.shape) != shape and self.shard is not None:
-            found = self.shard.own(self._full(name), found, shape, parts) or found
+            own = self.shard.own(self._full(name), found.shape, shape, parts)
+            found = found if own is None else cut(found, *own)
         if tuple(found.shape) != shape:
             raise ModelError(
                 f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration needs "

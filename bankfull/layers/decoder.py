@@ -11,11 +11,10 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.gathered import AnyLinear, StoredRows
+from bankfull.layers.linear import Projection, StoredRows
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
-from bankfull.layers.token_share import TokenShare
 from bankfull.ops import Unnormed, soft_cap
 from bankfull.ops.products.body import highest
 from bankfull.progress import PROGRESS
@@ -107,7 +106,7 @@ class Head:
     def __init__(
         self,
         build: Build,
-        project: AnyLinear,
+        project: Projection,
         stored: StoredRows,
         cap: float | None = None,
     ) -> None:
@@ -173,8 +172,6 @@ class Decoder:
     """Dtype of the residual stream, where it is wider than that of its branches."""
     stream_size: int = 0
     """Columns of the residual stream, where they are others than `hidden`; 0 = the same."""
-    share: TokenShare | None = None
-    """The tokens that this rank computes between mixers; None: all."""
     before_best: Norm = field(init=False)
     """The last norm as `best` uses it, where only the head reads it."""
 
@@ -198,30 +195,31 @@ class Decoder:
     ) -> Tensor:
         """Hidden states of every token. `taps` maps layer numbers to the hidden states that enter the layer, filled
         during the pass; they are results of the operations that run without it, too."""
-        return self._all(joined(self.norm, *self._stream(batch, states, metas, taps))[1], batch)
+        return self.leave(joined(self.norm, *self._stream(batch, states, metas, taps))[1], batch)
 
     def best(self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any]) -> Tensor:
         """The most likely next token after each token: `head.best` of the hidden states, which are not returned."""
-        if self.share is not None:
-            return self.head.best(self.forward(batch, states, metas))
         return self.head.best(self.before_best.join(*self._stream(batch, states, metas, None))[1])
 
-    def _all(self, x: Tensor, batch: Batch) -> Tensor:
-        """The rows of all tokens of the step."""
-        return x if self.share is None else self.share.leave(x, batch)
+    def enter(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """The step's tokens that are computed here, and the rows of the stream for them."""
+        return batch, self.embed(batch)
+
+    def leave(self, x: Tensor, batch: Batch) -> Tensor:
+        """The rows of all tokens of the step, from those of the stream."""
+        return x
 
     def _stream(
         self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any], taps: dict[int, Tensor] | None
     ) -> Stream:
-        own = batch if self.share is None else self.share.own(batch)
+        own, x = self.enter(batch)
         angles = own.angles or {name: rope(own.positions) for name, rope in self.ropes.items()}
-        x = self.embed(own)
-        stream: Stream = (x if self.share is None else self.share.enter(x), None)
+        stream: Stream = (x, None)
         for i, block in enumerate(self.blocks):
             rope = block.mixer.rope
             entering: list[Tensor] | None = None if taps is None or i not in taps else []
             stream = block.run(stream, states[i], metas[i], None if rope is None else angles[rope], entering)
             PROGRESS.tick()
             if taps is not None and entering:
-                taps[i] = self._all(entering[0], batch)
+                taps[i] = self.leave(entering[0], batch)
         return stream

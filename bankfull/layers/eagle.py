@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Head, Stream
-from bankfull.layers.gathered import AnyLinear, StoredRows
+from bankfull.layers.linear import Projection, StoredRows
 from bankfull.layers.mixer import Angles
 from bankfull.layers.norm import RMSNorm
 from bankfull.ops import Unnormed
@@ -61,7 +61,7 @@ class DraftLogits(Head):
     def __init__(
         self,
         build: Build,
-        project: AnyLinear,
+        project: Projection,
         stored: StoredRows,
         vocab: int,
         ids: Tensor | None,

@@ -11,7 +11,6 @@ from torch import Tensor
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mlp import activation
-from bankfull.layers.stage import META
 from bankfull.ops import (
     Operation,
     RoutingRule,
@@ -28,7 +27,8 @@ from bankfull.ops import (
 )
 from bankfull.ops.experts.body import CLAMPED_SWIGLU
 from bankfull.ops.products.activations import BF16, FLOAT, INT8, ActivationFormat
-from bankfull.ops.ranks.dispatch import ExpertSpread, hottest
+from bankfull.ranks.expert_ranks import ExpertSpread, hottest
+from bankfull.weights.blank_source import META
 from bankfull.weights.qtensor import QTensor
 
 __all__ = ["CLAMPED_SWIGLU", "ExpertNames", "Experts", "ExpertsShape", "RoutingRule"]

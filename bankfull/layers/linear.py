@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,20 @@ NORMED_GATED: dict[ActivationFormat, WithNorm] = {
     TOKEN: (normed_gated_linear, normed_gated_linear_w8a8),
     OUTLIERS: (normed_gated_linear_outliers, normed_gated_linear_outliers),
 }
+
+
+class StoredRows(Protocol):
+    def __call__(self, rows: Tensor | None = None) -> QTensor:
+        """These rows of a matrix, as the file stores them; all of them without `rows`. Nothing else is read."""
+        ...
+
+
+class Projection(Protocol):
+    """What a head scores tokens with: a `Linear`, or one whose rows ranks share (`spread.gathered`)."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+    def best(self, x: Tensor | Unnormed) -> Tensor: ...
+    def norms_for_best(self, rows: int) -> bool: ...
 
 
 class Weight:

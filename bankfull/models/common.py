@@ -12,14 +12,14 @@ from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed, Head, Module
-from bankfull.layers.gathered import AnyLinear, GatheredLinear, gathered_linear
-from bankfull.layers.linear import Embedding, Linear
+from bankfull.layers.linear import Embedding, Linear, Projection
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
 from bankfull.layers.rope import Rope
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config
+from bankfull.spread.gathered import GatheredLinear, gathered_linear
 from bankfull.weights.qtensor import QTensor
 
 #: Defaults of the fields that a transformer's configuration may leave out.
@@ -143,7 +143,7 @@ def head_of(
     at = build.at_stage(False, True).at(name)
     if fields.flag(tied):
         linear = Linear(at, hidden, embed.table.shape[0], weight=embed.table, int8_when_batched=True)
-        project: AnyLinear = linear if embed.share is None else GatheredLinear(at, linear, embed.share)
+        project: Projection = linear if embed.share is None else GatheredLinear(at, linear, embed.share)
         return Head(build, project, embed.stored, cap)
 
     def stored(rows: Tensor | None = None) -> QTensor:

@@ -21,7 +21,7 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import MLP, GatedMLP
 from bankfull.layers.norm import RMSNorm
-from bankfull.layers.parallel import ParallelMixer
+from bankfull.layers.parallel_mixer import ParallelMixer
 from bankfull.layers.rope import Rope
 from bankfull.layers.s4 import S4Mixer, S4Shape
 from bankfull.layers.shared import SharedAttention

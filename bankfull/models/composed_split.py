@@ -16,7 +16,8 @@ from bankfull.layers.ssd import Mamba2Shape
 from bankfull.layers.ssm import MambaShape
 from bankfull.models.blocks import LayerPlan, plans_of
 from bankfull.models.kinds import AttentionShape, FeedShape
-from bankfull.models.splitting import Part, Splitting
+from bankfull.ranks.shard import Part
+from bankfull.ranks.splitting import Splitting
 
 
 def split_plan(plan: LayerPlan, ranks: int, feed_ranks: int, spread: bool) -> LayerPlan:

@@ -16,7 +16,7 @@ from bankfull.layers.rope import Rope
 from bankfull.models.common import TRANSFORMER, decoder, gated_mlp, rope_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
 
 LATENT = TRANSFORMER | {
     "kv_lora_rank": 512,

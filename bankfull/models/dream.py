@@ -10,7 +10,7 @@ from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_dec
 from bankfull.models.diffusion import denoising, seeing_blocks
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 DREAM = TRANSFORMER | {"mask_token_id": 151666}
 

@@ -16,14 +16,14 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.eagle import DraftLogits, EagleHead, Features, FusedBlock
-from bankfull.layers.gathered import gathered_linear
 from bankfull.layers.linear import Linear
 from bankfull.layers.norm import AddThen, RMSNorm
-from bankfull.layers.shard import Shard
 from bankfull.models.common import TRANSFORMER, gated_mlp, heads_of, rope_of
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import rank_config
-from bankfull.models.spreading import spread_tokens
+from bankfull.ranks.shard import Shard
+from bankfull.spread.gathered import gathered_linear
+from bankfull.spread.tokens import spread_tokens
 from bankfull.weights.eagle import EagleFiles, EagleSource, usual_taps
 from bankfull.weights.qtensor import QTensor
 

@@ -15,15 +15,15 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
-from bankfull.layers.parallel import ParallelMixer
+from bankfull.layers.parallel_mixer import ParallelMixer
 from bankfull.layers.ssd import GatedNorm, Mamba2Mixer
 from bankfull.models.common import TRANSFORMER, attention, decoder, gated_mlp, heads_of, rope_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.granite import positive
 from bankfull.models.mamba2 import OPEN_LIMITS, mamba2_shape
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_hybrid_mamba2
 from bankfull.ops import scale_columns
+from bankfull.ranks.splitting import split_hybrid_mamba2
 
 FALCON_H1 = TRANSFORMER | {
     "rms_norm_eps": 1e-5,

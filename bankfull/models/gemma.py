@@ -18,7 +18,7 @@ from bankfull.layers.rope import Rope
 from bankfull.models import common
 from bankfull.models.fields import FULL, SLIDING, ConfigFields, lacking
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 GEMMA = common.TRANSFORMER | {
     "hidden_activation": "gelu_pytorch_tanh",

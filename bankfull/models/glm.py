@@ -14,7 +14,7 @@ from bankfull.models.common import TRANSFORMER, decoder, heads_of, partial_rope,
 from bankfull.models.fields import ConfigFields
 from bankfull.models.phi3 import fused_mlp
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
 
 GLM = TRANSFORMER | {
     "rms_norm_eps": 1.5625e-7,

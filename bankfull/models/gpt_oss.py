@@ -11,8 +11,8 @@ from bankfull.layers.experts import CLAMPED_SWIGLU, ExpertNames, Experts, Expert
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head, windows_of
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_experts
 from bankfull.ops.experts.body import SWIGLU_LIMIT, SWIGLU_SLOPE
+from bankfull.ranks.splitting import split_experts
 
 GPT_OSS = TRANSFORMER | {
     "rms_norm_eps": 1e-5,

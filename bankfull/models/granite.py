@@ -15,7 +15,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 MULTIPLIERS = {
     "embedding_multiplier": 1.0,

@@ -15,7 +15,7 @@ from bankfull.models.fields import ConfigFields
 from bankfull.models.granite import MULTIPLIERS, multiplied, positive
 from bankfull.models.mamba2 import OPEN_LIMITS, mamba2_shape
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_hybrid_mamba2
+from bankfull.ranks.splitting import split_hybrid_mamba2
 
 MAMBA, ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
 """Both names of a layer's kind in files."""

@@ -24,7 +24,7 @@ from bankfull.layers.shared import SharedAttention, owner_of
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 HUNYUAN = TRANSFORMER | {"rms_norm_eps": 1e-5, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 1}
 

@@ -15,7 +15,7 @@ from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.common import TRANSFORMER, attention, decoder, gated_mlp, heads_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import EXPERT_WIDTH, Splitting
+from bankfull.ranks.splitting import EXPERT_WIDTH, Splitting
 
 JAMBA = TRANSFORMER | {
     "num_experts": 16,

@@ -15,7 +15,7 @@ from bankfull.models.common import head_of, heads_of, rope_of
 from bankfull.models.diffusion import denoising, seeing_blocks
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
 
 LLADA: dict[str, Any] = {
     "activation_type": "silu",

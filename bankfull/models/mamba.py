@@ -18,7 +18,7 @@ from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
 
 MAMBA = {
     "state_size": 16,

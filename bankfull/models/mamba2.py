@@ -12,7 +12,7 @@ from bankfull.models.common import tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.mamba import backbone
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
 
 OPEN_LIMITS = (0.0, inf)
 MAMBA2 = {

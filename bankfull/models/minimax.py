@@ -23,8 +23,8 @@ from bankfull.layers.rope import Rope
 from bankfull.models.common import TRANSFORMER, attention, decoder, heads_of, tied_head
 from bankfull.models.fields import FULL, LINEAR, ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_experts
 from bankfull.ops import scale_columns
+from bankfull.ranks.splitting import split_experts
 
 MINIMAX = TRANSFORMER | {
     "rms_norm_eps": 1e-5,

@@ -9,7 +9,7 @@ from bankfull.layers.experts import MIXTRAL_NAMES, Experts, ExpertsShape, Routin
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, same_window, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_experts
+from bankfull.ranks.splitting import split_experts
 
 MIXTRAL = TRANSFORMER | {
     "rms_norm_eps": 1e-5,

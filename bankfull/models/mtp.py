@@ -12,11 +12,11 @@ from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.eagle import DraftLogits, EagleHead
-from bankfull.layers.gathered import gathered_linear
 from bankfull.layers.norm import RMSNorm
 from bankfull.models.deepseek import block_of, fields_of, prediction_modules
 from bankfull.models.registry import Config, rank_config
-from bankfull.models.spreading import spread_tokens
+from bankfull.spread.gathered import gathered_linear
+from bankfull.spread.tokens import spread_tokens
 
 FAMILIES_WITH_MODULES = ("deepseek_v3",)
 

@@ -10,7 +10,7 @@ from bankfull.layers.norm import AddThen, RMSNorm
 from bankfull.models import common
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 OLMO2 = common.TRANSFORMER | {"rms_norm_eps": 1e-5}
 

@@ -12,7 +12,7 @@ from bankfull.layers.norm import RMSNorm
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_experts
+from bankfull.ranks.splitting import split_experts
 
 OLMOE = TRANSFORMER | {
     "rms_norm_eps": 1e-5,

@@ -15,8 +15,8 @@ from bankfull.layers.norm import AddThen, LayerNorm
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
 from bankfull.ops import add
+from bankfull.ranks.splitting import Splitting
 
 OPT = {
     "activation_function": "relu",

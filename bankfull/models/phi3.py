@@ -10,7 +10,7 @@ from bankfull.layers.mlp import GatedMLP
 from bankfull.models.common import TRANSFORMER, heads_of, partial_rope, prenorm_decoder, same_window, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
 
 PHI3 = TRANSFORMER | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 

@@ -10,7 +10,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, head_norms, heads_of, prenorm_decoder, tied_head, windows_of
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 QWEN2 = TRANSFORMER | {"sliding_window": 4096, "max_window_layers": 28}
 QWEN3 = QWEN2 | {"head_dim": 128}

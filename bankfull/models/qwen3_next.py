@@ -17,7 +17,7 @@ from bankfull.models.common import TRANSFORMER, decoder, gated_mlp, head_norms, 
 from bankfull.models.fields import FULL, LINEAR, ConfigFields
 from bankfull.models.qwen_moe import experts_shape, experts_with_shared, sparse_layers
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
 
 QWEN3_NEXT = TRANSFORMER | {
     "head_dim": 256,

@@ -13,7 +13,7 @@ from bankfull.models.common import attention, gated_mlp, head_norms, heads_of, p
 from bankfull.models.fields import ConfigFields
 from bankfull.models.qwen import QWEN2, QWEN3, qwen_windows
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 SPARSE = {"decoder_sparse_step": 1, "num_experts_per_tok": 8, "norm_topk_prob": False, "mlp_only_layers": []}
 QWEN2_MOE = QWEN2 | SPARSE | {"num_experts_per_tok": 4, "qkv_bias": True}

@@ -11,9 +11,9 @@ from typing import Any
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.layers.stage import LAYER
-from bankfull.layers.staged import staged
-from bankfull.models.splitting import Splitting
+from bankfull.ranks.splitting import Splitting
+from bankfull.ranks.stage import LAYER
+from bankfull.spread.decoder import staged
 
 Config = Mapping[str, Any]
 
@@ -131,7 +131,7 @@ def build_model(config: Config, build: Build) -> Decoder:
     except KeyError as missing:
         raise ModelError(f"The model's configuration lacks {missing.args[0]!r}.") from None
     if build.context is not None or build.sequence != "off":
-        from bankfull.models.spreading import spread_tokens  # only ranks need it
+        from bankfull.spread.tokens import spread_tokens  # only ranks need it
 
         model = spread_tokens(model, build)
     patterns = [re.compile(p) for p in (*IGNORED_ANYWHERE, *family.ignored(config))]

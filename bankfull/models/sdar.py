@@ -10,7 +10,7 @@ from bankfull.models.common import TRANSFORMER, attention, head_norms, heads_of,
 from bankfull.models.diffusion import denoising, seeing_blocks
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 SDAR = TRANSFORMER | {"head_dim": 128, "block_size": 4, "mask_token_id": 151669}
 

@@ -10,7 +10,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, tied_head, windows_of
 from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
-from bankfull.models.splitting import split_transformer
+from bankfull.ranks.splitting import split_transformer
 
 SMOLLM3 = TRANSFORMER | {"rope_theta": 2000000.0, "tie_word_embeddings": True, "no_rope_layer_interval": 4}
 

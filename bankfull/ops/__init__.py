@@ -57,7 +57,7 @@ from bankfull.ops.ranks.collectives import (
     spread_rms_norm,
 )
 from bankfull.ops.ranks.cross import Sides, cross
-from bankfull.ops.ranks.dispatch import ExpertSpread, combine, dispatch
+from bankfull.ops.ranks.dispatch import combine, dispatch
 from bankfull.ops.recurrence.delta import delta_rule
 from bankfull.ops.recurrence.linear_attention import linear_attention, taylor_features, taylor_size
 from bankfull.ops.recurrence.s4 import diagonal_scan
@@ -78,7 +78,6 @@ __all__ = [
     "RecurrentMeta",
     "RoutingRule",
     "Sides",
-    "ExpertSpread",
     "Unnormed",
     "absorb_queries",
     "all_reduce",

@@ -1,4 +1,4 @@
-"""A follower's side: it runs the steps that rank 0 plans, and decides nothing."""
+"""A follower's side: it loads its part of the model, runs the steps that rank 0 plans, and decides nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from bankfull.layers.apart import Feeds
+from bankfull.assembly import assemble, measured_steps
+from bankfull.building import build_weights, plan_build
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.models.registry import stages_of
+from bankfull.ops import native
+from bankfull.parallel.groups import Ranks
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.messages import (
     EraseMessage,
@@ -21,9 +26,15 @@ from bankfull.parallel.messages import (
     outcome_message,
     step_plan,
 )
-from bankfull.runtime.device import Device
+from bankfull.precision import choose_dtype
+from bankfull.quantize.at_load import as_multiplied
+from bankfull.runtime.denoised import suited_steps
+from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.mover import Mover
+from bankfull.spread.apart import Feeds
+from bankfull.weights.locate import locate
+from bankfull.weights.source import open_model
 
 
 def follow(
@@ -83,3 +94,29 @@ def feed(connection: RankConnection, runner: FeedRunner, hot: HotExperts | None 
         elif isinstance(message, ReplicateMessage) and hot is not None:
             hot.replicate()
             connection.send(ReplicatedMessage())
+
+
+def load_rank(
+    name: str, run: RunConfig, sched: SchedConfig, state: StateConfig, max_len: int | None, ranks: Ranks
+) -> DeviceRunner:
+    """The runner of another rank: the same model, state and steps as rank 0's."""
+    device = open_device(run.device)
+    assembled = assemble(open_model(locate(name)), run, sched, state, max_len=max_len, device=device, ranks=ranks)
+    return assembled.engine.runner
+
+
+def load_feeds(name: str, run: RunConfig, sched: SchedConfig, max_len: int | None, ranks: Ranks) -> FeedRunner:
+    """The runner of a rank of feed-forward layers."""
+    device = open_device(run.device)
+    files = open_model(locate(name))
+    files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
+    if run.threads is not None:
+        native.set_threads(run.threads)
+    whole = plan_build(files, run, device, max_len or 0)
+    model = build_weights(files, ranks.build(whole, stages_of(files.config, run.mesh.pp)), device)
+    assert ranks.sides is not None
+    feeds = Feeds(whole, model, ranks.sides)
+    if device.kind != "cpu":  # the ranks with mixers measure the memory of these steps
+        for size in measured_steps(suited_steps(model, sched.suited(**device.suits), sched.step_tokens, max_len)):
+            device.peak(partial(feeds.run, sum(size)))
+    return FeedRunner(feeds, device)

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bankfull.layers.apart import SideBuild
+from bankfull.errors import RankLost
 from bankfull.layers.build import Build
-from bankfull.layers.expert_ranks import ExpertRanks
-from bankfull.layers.shard import Shard
-from bankfull.layers.stage import Stage
-from bankfull.mesh import MeshSpec
 from bankfull.ops import Sides
 from bankfull.parallel.hot import HotExperts, bytes_of_copies
-from bankfull.parallel.lost import RankLost
 from bankfull.parallel.meeting import GlooDevice, Meeting, deafen, prove_members
+from bankfull.ranks.expert_ranks import ExpertRanks
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.shard import Shard
+from bankfull.ranks.stage import Stage
 from bankfull.runtime.device import Device
+from bankfull.spread.apart import SideBuild
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ log = logging.getLogger("bankfull.parallel")
 def rank_command(*files: int) -> list[str]:
     """Starts a rank with these inherited files: its socket, and its secrets if it has any."""
     # -P: a file in the current folder must not shadow a module of the package.
-    return [sys.executable, "-P", "-m", "bankfull.rank", *map(str, files)]
+    return [sys.executable, "-P", "-m", "bankfull.parallel.rank", *map(str, files)]
 
 
 class RankHost(HandshakeListener):

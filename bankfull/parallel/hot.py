@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bankfull.errors import ConfigError
-from bankfull.layers.expert_ranks import SpreadLayer
+from bankfull.ranks.expert_ranks import SpreadLayer
 from bankfull.runtime.device import Device
 from bankfull.types import StepPlan
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.errors import RankLost
 from bankfull.parallel.groups import Bounds
-from bankfull.parallel.lost import RankLost
 from bankfull.parallel.meeting import Meeting
 from bankfull.runtime.results import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job

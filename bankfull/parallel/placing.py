@@ -17,10 +17,9 @@ from contextlib import suppress
 
 import msgspec
 
-from bankfull.errors import ConfigError
-from bankfull.mesh import MeshSpec
-from bankfull.parallel.lost import RankLost
+from bankfull.errors import ConfigError, RankLost
 from bankfull.parallel.reaching import RankHosts
+from bankfull.ranks.mesh import MeshSpec
 
 ANSWER_SECONDS = 300.0
 """Time in which the places must be there: longer than the process itself waits for each part."""

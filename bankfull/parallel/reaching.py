@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bankfull.errors import ConfigError
+from bankfull.errors import ConfigError, RankLost
 from bankfull.handshake.calling import reach
 from bankfull.handshake.inherited import inherited
 from bankfull.handshake.proof import RANK, SUBJECT, HandshakeRefused, derived
-from bankfull.parallel.lost import RankLost
 
 HOSTS = "BANKFULL_RANK_HOSTS"
 """Variable of an engine process whose other ranks have hosts (`hosting.RankHost`): their addresses in the order of the

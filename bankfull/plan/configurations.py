@@ -22,7 +22,6 @@ from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.memory import memory_of
 from bankfull.limits.model.recipe import Recipe, recipe_of
-from bankfull.mesh import MeshSpec
 from bankfull.models.registry import Config
 from bankfull.ops.pages.rounded import ROUNDED, pages_name
 from bankfull.plan.layouts import ParallelLayout
@@ -32,6 +31,7 @@ from bankfull.plan.simulate import ReplicaSpec, Run, simulate
 from bankfull.plan.sites import Site
 from bankfull.plan.step_times import StepTimes
 from bankfull.plan.traffic import TraceRequest
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime.denoised import LONGEST_STEP, suited_state
 from bankfull.runtime.memory import Sizes, plan_memory
 from bankfull.sched.canvas import Canvas

@@ -21,11 +21,11 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.memory import sequence_bytes
 from bankfull.limits.model.recipe import Recipe
 from bankfull.limits.units import duration, scaled
-from bankfull.mesh import MeshSpec
 from bankfull.plan.calibrate import step_times
 from bankfull.plan.efficiency import assumed
 from bankfull.plan.layouts import REACHED, ParallelLayout
 from bankfull.plan.step_times import StepTimes
+from bankfull.ranks.mesh import MeshSpec
 
 
 def links_of(device: str, link: str | None, extra: str | None = None) -> Interconnect:

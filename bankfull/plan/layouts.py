@@ -15,7 +15,7 @@ from bankfull.limits.layout.dims import ModelDims
 from bankfull.limits.layout.memory import expert_share, kv_share, most_weights, state_share
 from bankfull.limits.layout.wire import exchanges, span
 from bankfull.limits.machine.links import DeviceLink, Interconnect
-from bankfull.mesh import MeshSpec
+from bankfull.ranks.mesh import MeshSpec
 
 REACHED = 0.8
 """Assumed fraction of a link's bandwidth that a collective reaches."""

@@ -19,7 +19,6 @@ from bankfull.errors import ConfigError
 from bankfull.limits.machine.ceilings import better
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.recipe import Recipe, recipe_of
-from bankfull.mesh import ALONE, MeshSpec
 from bankfull.models.registry import Config
 from bankfull.plan.calibrate import Calibration, calibration, step_times
 from bankfull.plan.configurations import (
@@ -42,6 +41,7 @@ from bankfull.plan.pareto import ORDER, front, recommend
 from bankfull.plan.separate import RATIOS, PlannedPools
 from bankfull.plan.sites import Site, caveats
 from bankfull.plan.traffic import TraceRequest, TrafficSpec
+from bankfull.ranks.mesh import ALONE, MeshSpec
 from bankfull.weights.source import ModelFiles
 
 SCREENED = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
-from bankfull.mesh import MeshSpec
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout
 from bankfull.weights.source import ModelFiles

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from bankfull.mesh import MeshSpec
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime.device import Future
 from bankfull.types import StepPlan, StepResult
 

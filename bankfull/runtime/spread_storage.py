@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.pages.body import Segment
-from bankfull.ops.ranks.group import RankGroup
-from bankfull.state.page_share import PageShare
+from bankfull.ranks.group import RankGroup
+from bankfull.ranks.page_share import PageShare
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
 from bankfull.types import Transfer

@@ -18,7 +18,7 @@ LISTENS = "0A"
 DEAF_SECONDS = 0.3
 KINDS = {
     "bankfull.serve.engine.worker": "engine",
-    "bankfull.rank ": "rank",
+    "bankfull.parallel.rank ": "rank",
     "ray::EngineReplica": "gateway",
     "ray::HostedRank": "host of a rank",
     "bankfull serve": "server",

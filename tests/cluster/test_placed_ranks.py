@@ -12,9 +12,8 @@ import pytest
 from bankfull import LLM, SamplingParams
 from bankfull.cli.app import run_command
 from bankfull.config import RunConfig, StateConfig
-from bankfull.errors import ConfigError
-from bankfull.parallel.lost import RankLost
-from bankfull.parallel.refused import refuse_layout
+from bankfull.errors import ConfigError, RankLost
+from bankfull.parallel.leading import refuse_layout
 from tests.cluster.kit import processes, until
 from tests.cluster.ray_nodes import RayNodes, running_nodes
 from tests.tiny import speaking_folder
@@ -37,7 +36,7 @@ def close(llm: LLM) -> None:
 
 
 def ranks(nodes: RayNodes) -> list[int]:
-    return [pid for pid, command in processes(nodes.mark).items() if "-m bankfull.rank " in command]
+    return [pid for pid, command in processes(nodes.mark).items() if "-m bankfull.parallel.rank " in command]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.tiny import speaking_folder
 
 pytest.importorskip("ray", reason="replicas need the package ray")
 
-RANK = "bankfull.rank"
+RANK = "bankfull.parallel.rank"
 TOKENS = 200
 ATTEMPTS = 5
 

@@ -19,10 +19,10 @@ from bankfull.limits.machine import catalogue
 from bankfull.limits.machine.links import DeviceLink, Interconnect
 from bankfull.limits.model.memory import weight_bytes
 from bankfull.limits.model.recipe import recipe_of
-from bankfull.mesh import ALONE, MeshSpec
+from bankfull.ranks.mesh import ALONE, MeshSpec
 from bankfull.weights.source import normalize_config
 from tests.models.cases import CASES
-from tests.test_mesh import meshes
+from tests.parallel.test_mesh import meshes
 
 TODAY = date(2026, 11, 18)
 FAST = DeviceLink("fast", "Fast", 1e11, 1e-6, 1e-7, "none", TODAY)

@@ -18,7 +18,7 @@ from bankfull.models.fields import ConfigFields
 from bankfull.models.llama import build_llama
 from bankfull.models.registry import Config, family_of, rank_config
 from bankfull.models.unsupported import why_unsupported
-from bankfull.parallel.refused import refuse_layout
+from bankfull.parallel.leading import refuse_layout
 from bankfull.weights.source import open_model
 from tests.models import cases_latent, cases_recurrent
 from tests.models.cases import FAMILIES

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from bankfull import LLM, SamplingParams, assembly
+from bankfull.errors import RankLost
 from bankfull.layers.build import Build
-from bankfull.layers.shard import Shard
-from bankfull.mesh import MeshSpec
 from bankfull.parallel import leading
 from bankfull.parallel.groups import Bounds, ProcessRanks, RankPlace, join
-from bankfull.parallel.lost import RankLost
 from bankfull.parallel.meeting import KEY, Meeting
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.shard import Shard
 from bankfull.scratch import ScratchFolder
 from tests.gpu.place import CUDA, DEVICE, require_device
 from tests.tiny import speaking_folder

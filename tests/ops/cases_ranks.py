@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bankfull.ops import ExpertSpread, Sides
+from bankfull.ops import Sides
+from bankfull.ranks.expert_ranks import ExpertSpread
 from tests.ops.cases import Case, Maker
 
 

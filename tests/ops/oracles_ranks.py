@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bankfull.ops import ExpertSpread, Sides
+from bankfull.ops import Sides
+from bankfull.ranks.expert_ranks import ExpertSpread
 from tests.ops.cases_ranks import Receiver
 from tests.ops.oracles import Array, f64
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.ops import PagedMeta, merge_partials, paged_attention, partial_attention
+from bankfull.ranks.page_share import PageShare
 from bankfull.state.mask import Mask
-from bankfull.state.page_share import PageShare
 from tests.ops import cases
 
 HERE = {"native": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}

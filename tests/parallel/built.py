@@ -10,11 +10,11 @@ from torch import Tensor
 
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.layers.expert_ranks import ExpertRanks
-from bankfull.layers.shard import Shard
-from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.ranks.expert_ranks import ExpertRanks
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.shard import Shard
 from bankfull.runtime import naive
 from bankfull.weights.source import open_model
 from tests.models.oracle import CPU, PASSES, TOKENS

@@ -31,10 +31,9 @@ asyncio.run(serve())
 FRONT = """
 import json, sys, time
 from bankfull import LLM, SamplingParams
-from bankfull.errors import ConfigError
+from bankfull.errors import ConfigError, RankLost
 from bankfull.handshake import inherited
 from bankfull.parallel import leading
-from bankfull.parallel.lost import RankLost
 
 wanted = json.loads(sys.argv[1])
 inherited.INHERITED = inherited.Secrets(ranks=b"r" * 32)

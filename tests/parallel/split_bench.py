@@ -17,26 +17,26 @@ from torch import Tensor
 from bankfull.config import StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy
-from bankfull.layers.apart import Feeds, SideBuild, with_remote_feeds
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.layers.expert_ranks import ExpertRanks
-from bankfull.layers.shard import Shard
-from bankfull.layers.stage import Stage
-from bankfull.layers.staged import StageDecoder
-from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model, layer_count
 from bankfull.ops import Sides, kit_for
-from bankfull.ops.ranks.group import RankGroup
 from bankfull.parallel.following import FeedRunner, feed, follow
 from bankfull.parallel.groups import Bounds, RankPlace
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.leading import Followers
 from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
+from bankfull.ranks.expert_ranks import ExpertRanks
+from bankfull.ranks.group import RankGroup
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.shard import Shard
+from bankfull.ranks.stage import Stage
 from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.joint_moves import RankMoves
 from bankfull.runtime.tiering import add_tiers
+from bankfull.spread.apart import Feeds, SideBuild, with_remote_feeds
+from bankfull.spread.decoder import RankDecoder
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
 from bankfull.weights.source import open_model
@@ -229,7 +229,7 @@ class SplitBench:
         bench = self.bench
         strategy.prepare(model)
         layout = layout_of(joined_states(model.states(), strategy.states()), bench.state.page_tokens)
-        if isinstance(model, StageDecoder):
+        if isinstance(model, RankDecoder) and model.all_states is not None:
             layout = layout.held(model.first, model.first + len(model.blocks))
         return DeviceRunner(
             model,

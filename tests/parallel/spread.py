@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.layers.shard import Shard
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.ranks.shard import Shard
 from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import plan_mixers
 from bankfull.runtime.spread_storage import storage_for

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
-from bankfull.layers.apart import Feeds, RemoteFeed, SideBuild, with_remote_feeds
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.layers.expert_ranks import ExpertRanks
-from bankfull.layers.shard import Shard
-from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model, rank_config
 from bankfull.ops import Sides, Unnormed, cross, kit_for
+from bankfull.ranks.expert_ranks import ExpertRanks
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.shard import Shard
+from bankfull.spread.apart import Feeds, RemoteFeed, SideBuild, with_remote_feeds
 from bankfull.weights.source import open_model
 from tests.models.cases import CASES
 from tests.models.oracle import CPU, PASSES, TOLERANCE

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
-from bankfull.mesh import MeshSpec
-from bankfull.ops import ExpertSpread, combine, dispatch, kit_for
-from bankfull.ops.ranks.dispatch import hottest, owner_of
+from bankfull.ops import combine, dispatch, kit_for
+from bankfull.ranks.expert_ranks import ExpertRanks, ExpertSpread, hottest, owner_of
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.weights.qtensor import QTensor, Scheme
 from tests.models.oracle import CPU
 from tests.parallel.threads import ThreadRank, on_ranks

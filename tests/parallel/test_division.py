@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bankfull.layers.division import context_division, even_division, zig_zag
 from bankfull.ops.attention.sight import visible_pairs
-from bankfull.state.page_share import PageShare
+from bankfull.ranks.division import context_division, even_division, zig_zag
+from bankfull.ranks.page_share import PageShare
 from bankfull.synthetic.random_weights import random_model
 from tests.models.composed import config_of
 from tests.parallel.spread import Mesh, Step, run

@@ -10,11 +10,11 @@ import torch
 
 from bankfull.errors import ModelError
 from bankfull.layers.build import Build
-from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.experts import Experts
-from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.ranks.expert_ranks import ExpertRanks
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.synthetic.checkpoint import write_checkpoint
 from bankfull.synthetic.gguf_file import write_gguf
 from bankfull.synthetic.shapes import shape_config

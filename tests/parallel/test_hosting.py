@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import bankfull.handshake.proof
-from bankfull.errors import ConfigError
+from bankfull.errors import ConfigError, RankLost
 from bankfull.handshake import inherited
 from bankfull.handshake.inherited import Secrets, handed
 from bankfull.parallel import hosting
 from bankfull.parallel.hosting import RankHost
-from bankfull.parallel.lost import RankLost
 from bankfull.parallel.reaching import HOSTS, RankHosts
 
 SECRET = b"s" * 32

@@ -10,11 +10,11 @@ import torch
 from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
-from bankfull.layers.expert_ranks import ExpertRanks
 from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
-from bankfull.mesh import MeshSpec
 from bankfull.ops import kit_for
 from bankfull.parallel import hot
+from bankfull.ranks.expert_ranks import ExpertRanks
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime import naive
 from bankfull.runtime.device import open_device
 from bankfull.types import StepPlan, Work

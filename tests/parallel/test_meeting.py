@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bankfull.mesh import MeshSpec
+from bankfull.errors import RankLost
 from bankfull.parallel.groups import RankPlace, Ranks, join
-from bankfull.parallel.lost import RankLost
 from bankfull.parallel.meeting import KEY, GlooDevice, Meeting, SealedStore, deafen, prove_members
+from bankfull.ranks.mesh import MeshSpec
 
 HOST, OWN = "127.0.0.1", b"o" * 32
 TWO = MeshSpec.parse("tp=2")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.ops import PagedMeta, merge_partials, paged_attention, partial_attention
+from bankfull.ranks.page_share import PageShare
 from bankfull.state.mask import Mask
-from bankfull.state.page_share import PageShare
 from tests.quick import examples
 
 PAGE, KV, GROUPS, SIZE = 4, 2, 3, 8

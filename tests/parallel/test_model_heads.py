@@ -26,14 +26,14 @@ from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy, View
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
-from bankfull.layers.gathered import GatheredLinear, gathered_linear
 from bankfull.layers.linear import Weight
-from bankfull.layers.shard import Shard
-from bankfull.mesh import MeshSpec
 from bankfull.ops import kit_for
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.shard import Shard
 from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.fake import Late
 from bankfull.sample.params import SamplingParams
+from bankfull.spread.gathered import GatheredLinear, gathered_linear
 from bankfull.weights.eagle import EagleFiles, write_eagle
 from bankfull.weights.medusa import write_heads
 from bankfull.weights.qtensor import QTensor

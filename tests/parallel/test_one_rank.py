@@ -10,8 +10,8 @@ import pytest
 
 from bankfull import assembly
 from bankfull.layers.build import Build
-from bankfull.layers.shard import Shard
 from bankfull.llm import LLM
+from bankfull.ranks.shard import Shard
 from bankfull.sample.params import SamplingParams
 from tests.parallel.threads import Meeting, ThreadRank
 from tests.tiny import speaking_folder

@@ -15,13 +15,12 @@ import pytest
 
 from bankfull import LLM, SamplingParams
 from bankfull.cli.app import run_command
-from bankfull.errors import ConfigError
-from bankfull.mesh import MeshSpec
+from bankfull.errors import ConfigError, RankLost
 from bankfull.parallel import hot, leading
 from bankfull.parallel.groups import Bounds
 from bankfull.parallel.leading import Followers
-from bankfull.parallel.lost import RankLost
 from bankfull.parallel.messages import RankReady, encoded
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime.refused import refuse_feed_ranks_without_use
 from bankfull.serve.engine.exchange_end import ExchangeEnd
 from bankfull.serve.engine.wire import ExchangeEnds

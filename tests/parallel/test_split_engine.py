@@ -17,7 +17,7 @@ from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.ranks.group import RankGroup
+from bankfull.ranks.group import RankGroup
 from bankfull.runtime import naive
 from bankfull.runtime.fake import Late
 from bankfull.runtime.spread_storage import SpreadStorage

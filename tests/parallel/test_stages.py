@@ -13,15 +13,15 @@ from torch import Tensor
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
-from bankfull.layers.shard import Shard
-from bankfull.layers.stage import Stage
-from bankfull.layers.staged import StageDecoder
-from bankfull.mesh import MeshSpec
 from bankfull.models.registry import build_model, layer_count
 from bankfull.ops import kit_for
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.shard import Shard
+from bankfull.ranks.stage import Stage
 from bankfull.runtime import naive
 from bankfull.runtime.forward import plan_mixers
 from bankfull.runtime.memory import plan_memory
+from bankfull.spread.decoder import RankDecoder
 from bankfull.state.spec import FRAME_ALIGN, Member, Paged, Recurrent, TensorSpec, layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.outliers import OutlierSource
@@ -36,17 +36,17 @@ from tests.parallel.threads import Meeting, ThreadNeighbour, ThreadRank, on_rank
 SHARED = ("hunyuan-shared", "hunyuan-shared-biased")
 
 
-def stage_of(files: ModelFiles, number: int, stages: int, borders: list[ThreadNeighbour]) -> StageDecoder:
+def stage_of(files: ModelFiles, number: int, stages: int, borders: list[ThreadNeighbour]) -> RankDecoder:
     layers = layer_count(files.config)
     before = borders[number - 1] if number else None
     after = borders[number] if number < stages - 1 else None
     stage = Stage(*MeshSpec(pp=stages).stages(layers)[number], before, after)
     model = build_model(files.config, Build(files.source, kit_for("cpu", "torch"), torch.float32, CPU, stage=stage))
-    assert isinstance(model, StageDecoder)
+    assert isinstance(model, RankDecoder)
     return model
 
 
-def hidden_of(model: StageDecoder, chunks: tuple[int, ...]) -> Tensor:
+def hidden_of(model: RankDecoder, chunks: tuple[int, ...]) -> Tensor:
     """As `naive.hidden_states`, for the layers of a stage."""
     layout = layout_of(model.states(), 16).held(model.first, model.first + len(model.blocks))
     frames = sum(-(-len(TOKENS) // group.page_tokens) for group in layout.paged)
@@ -177,4 +177,4 @@ def test_a_tensor_rank_builds_other_stages_whose_matrices_have_outliers() -> Non
     shard = Shard(ThreadRank(Meeting(2), 2, 1))
     build = Build(source, kit_for("cpu", "torch"), torch.float32, CPU, stage=stage, shard=shard)
     model = build_model(files.config, build)
-    assert isinstance(model, StageDecoder) and len(model.states()) == layer_count(files.config)
+    assert isinstance(model, RankDecoder) and len(model.states()) == layer_count(files.config)

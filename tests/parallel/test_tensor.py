@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.layers.shard import Shard
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
+from bankfull.ranks.shard import Shard
 from bankfull.runtime import naive
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import open_model

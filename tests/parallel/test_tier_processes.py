@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from bankfull import LLM, loading
+from bankfull.errors import RankLost
 from bankfull.parallel import leading
 from bankfull.parallel.leading import Followers
-from bankfull.parallel.lost import RankLost
 from bankfull.state.disk_folders import StoredTier, stored
 from bankfull.types import StepPlan
 from tests.parallel.apart_device import ApartCpu
@@ -80,10 +80,10 @@ def test_a_page_that_one_rank_has_lost_is_computed_again(tmp_path: Path, expecte
 APART = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-import bankfull.loading, bankfull.rank
+from bankfull.parallel import following, rank
 from tests.parallel.apart_device import ApartCpu
-bankfull.loading.open_device = lambda name: ApartCpu()
-sys.exit(bankfull.rank.main())
+following.open_device = lambda name: ApartCpu()
+sys.exit(rank.main())
 """
 """The process of a rank, whose device has memory of its own."""
 

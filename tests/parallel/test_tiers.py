@@ -22,12 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.config import SchedConfig, StateConfig
-from bankfull.errors import ConfigError
-from bankfull.mesh import MeshSpec
+from bankfull.errors import ConfigError, RankLost
 from bankfull.parallel.groups import Bounds
 from bankfull.parallel.leading import Followers
-from bankfull.parallel.lost import RankLost
 from bankfull.parallel.messages import MovedMessage, OutcomeMessage, RankConnection
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
 from bankfull.runtime.fake import Late

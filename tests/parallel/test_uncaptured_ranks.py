@@ -22,8 +22,8 @@ PLAIN = GatedMLP.__call__
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 FOLLOWER = """
 import sys
-from bankfull import rank
 from bankfull.layers.mlp import GatedMLP
+from bankfull.parallel import rank
 from bankfull.runtime import uncaptured
 
 if {unrecorded}:

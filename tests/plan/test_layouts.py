@@ -18,7 +18,6 @@ from bankfull.limits.machine.links import Interconnect
 from bankfull.limits.meter.closed_form import forms_by_operation
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.recipe import recipe_of
-from bankfull.mesh import MeshSpec
 from bankfull.ops.cost import Rates
 from bankfull.plan.configurations import Configuration, meshes
 from bankfull.plan.efficiency import assumed
@@ -28,6 +27,7 @@ from bankfull.plan.separate import PlannedPools, SeparatedSpec, simulate_separat
 from bankfull.plan.simulate import simulate
 from bankfull.plan.step_times import TERMS, StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TraceRequest
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.traffic.slo import Slo
 from bankfull.types import Work
 from tests.limits.models import LLAMA

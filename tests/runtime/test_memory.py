@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
+from bankfull.ranks.page_share import PageShare
 from bankfull.runtime.memory import Sizes, longest, plan_memory, shown
-from bankfull.state.page_share import PageShare
 from bankfull.state.spec import Layout, Paged, Recurrent, Shared, TensorSpec, layout_of
 
 KV = (TensorSpec("k", (2, 8), "float32"), TensorSpec("v", (2, 8), "float32"))

@@ -19,11 +19,12 @@ import bankfull.loading
 import bankfull.parallel.leading
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import BankfullError
-from bankfull.layers.stage import Stage
-from bankfull.mesh import MeshSpec
 from bankfull.ops import Sides
-from bankfull.parallel.following import feed, follow
+from bankfull.parallel import following
+from bankfull.parallel.following import feed, follow, load_feeds, load_rank
 from bankfull.parallel.groups import RankPlace, Ranks
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.stage import Stage
 from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
 from tests.parallel import threads as meetings
@@ -100,7 +101,8 @@ class ThreadedRanks:
         self.state: Any = None
         """The state manager of rank 0, once it is loaded."""
         patch.setattr(bankfull.parallel.leading, "lead", self._lead)
-        patch.setattr(bankfull.loading, "open_device", lambda kind: Cpu() if self._own.feeds else self._device())
+        for module in (bankfull.loading, following):
+            patch.setattr(module, "open_device", lambda kind: Cpu() if self._own.feeds else self._device())
         patch.setattr(meetings, "SECONDS", PATIENCE)
 
     def _lead(
@@ -142,10 +144,10 @@ class ThreadedRanks:
             self._own.feeds = ranks.place.feeds
             steps: Callable[[], None]
             if ranks.place.feeds:
-                feeds = bankfull.loading.load_feeds(name, run, sched, max_len, ranks)
+                feeds = load_feeds(name, run, sched, max_len, ranks)
                 steps = lambda: feed(connection, feeds, ranks.hot(feeds.device))  # type: ignore[arg-type] # noqa: E731
             else:
-                runner = bankfull.loading.load_rank(name, run, sched, state, max_len, ranks)
+                runner = load_rank(name, run, sched, state, max_len, ranks)
                 self.runners.append(runner)
                 tells, hot = ranks.tells, ranks.hot(runner.device)
                 steps = lambda: follow(connection, runner, tells, hot)  # type: ignore[arg-type] # noqa: E731

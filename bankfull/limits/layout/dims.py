@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bankfull.mesh import MeshFacts, MeshSpec
+from bankfull.ranks.mesh import MeshFacts, MeshSpec
 
 
 @dataclass(frozen=True, slots=True)

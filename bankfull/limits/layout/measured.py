@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from bankfull.layers.apart import OF_FEEDS
 from bankfull.layers.attention import Attention
 from bankfull.layers.decoder import Block
 from bankfull.layers.experts import Experts
 from bankfull.layers.latent import LatentAttention
-from bankfull.layers.parallel import ParallelMixer
+from bankfull.layers.parallel_mixer import ParallelMixer
 from bankfull.layers.shared import SharedAttention
 from bankfull.limits.layout.dims import AttentionDims, ExpertDims, LayerBytes, LayerDims, ModelDims
 from bankfull.limits.model.memory import tensor_bytes
 from bankfull.limits.model.recipe import Recipe
+from bankfull.spread.apart import OF_FEEDS
 from bankfull.state.spec import Paged, Recurrent, StateSpec
 
 LAYER = re.compile(r"\.(\d+)\.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bankfull.limits.layout.dims import LayerDims, ModelDims
-from bankfull.mesh import MeshSpec
+from bankfull.ranks.mesh import MeshSpec
 
 
 def rank_weights(dims: ModelDims, mesh: MeshSpec, stage: int) -> float:

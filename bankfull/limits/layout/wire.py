@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from bankfull.limits.layout.dims import AttentionDims, LayerDims, ModelDims
 from bankfull.limits.machine.links import Interconnect
-from bankfull.mesh import MeshSpec
+from bankfull.ranks.mesh import MeshSpec
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 ALL_TO_ALL, SEND = "all-to-all", "send"

@@ -12,8 +12,8 @@ from torch import Tensor
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.norm.body import rms_norm, wide
 from bankfull.ops.products.body import embedding
-from bankfull.ops.ranks.group import Neighbour, RankGroup
 from bankfull.ops.registry import op
+from bankfull.ranks.group import Neighbour, RankGroup
 from bankfull.weights.qtensor import QTensor
 
 

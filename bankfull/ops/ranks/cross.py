@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost
-from bankfull.ops.ranks.group import RankGroup
 from bankfull.ops.registry import op
+from bankfull.ranks.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)

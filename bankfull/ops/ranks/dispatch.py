@@ -6,84 +6,16 @@ expectations: each set of a token's experts is equally likely, and the other ran
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.norm.body import wide
-from bankfull.ops.ranks.group import RankGroup
 from bankfull.ops.registry import op
+from bankfull.ranks.expert_ranks import ExpertSpread
+from bankfull.ranks.group import RankGroup
 
 INDEX_BYTES = 8
-
-
-def owner_of(expert: int, experts: int, ranks: int) -> int:
-    """The rank that holds an expert: ranks hold experts with consecutive numbers."""
-    return expert * ranks // experts
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSpread:
-    """The ranks that run a layer's experts, as one of them sees it."""
-
-    experts: int
-    ranks: int
-    index: int
-    """This rank."""
-    hot: tuple[int, ...] = ()
-    """Experts that every rank holds: tokens stay where they are."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    held: tuple[int, ...] = field(init=False)
-    """Experts that this rank holds, in ascending order."""
-    owner: Tensor = field(init=False, repr=False, compare=False)
-    """The rank that runs an expert for this rank's tokens, by the expert's number."""
-    place: Tensor = field(init=False, repr=False, compare=False)
-    """An expert's place in `held`, or -1, by the expert's number."""
-
-    def __post_init__(self) -> None:
-        owners = [owner_of(expert, self.experts, self.ranks) for expert in range(self.experts)]
-        held = tuple(e for e, owner in enumerate(owners) if owner == self.index or e in self.hot)
-        mine = [self.index if e in self.hot else owner for e, owner in enumerate(owners)]
-        places = [held.index(e) if e in held else -1 for e in range(self.experts)]
-        object.__setattr__(self, "held", held)
-        object.__setattr__(self, "owner", torch.tensor(mine, device=self.device))
-        object.__setattr__(self, "place", torch.tensor(places, device=self.device))
-
-    def goes(self, chosen: Tensor) -> Tensor:
-        """Whether a token of this rank, with these experts, goes to each rank (tokens, ranks)."""
-        none = torch.zeros(len(chosen), self.ranks, dtype=torch.bool, device=chosen.device)
-        return none.scatter_(1, self.owner[chosen.long()], True)
-
-    def only_on(self, rank: int) -> int:
-        """Experts that only this rank runs."""
-        return sum(owner_of(e, self.experts, self.ranks) == rank and e not in self.hot for e in range(self.experts))
-
-    def touching(self, experts: int, per_token: int) -> float:
-        """The probability that a token has one of this many experts."""
-        return 1 - math.comb(self.experts - experts, per_token) / math.comb(self.experts, per_token)
-
-    def leaving(self, tokens: int, per_token: int) -> float:
-        """Rows that this rank sends to others."""
-        others = (rank for rank in range(self.ranks) if rank != self.index)
-        return tokens * sum(self.touching(self.only_on(rank), per_token) for rank in others)
-
-    def coming(self, tokens: int, per_token: int) -> float:
-        """Rows that others send to this rank."""
-        return tokens * (self.ranks - 1) * self.touching(self.only_on(self.index), per_token)
-
-    def sent(self, tokens: int, per_token: int) -> float:
-        """Rows that this rank sends, to itself, too."""
-        chance = self.touching(self.only_on(self.index) + len(self.hot), per_token)
-        return tokens * chance + self.leaving(tokens, per_token)
-
-    def pairs(self, tokens: int, per_token: int) -> float:
-        """Pairs of a token and an expert that this rank computes."""
-        alone, hot = self.only_on(self.index), len(self.hot)
-        return tokens * per_token * (self.ranks * alone + hot) / self.experts
 
 
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -172,9 +104,3 @@ def combine(
     returned = torch.cat(group.exchange(back.split(come), split))
     sums = torch.zeros(tokens, y.shape[1], dtype=total.dtype, device=y.device)
     return sums.index_add_(0, sent, wide(returned)).to(y.dtype)
-
-
-def hottest(counts: Tensor | Sequence[float], number: int) -> tuple[int, ...]:
-    """The experts with the highest counts, in ascending order; the lowest number first among equal ones."""
-    ordered = sorted(range(len(counts)), key=lambda expert: (-float(counts[expert]), expert))
-    return tuple(sorted(ordered[:number]))

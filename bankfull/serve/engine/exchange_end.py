@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bankfull.errors import ConfigError
 from bankfull.handshake.inherited import inherited
 from bankfull.handshake.link_tls import LinkTls
-from bankfull.mesh import MeshSpec
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.serve.engine.wire import Arrived, ExchangeEnds, Expect, FromEngine, RoomGranted, Ship, Shipped
 from bankfull.state.lower_tier import disk_key, key_from_disk
 

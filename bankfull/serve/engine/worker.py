@@ -20,13 +20,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bankfull.collector import garbage_collector_off
-from bankfull.errors import BankfullError, RequestError
+from bankfull.errors import BankfullError, RankLost, RequestError
 from bankfull.fleet.page_tables import page_tables_of
 from bankfull.fleet.prefix_report import PrefixReporter
 from bankfull.handshake.inherited import inherit, inherited
 from bankfull.handshake.proof import Seal
 from bankfull.outputs import Delta
-from bankfull.parallel.lost import RankLost
 from bankfull.progress import PROGRESS
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob

@@ -1,7 +1,7 @@
 """The configuration of one tensor rank: its share of the heads and widths of a model.
 
 Each family declares what it divides (`registry.Family.split`). What no field divides is held whole by every rank.
-`layers.shard` cuts the tensors.
+`ranks.shard` says which part of each tensor that is.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bankfull.errors import ConfigError
+from bankfull.ranks.shard import Part
 
-Part = tuple[int, int]
-"""Columns in the file, and on a rank."""
 NORM_ACROSS = "norm_across_ranks"
 """Field that is true where a group of the gated norm is spread over the ranks."""
 EXPERT_WIDTH = "expert_width"

@@ -8,18 +8,19 @@ from dataclasses import replace
 from bankfull.errors import ConfigError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
-from bankfull.layers.context import ContextMixer, WholeMixer
 from bankfull.layers.decoder import Block, Decoder, Feed
 from bankfull.layers.experts import Experts
 from bankfull.layers.latent import LatentAttention
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.norm import RMSNorm
-from bankfull.layers.page_access import HeadPages, LatentPages, PageAccess
-from bankfull.layers.parallel import ParallelMixer
-from bankfull.layers.scattered import ScatteredFeed, ScatteredMixer
+from bankfull.layers.parallel_mixer import ParallelMixer
 from bankfull.layers.shared import SharedAttention
-from bankfull.layers.token_share import TokenShare
-from bankfull.layers.ulysses import UlyssesMixer
+from bankfull.spread.context import ContextMixer, WholeMixer
+from bankfull.spread.decoder import RankDecoder
+from bankfull.spread.page_access import HeadPages, LatentPages, PageAccess
+from bankfull.spread.scattered import ScatteredFeed, ScatteredMixer
+from bankfull.spread.token_share import TokenShare
+from bankfull.spread.ulysses import UlyssesMixer
 
 MEGATRON, ULYSSES = "megatron", "ulysses"
 
@@ -40,7 +41,7 @@ def spread_tokens(model: Decoder, build: Build) -> Decoder:
     # A block that sees later tokens may end in another rank's piece; shared keys and values lie in pages only.
     whole = any(isinstance(one, SharedAttention) or (isinstance(one, Attention) and one.heads.block) for one in mixers)
     share = TokenShare(build, build.context, scatter, by_heads=build.sequence == ULYSSES, fresh_apart=not whole)
-    return replace(model, blocks=[_spread_block(build, block, share) for block in model.blocks], share=share)
+    return RankDecoder.of(model, blocks=[_spread_block(build, block, share) for block in model.blocks], share=share)
 
 
 def _inside(mixer: Mixer) -> tuple[Mixer, ...]:

@@ -22,9 +22,9 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.norm import RMSNorm
 from bankfull.ops import Sides, cross
 from bankfull.ops.registry import Kit
+from bankfull.weights.blank_source import META
 from bankfull.weights.qtensor import QTensor
 
-META = torch.device("meta")
 OF_FEEDS = re.compile(
     r"\.\d+\.(mlp|block_sparse_moe|shared_mlp|feed_forward|feed|fc1|fc2|ff_proj|up_proj|ff_out)(\.|$)"
 )

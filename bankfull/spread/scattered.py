@@ -16,10 +16,10 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Feed
 from bankfull.layers.experts import Experts
 from bankfull.layers.mixer import Angles, Mixer
-from bankfull.layers.parallel import ParallelMixer
-from bankfull.layers.token_share import TokenShare, own_rows
+from bankfull.layers.parallel_mixer import ParallelMixer
 from bankfull.ops import gather_rows, reduce_scatter
-from bankfull.ops.ranks.group import RankGroup
+from bankfull.ranks.group import RankGroup
+from bankfull.spread.token_share import TokenShare, own_rows
 from bankfull.state.storage import LayerStates
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.division import Division, context_division, even_division
 from bankfull.ops import gather_rows
-from bankfull.ops.ranks.group import RankGroup
+from bankfull.ranks.division import Division, context_division, even_division
+from bankfull.ranks.group import RankGroup
 
 
 class TokenShare:

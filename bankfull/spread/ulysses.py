@@ -16,9 +16,9 @@ from torch import Tensor
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.mixer import Angles
-from bankfull.layers.page_access import PageAccess
-from bankfull.layers.token_share import TokenShare
 from bankfull.ops import PagedMeta, exchange_parts
+from bankfull.spread.page_access import PageAccess
+from bankfull.spread.token_share import TokenShare
 from bankfull.state.storage import LayerStates
 
 

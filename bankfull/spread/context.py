@@ -18,12 +18,12 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.division import Division, Piece
 from bankfull.layers.mixer import Angles, Mixer
-from bankfull.layers.page_access import PageAccess, scratch
-from bankfull.layers.token_share import TokenShare
 from bankfull.ops import PagedMeta, exchange_parts, gather_rows, merge_partials
-from bankfull.state.page_share import PageShare
+from bankfull.ranks.division import Division, Piece
+from bankfull.ranks.page_share import PageShare
+from bankfull.spread.page_access import PageAccess, scratch
+from bankfull.spread.token_share import TokenShare
 from bankfull.state.storage import LayerStates, StateTensors
 
 

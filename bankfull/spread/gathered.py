@@ -3,23 +3,15 @@ drafters whose outputs every rank needs whole."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.layers.linear import Linear
-from bankfull.layers.shard import RowShare
+from bankfull.layers.linear import Linear, Projection, StoredRows
 from bankfull.ops import Unnormed, gather_outputs
 from bankfull.ops.products.body import highest
+from bankfull.ranks.shard import RowShare
 from bankfull.weights.qtensor import QTensor
-
-
-class StoredRows(Protocol):
-    def __call__(self, rows: Tensor | None = None) -> QTensor:
-        """These rows of a matrix, as the file stores them; all of them without `rows`. Nothing else is read."""
-        ...
 
 
 class GatheredLinear:
@@ -56,9 +48,6 @@ class GatheredLinear:
         return False
 
 
-AnyLinear = Linear | GatheredLinear
-
-
 def gathered_linear(
     build: Build,
     inner: int,
@@ -66,7 +55,7 @@ def gathered_linear(
     bias: bool | Tensor = False,
     stored: StoredRows | None = None,
     int8_when_batched: bool = False,
-) -> AnyLinear:
+) -> Projection:
     """A layer whose rows are spread over the tensor ranks of `build`; without these, a `Linear`. `bias`: whether the
     file has one, or all of it. `stored`: reads the weight from elsewhere than the file."""
     share = build.row_share(outer)

@@ -1,6 +1,6 @@
-"""The process of one rank of a model: `python -m bankfull.rank FD [SECRETS]`, with its end of a connection to rank 0.
-Started by rank 0 (`parallel.leading`), or by the rank's host (`parallel.hosting`), which has SECRETS for it, a file for
-`handshake.inherited`."""
+"""The process of one rank of a model: `python -m bankfull.parallel.rank FD [SECRETS]`. FD is its end of a connection to
+rank 0. Started by rank 0 (`parallel.leading`), or by the rank's host (`parallel.hosting`), which has SECRETS for it, a
+file for `handshake.inherited`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,12 @@ def work(connection: RankConnection, task: RankTask) -> int:
     """Read the rank's part of the model, and run the steps that rank 0 plans; the exit status."""
     import torch
 
-    from bankfull.errors import BankfullError
+    from bankfull.errors import BankfullError, RankLost
     from bankfull.handshake.inherited import inherited
-    from bankfull.loading import load_feeds, load_rank
-    from bankfull.mesh import MeshSpec
-    from bankfull.parallel.following import feed, follow
+    from bankfull.parallel.following import feed, follow, load_feeds, load_rank
     from bankfull.parallel.groups import RankPlace, join
-    from bankfull.parallel.lost import RankLost
     from bankfull.parallel.messages import RankReady
+    from bankfull.ranks.mesh import MeshSpec
 
     try:
         mesh = MeshSpec.parse(str(task.run.parallel))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError
-from bankfull.mesh import ALONE, MeshFacts, MeshSpec
+from bankfull.ranks.mesh import ALONE, MeshFacts, MeshSpec
 
 LLAMA = MeshFacts(layers=32, heads=32, kv_heads=8, widths={"feed-forward width": 14336})
 MIXTRAL = MeshFacts(layers=32, heads=32, kv_heads=8, experts=8, expert_width=14336)
@@ -53,7 +53,7 @@ def test_the_groups_of_experts_cover_the_ranks_and_agree_with_each_other(mesh: M
             assert there.width == mine.width
             assert there.group.index(other) == mine.group.index(rank)
             assert there.tokens.index(other) == mine.tokens.index(rank)
-        tensor = (rank % mesh.stage_ranks - mixers) % mesh.feed_tp  # as `layers.shard` numbers the parts of a width
+        tensor = (rank % mesh.stage_ranks - mixers) % mesh.feed_tp  # as `ranks.shard` numbers the parts of a width
         assert mine.width.index(rank) == tensor * mesh.expert_tp // mesh.feed_tp
 
 
