@@ -89,8 +89,8 @@ class FeedRunner:
 def feed(connection: RankConnection, runner: FeedRunner, hot: HotExperts | None = None) -> None:
     """Run steps as `follow` does, on a rank of feed-forward layers."""
     while (message := connection.from_leader()) is not None:
-        if isinstance(message, PlanMessage) and message.work:
-            runner.run(sum(work.count + work.drafts for work in message.work))
+        if isinstance(message, PlanMessage) and message.plan.work:
+            runner.run(message.plan.tokens)
         elif isinstance(message, ReplicateMessage) and hot is not None:
             hot.replicate()
             connection.send(ReplicatedMessage())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -16,10 +16,10 @@ from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import RankLost
 from bankfull.parallel.groups import Bounds
 from bankfull.parallel.meeting import Meeting
-from bankfull.runtime.results import Extra, TokenLogprobs
+from bankfull.runtime.results import Extra
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
-from bankfull.types import Enter, Guess, PageEdit, StepPlan, StepResult, Tier, Transfer, Work
+from bankfull.types import StepPlan, StepResult, Tier
 
 HEADER = struct.Struct("!Q")
 LOOPBACK = "127.0.0.1"
@@ -70,26 +70,9 @@ class JobWire(msgspec.Struct):
     pool: str | None
 
 
-class EnterWire(msgspec.Struct):
-    row: int
-    tokens: tuple[int, ...]
-    computed: int
-    prompt_len: int
-    child: int
-    slot: int
-    job: JobWire
-
-
 class PlanMessage(msgspec.Struct, tag="plan"):
-    step: int
-    work: list[Work]
-    enter: list[EnterWire]
-    leave: list[int]
-    pages: list[PageEdit]
-    transfers: list[Transfer]
-    guesses: list[Guess]
-    proposes: int | None
-    drafted: list[int] | None
+    plan: StepPlan
+    """The payload of a sequence that enters is its `JobWire`."""
 
 
 class MasksMessage(msgspec.Struct, tag="masks"):
@@ -126,51 +109,26 @@ class MovedMessage(msgspec.Struct, tag="moved"):
     """All that it has measured so far."""
 
 
-class LogprobsWire(msgspec.Struct):
-    logprob: float
-    ids: tuple[int, ...]
-    values: tuple[float, ...]
-
-
-class ExtraWire(msgspec.Struct):
-    logprobs: list[LogprobsWire]
-    prompt: dict[int, LogprobsWire]
-    pooled: tuple[int, list[float]] | None
-
-
 class OutcomeMessage(msgspec.Struct, tag="outcome"):
     """A step's result, from the last stage."""
 
     step: int
     tokens: list[list[int]]
-    extras: list[ExtraWire | None]
+    extras: list[Extra | None]
     errors: dict[int, str]
     completed: list[int]
 
 
 ToFollower = RankTask | PlanMessage | MasksMessage | SettleMessage | ReplicateMessage | EraseMessage
 ToLeader = HelloMessage | RankReady | OutcomeMessage | ReplicatedMessage | MovedMessage
-_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda pooled: pooled.double().tolist())
 _TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
-_TO_LEADER = msgspec.msgpack.Decoder(ToLeader)
+_TO_LEADER = msgspec.msgpack.Decoder(ToLeader, dec_hook=lambda kind, pooled: torch.tensor(pooled))
 
 
 def plan_message(plan: StepPlan) -> PlanMessage:
-    enter = [
-        EnterWire(one.row, one.tokens, one.computed, one.prompt_len, one.child, one.slot, _job(one.payload))
-        for one in plan.enter
-    ]
-    return PlanMessage(
-        plan.step,
-        plan.work,
-        enter,
-        plan.leave,
-        plan.pages,
-        plan.transfers,
-        plan.guesses,
-        plan.proposes,
-        plan.drafted,
-    )
+    enter = [one._replace(request=0, payload=_job(one.payload)) for one in plan.enter]
+    return PlanMessage(replace(plan, enter=enter))
 
 
 def _job(job: Job) -> JobWire:
@@ -186,52 +144,22 @@ def _job(job: Job) -> JobWire:
 def step_plan(message: PlanMessage, allowed: Any) -> StepPlan:
     """The plan as a follower's runner gets it. `allowed`: `SamplingTable.allowed_mask`."""
     enter = []
-    for one in message.enter:
-        params = dict(one.job.params)
-        if params.get("logit_bias") is not None:
-            params["logit_bias"] = dict(params["logit_bias"])
-        wanted = SamplingParams(**params)
-        job = Job(wanted, one.job.seed, frozenset(one.job.stop_ids), one.job.pool, allowed(wanted))
-        enter.append(Enter(0, one.row, one.tokens, one.computed, one.prompt_len, one.child, one.slot, job))
-    return StepPlan(
-        message.step,
-        message.work,
-        enter,
-        message.leave,
-        message.pages,
-        message.transfers,
-        message.guesses,
-        message.proposes,
-        message.drafted,
-    )
+    for one in message.plan.enter:
+        wire = msgspec.convert(one.payload, JobWire)
+        if wire.params.get("logit_bias") is not None:
+            wire.params["logit_bias"] = dict(wire.params["logit_bias"])
+        wanted = SamplingParams(**wire.params)
+        job = Job(wanted, wire.seed, frozenset(wire.stop_ids), wire.pool, allowed(wanted))
+        enter.append(one._replace(payload=job))
+    return replace(message.plan, enter=enter)
 
 
 def outcome_message(result: StepResult) -> OutcomeMessage:
-    extras = [None if extra is None else _extra(extra) for extra in result.extras]
-    return OutcomeMessage(result.step, result.tokens, extras, result.errors, result.completed)
-
-
-def _extra(extra: Extra) -> ExtraWire:
-    def wire(one: TokenLogprobs) -> LogprobsWire:
-        return LogprobsWire(one.logprob, one.top_ids, one.top_logprobs)
-
-    pooled = None if extra.pooled is None else (extra.pooled[0], extra.pooled[1].double().tolist())
-    return ExtraWire([wire(o) for o in extra.logprobs], {p: wire(o) for p, o in extra.prompt.items()}, pooled)
+    return OutcomeMessage(result.step, result.tokens, result.extras, result.errors, result.completed)
 
 
 def step_result(message: OutcomeMessage) -> StepResult:
-    def own(one: LogprobsWire) -> TokenLogprobs:
-        return TokenLogprobs(one.logprob, one.ids, one.values)
-
-    extras: list[Extra | None] = []
-    for extra in message.extras:
-        if extra is None:
-            extras.append(None)
-            continue
-        pooled = None if extra.pooled is None else (extra.pooled[0], torch.tensor(extra.pooled[1]))
-        prompt = {place: own(one) for place, one in extra.prompt.items()}
-        extras.append(Extra([own(one) for one in extra.logprobs], prompt, pooled))
-    return StepResult(message.step, message.tokens, extras, message.errors, message.completed)
+    return StepResult(message.step, message.tokens, message.extras, message.errors, message.completed)
 
 
 def masks_message(masks: Mapping[int, Any]) -> MasksMessage:
