@@ -69,7 +69,7 @@ class ClusterReplicas(ManagedSet):
 
     async def start(self) -> None:
         await super().start()
-        self._spawn(self._keep_size())
+        self._tasks.begin(self._keep_size())
 
     # -- the manager
 
@@ -141,7 +141,7 @@ class ClusterReplicas(ManagedSet):
             last_grace=grace,
             check=self.check_model,
         )
-        self._updating = self._spawn(self._update.run())
+        self._updating = self._tasks.begin(self._update.run())
 
     async def place(self, seconds: float) -> str:
         ends = asyncio.get_running_loop().time() + seconds
@@ -225,7 +225,7 @@ class ClusterReplicas(ManagedSet):
 
     def _leave(self, name: str, grace: float | None = None) -> None:
         self._leaving.add(name)
-        self._spawn(self._removed(name, self._options.grace if grace is None else grace))
+        self._tasks.begin(self._removed(name, self._options.grace if grace is None else grace))
 
     async def _removed(self, name: str, grace: float) -> None:
         try:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bankfull.cluster.admin import AdminSocket, Controlled
+from bankfull.cluster.commanded_set import CommandedSet, shown_replica
 from bankfull.config import CPU_SHARE
 from bankfull.errors import ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import DEFAULT_POLICY, RoutingPolicy, routing_policy
 from bankfull.serve.engine.link import Link
 from bankfull.serve.replicas.local import MOST_LOCAL, MakeLink, SetFactory, threads_of
-from bankfull.serve.replicas.replica_set import ReplicaSet
 
 log = logging.getLogger("bankfull.serve")
 
@@ -55,7 +52,7 @@ def _check(wanted: ReplicaRange, option: str) -> None:
         raise ConfigError(f"{wanted} replicas cannot run on this machine: give 1 to {MOST_LOCAL}.")
 
 
-class LocalReplicas(ReplicaSet, Controlled):
+class LocalReplicas(CommandedSet):
     """Each engine is supervised by its link: one that ends is started again, and its streams go on elsewhere."""
 
     def __init__(
@@ -66,31 +63,13 @@ class LocalReplicas(ReplicaSet, Controlled):
         self._names = (f"replica-{i}" for i in count(1))
         self._wanted = number
         self._leaving: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._admin = AdminSocket(self)
         super().__init__({next(self._names): self._link(number) for _ in range(number)}, policy)
 
     def _link(self, number: int) -> Link:
         return self._make_link(threads=threads_of(number))
 
-    async def start(self) -> None:
-        await super().start()
-        try:
-            await self._admin.start()
-        except OSError as error:
-            log.error("`bankfull cluster` cannot reach this server: %s.", error)
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # failures were logged
-        try:
-            await super().close()
-        finally:
-            await self._admin.close()
-
     def shrink(self) -> None:
-        self._admin.hide()
+        super().shrink()
         self._resize(1)
 
     # -- commands
@@ -104,7 +83,7 @@ class LocalReplicas(ReplicaSet, Controlled):
         self._wanted = wanted
         staying = self._staying()
         for _ in range(wanted - len(staying)):
-            self._spawn(self.add(next(self._names), self._link(wanted)))
+            self._tasks.begin(self.add(next(self._names), self._link(wanted)))
         for _ in range(len(staying) - wanted):
             self._leave(self._least_busy())
 
@@ -130,18 +109,13 @@ class LocalReplicas(ReplicaSet, Controlled):
         views = self.views()
         return {
             "replicas": [
-                {
-                    "name": view.name,
-                    "state": "draining" if view.name in self._leaving else view.state,
-                    "node": "this machine",
-                    "address": "",
-                    "running": view.load.running if view.load is not None else 0,
-                    "waiting": view.load.waiting if view.load is not None else 0,
-                    "rows": view.rows,
-                    "hit_rate": view.hit_rate,
-                    "weights": view.weights,
-                    "restarts": view.restarts,
-                }
+                shown_replica(
+                    view.name,
+                    view,
+                    state="draining" if view.name in self._leaving else view.state,
+                    node="this machine",
+                    address="",
+                )
                 for view in views
             ],
             "wanted": str(self._wanted),
@@ -171,7 +145,7 @@ class LocalReplicas(ReplicaSet, Controlled):
 
     def _leave(self, name: str) -> None:
         self._leaving.add(name)
-        self._spawn(self._removed(name))
+        self._tasks.begin(self._removed(name))
 
     async def _removed(self, name: str) -> None:
         try:
@@ -179,12 +153,5 @@ class LocalReplicas(ReplicaSet, Controlled):
         finally:
             self._leaving.discard(name)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("A replica could not be added or removed.", exc_info=error)
+    def _task_failed(self, error: BaseException) -> None:
+        log.error("A replica could not be added or removed.", exc_info=error)

@@ -8,11 +8,11 @@ import asyncio
 import logging
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bankfull.cluster.admin import AdminSocket, Controlled
+from bankfull.cluster.commanded_set import CommandedSet, shown_replica
 from bankfull.cluster.manager_process import ManagerProcess
 from bankfull.cluster.messages import (
     CannotAdd,
@@ -24,7 +24,6 @@ from bankfull.cluster.messages import (
     ReplicaPlaced,
     StartCluster,
 )
-from bankfull.cluster.placed_replicas import shown_replicas
 from bankfull.errors import ConfigError
 from bankfull.fleet.replica_range import ReplicaRange
 from bankfull.fleet.routing import DEFAULT_POLICY
@@ -33,7 +32,6 @@ from bankfull.serve.engine.process import EngineConnection
 from bankfull.serve.engine.remote import RemoteEngine
 from bankfull.serve.engine.wire import FromEngine
 from bankfull.serve.replicas.local import SECRET_BYTES, MakeLink
-from bankfull.serve.replicas.replica_set import ReplicaSet
 
 log = logging.getLogger("bankfull.serve")
 
@@ -58,7 +56,7 @@ class PlacementOptions:
     """The folder of `handshake.link_tls.LinkTls`; empty: without TLS."""
 
 
-class ManagedSet(ReplicaSet, Controlled):
+class ManagedSet(CommandedSet):
     """Runs on the server's event loop. The manager process controls Ray; each engine has a link of its own, which
     connects to a replica's gateway and is supervised as usual. `bankfull cluster` reaches the set through a socket."""
 
@@ -80,8 +78,6 @@ class ManagedSet(ReplicaSet, Controlled):
         """Nodes that get no engine, and the reasons."""
         self._failure = ""
         self._manager: ManagerProcess | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._admin = AdminSocket(self)
 
     # -- what the sets differ in
 
@@ -113,26 +109,12 @@ class ManagedSet(ReplicaSet, Controlled):
 
     async def start(self) -> None:
         await super().start()
-        try:
-            await self._admin.start()
-        except OSError as error:
-            log.error("`bankfull cluster` cannot reach this server: %s.", error)
-        self._spawn(self._supervise())
+        self._tasks.begin(self._supervise())
 
-    async def close(self) -> None:
-        """End the engines, their replicas, and Ray if it was started for them."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # failures were logged
-        try:
-            await super().close()
-        finally:
-            if self._manager is not None:
-                await self._manager.end()
-            await self._admin.close()
-
-    def shrink(self) -> None:
-        self._admin.hide()
+    async def _end_places(self) -> None:
+        """End the replicas, and Ray if it was started for them."""
+        if self._manager is not None:
+            await self._manager.end()
 
     @property
     def says(self) -> str:
@@ -143,17 +125,9 @@ class ManagedSet(ReplicaSet, Controlled):
             raise ConfigError(self._failure)
         super()._raise_failure()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("The control of the cluster has failed.", exc_info=error)
-            self._fail(f"The control of the cluster has failed: {error!r}.")
+    def _task_failed(self, error: BaseException) -> None:
+        log.error("The control of the cluster has failed.", exc_info=error)
+        self._fail(f"The control of the cluster has failed: {error!r}.")
 
     def _fail(self, why: str) -> None:
         self._failure = why
@@ -228,9 +202,19 @@ class ManagedSet(ReplicaSet, Controlled):
 
     def status(self) -> dict[str, Any]:
         """What `bankfull cluster status` shows; a set adds the numbers of its engines."""
-        up, placement = self.up, self._placement
+        up, placement, by_name = self.up, self._placement, {view.name: view for view in self.views()}
         return {
-            "replicas": shown_replicas(self._placed, self.views()),
+            "replicas": [
+                shown_replica(
+                    name,
+                    view := by_name.get(name),
+                    state="starting" if view is None else view.state,
+                    node=where.node,
+                    address=f"{where.host}:{where.port}",
+                    restarts=where.restarts,
+                )
+                for name, where in self._placed.items()
+            ],
             "problem": "",
             "refused": list(self._refused.values()),
             "decision": "",

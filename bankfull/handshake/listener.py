@@ -8,13 +8,12 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any
 
 from bankfull.handshake.calling import HANDSHAKE_SECONDS, tune
 from bankfull.handshake.proof import HELLO, MAC, PROOF, REPLY, WRONG_TOKEN, ListenerSide, Wanted
 from bankfull.handshake.waiting import WaitingRoom, peer_of
+from bankfull.tasks import OwnTasks
 
 log = logging.getLogger("bankfull.serve")
 
@@ -38,7 +37,7 @@ class HandshakeListener(ABC):
         self._token = token
         self._listening: socket.socket | None = None
         self._room: WaitingRoom[_Knock] = WaitingRoom()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnTasks(self._task_failed)
         self._resume: asyncio.TimerHandle | None = None
         self._refused = 0
         """Connections refused since the last line of the log about it."""
@@ -72,23 +71,14 @@ class HandshakeListener(ABC):
             self._listening = None
         for knock in list(self._room):
             self._turn_away(knock)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
 
     @abstractmethod
     async def serve(self, connection: socket.socket, wanted: Wanted) -> None:
         """Serve a connection with a proof, which is closed afterwards. An OSError ends it in silence."""
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("A connection of the %s has failed.", self.name, exc_info=error)
+    def _task_failed(self, error: BaseException) -> None:
+        log.error("A connection of the %s has failed.", self.name, exc_info=error)
 
     async def _serve(self, connection: socket.socket, wanted: Wanted) -> None:
         with connection, suppress(OSError):  # includes TimeoutError
@@ -173,7 +163,7 @@ class HandshakeListener(ABC):
             self._refuse(knock, wanted)
             return
         self._forget(knock)
-        self._begin(self._serve(knock.connection, wanted))
+        self._tasks.begin(self._serve(knock.connection, wanted))
 
     def _refuse(self, knock: _Knock, outcome: bytes) -> None:
         with suppress(OSError):

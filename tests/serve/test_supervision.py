@@ -35,11 +35,8 @@ from tests.tiny import speaking_folder
 OWNERS = {
     # file: {what is started: (how often, who owns it)}
     "aio.py": {"Thread": (1, "AsyncEngine: its end is every caller's error, then and later")},
-    "cluster/local_replicas.py": {"create_task": (1, "LocalReplicas: logs a failure; who scales or drains asks again")},
-    "cluster/managed_set.py": {"create_task": (1, "ManagedSet._ended: the server ends with the reason")},
     "cluster/manager_process.py": {"create_subprocess_exec": (1, "ManagedSet._supervise: started again")},
     "cluster/replica.py": {"Thread": (1, "the replica's process, which ends with it and is started again by Ray")},
-    "handshake/listener.py": {"create_task": (1, "HandshakeListener: logs a failure; the other end opens another one")},
     "loading.py": {"ThreadPoolExecutor": (1, "load, which waits for it")},
     "ops/triton/ahead.py": {"ThreadPoolExecutor": (1, "compile_ahead, which waits for it")},
     "parallel/hosting.py": {
@@ -48,6 +45,7 @@ OWNERS = {
     "parallel/leading.py": {"Popen": (1, "rank 0: the end of a rank ends its engine, which starts all")},
     "parallel/placing.py": {"Popen": (1, "RayPlaces: its end ends the ranks that it has placed")},
     "parallel/reaching.py": {"ThreadPoolExecutor": (1, "RankHosts.connect, which waits for it")},
+    "tasks.py": {"create_task": (1, "OwnTasks, which tells its owner of a failure and ends them")},
     "state/disk_budget.py": {"Thread": (1, "DiskBudget: its end leaves the size as it is")},
     "weights/file_digests.py": {"ThreadPoolExecutor": (1, "digest_of, which waits for it")},
     "weights/fingerprint.py": {"Thread": (1, "begun_fingerprint, whose reader waits for it and gets its error")},
