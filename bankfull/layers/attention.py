@@ -105,20 +105,7 @@ class Attention:
         self._all = build.bind_if_offered(attend, heads=heads, pages=build.pages) if plain else None
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> PagedMeta:
-        (group,) = groups
-        assert group is not None, "attention reads pages"
-        return PagedMeta(
-            batch.q_start,
-            batch.kv_len,
-            batch.pages[group],
-            batch.kv_slots[group],
-            batch.page_tokens[group],
-            batch.starts,
-            batch.lengths,
-            batch.partition,
-            batch.ancestors,
-            self.heads.block,
-        )
+        return batch.paged(groups, self.heads.block)
 
     def norms(self, rows: int) -> bool:
         return self.qkv is not None and self.adapter is None and self.qkv.norms(rows)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from bankfull.ops.attention.body import SequencePartition
+from bankfull.ops.attention.body import PagedMeta, SequencePartition
 
 
 @dataclass(slots=True)
@@ -52,3 +53,20 @@ class Batch:
     """Which kernel takes which sequence, for a step that is captured for any number of new tokens per sequence."""
     angles: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Cosines and sines of the positions, by the name of the model's RoPE; empty where the model computes them."""
+
+    def paged(self, groups: Sequence[int | None], block: int = 0) -> PagedMeta:
+        """What attention over the pages of one group reads. `block`: as in `PagedMeta`."""
+        (group,) = groups
+        assert group is not None, "attention reads pages"
+        return PagedMeta(
+            self.q_start,
+            self.kv_len,
+            self.pages[group],
+            self.kv_slots[group],
+            self.page_tokens[group],
+            self.starts,
+            self.lengths,
+            self.partition,
+            self.ancestors,
+            block,
+        )

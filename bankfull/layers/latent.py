@@ -128,19 +128,7 @@ class LatentAttention:
         self._expand = build.bind(expanded_attention, **facts)
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> LatentMeta:
-        (group,) = groups
-        assert group is not None, "latent attention reads pages"
-        meta = PagedMeta(
-            batch.q_start,
-            batch.kv_len,
-            batch.pages[group],
-            batch.kv_slots[group],
-            batch.page_tokens[group],
-            batch.starts,
-            batch.lengths,
-            batch.partition,
-            batch.ancestors,
-        )
+        meta = batch.paged(groups)
         return LatentMeta(meta.slots, self._parts(meta))
 
     def _parts(self, meta: PagedMeta) -> tuple[LatentPart, ...]:

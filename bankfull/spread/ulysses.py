@@ -37,21 +37,7 @@ class UlyssesMixer:
         self._exchange = build.bind(exchange_parts)
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> ExchangedMeta:
-        (group,) = groups
-        assert group is not None
-        meta = PagedMeta(
-            batch.q_start,
-            batch.kv_len,
-            batch.pages[group],
-            batch.kv_slots[group],
-            batch.page_tokens[group],
-            batch.starts,
-            batch.lengths,
-            batch.partition,
-            batch.ancestors,
-            self.access.block,
-        )
-        return ExchangedMeta(int(batch.q_start[-1]), meta)
+        return ExchangedMeta(int(batch.q_start[-1]), batch.paged(groups, self.access.block))
 
     def _parts(self, x: Tensor, each: int) -> Tensor:
         """(ranks, tokens, each, size): the heads of each rank, copied where ranks outnumber them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bankfull.errors import ModelError
-from bankfull.weights.qtensor import QTensor, Scheme
+from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source_view import SourceView
 
 _CONV1D = re.compile(r"(^|\.)(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
@@ -31,9 +31,6 @@ class Conv1DSource(SourceView):
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self.source.shape(name)
         return shape[::-1] if self._is_transposed(name) else shape
-
-    def scheme(self, name: str) -> Scheme:
-        return self.source.scheme(name)
 
     def get(self, name: str) -> QTensor:
         tensor = self.source.get(name)

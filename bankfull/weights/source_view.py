@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bankfull.weights.scheme import Scheme
     from bankfull.weights.source import TensorSource
 
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """Names, shapes and what was read are those of `source`, unless a view says otherwise."""
+    """Names, shapes, schemes and what was read are those of `source`, unless a view says otherwise."""
 
     source: TensorSource
 
@@ -23,6 +24,9 @@ class SourceView:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(name)
+
+    def scheme(self, name: str) -> Scheme:
+        return self.source.scheme(name)
 
     def unread(self) -> list[str]:
         return self.source.unread()

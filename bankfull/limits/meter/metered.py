@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -28,7 +28,8 @@ from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.outliers import KEPT, outlier_count
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
-from bankfull.weights.source import ModelFiles, TensorSource
+from bankfull.weights.source import ModelFiles
+from bankfull.weights.source_view import SourceView
 
 META = torch.device("meta")
 HEAD = "head"
@@ -44,33 +45,20 @@ def blank(scheme: Scheme, shape: tuple[int, ...], outliers: int | None = None) -
     return replace(tensor, outliers=(torch.empty(outliers, dtype=torch.int64, device=META), values))
 
 
-class FileShapes:
+@dataclass(frozen=True, slots=True)
+class FileShapes(SourceView):
     """The tensors of a source in their storage schemes, without data; the source is never read."""
 
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self.read: dict[str, QTensor] = {}
-
-    def names(self) -> list[str]:
-        return self._source.names()
-
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def scheme(self, name: str) -> Scheme:
-        return self._source.scheme(name)
+    read: dict[str, QTensor] = field(default_factory=dict)
 
     def get(self, name: str) -> QTensor:
         if name not in self.read:
-            count = outlier_count(self._source, name)
-            self.read[name] = blank(self._source.scheme(name), self._source.shape(name), count)
+            count = outlier_count(self.source, name)
+            self.read[name] = blank(self.source.scheme(name), self.source.shape(name), count)
         return self.read[name]
 
     def unread(self) -> list[str]:
-        return [name for name in self._source.names() if name not in self.read]
+        return [name for name in self.source.names() if name not in self.read]
 
     def release(self) -> None:
         """Nothing to release: nothing was read."""
