@@ -241,15 +241,6 @@ class Build:
         """The biases (experts, size) of these experts, of a tensor that holds all of them."""
         return self._find_experts(name, count, (size,), experts).dequantize(self.dtype).to(self.device)
 
-    def expert_width(self, inner: int) -> int:
-        """The part of an expert's width that this rank holds."""
-        ranks = 1 if self.experts is None else self.experts.width_ranks
-        if inner % ranks:
-            raise ModelError(
-                f"The experts' width of {inner} cannot be split evenly over {ranks} ranks; choose another ep."
-            )
-        return inner // ranks
-
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""
         tensor = self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,19 +16,13 @@ from bankfull.ops import (
     RoutingRule,
     add,
     add_gated,
-    all_reduce,
-    combine,
-    dispatch,
     expert_mlp,
     expert_mlp_bf16,
     expert_mlp_int8,
-    gather_rows,
     route,
 )
 from bankfull.ops.experts.body import CLAMPED_SWIGLU
 from bankfull.ops.products.activations import BF16, FLOAT, INT8, ActivationFormat
-from bankfull.ranks.expert_ranks import ExpertSpread, hottest
-from bankfull.weights.blank_source import META
 from bankfull.weights.qtensor import QTensor
 
 __all__ = ["CLAMPED_SWIGLU", "ExpertNames", "Experts", "ExpertsShape", "RoutingRule"]
@@ -92,27 +86,26 @@ class Experts:
         if names.choice_bias is not None:  # a rounded bias would choose other experts
             precise = torch.promote_types(build.dtype, torch.float32)
             self.choice_bias = build.tensor(names.choice_bias, (rule.experts,), precise)
-        self.ranks, self.spread = build.experts, _spread(build, rule.experts)
-        self._counts: Tensor | None = None
-        self._device = build.device
-        self._origin = None if self.ranks is None else (build, names)
         self._read(build, names)
-        if self.ranks is not None and build.device != META:
-            self.ranks.layers.append(self)
         self.sum_of_ranks = build.sum_of_ranks(f"{names.down.replace('{}.', '')}.weight")
-        """Set where this rank holds a part of each expert's width."""
+        """Set where only a part of each expert's width is here."""
         self._route = build.bind(route, experts=rule.experts)
         self._add = build.bind(add)
         self._add_gated = build.bind(add_gated)
-        if self.ranks is not None:
-            self._dispatch, self._combine, self._gather, self._sum = (
-                build.bind(each) for each in (dispatch, combine, gather_rows, all_reduce)
-            )
+
+    @property
+    def held(self) -> Sequence[int] | None:
+        """The experts that are here; None: all."""
+        return None
+
+    @property
+    def inner(self) -> int:
+        """The width of an expert here."""
+        return self.shape.inner
 
     def _read(self, build: Build, names: ExpertNames) -> None:
-        """Read the experts that this rank holds."""
-        count, hidden, inner = self.rule.experts, self.shape.hidden, build.expert_width(self.shape.inner)
-        held = None if self.spread is None else self.spread.held
+        """Read the experts that are here."""
+        count, hidden, inner, held = self.rule.experts, self.shape.hidden, self.inner, self.held
 
         def matrices(name: str, shape: tuple[int, int], fused: int = 1) -> QTensor:
             whole = f"{name}.weight"
@@ -143,62 +136,18 @@ class Experts:
         self.gate_bias, self.up_bias, self.down_bias = (
             bias(name, size) for name, size in ((names.gate, inner), (names.up, inner), (names.down, hidden))
         )
-        if self.ranks is not None and self.ranks.width is not None and self.down_bias is not None:
-            # One rank adds it, because the results are summed.
-            self.down_bias = self.down_bias * (self.ranks.width.index == 0)
-
-    @property
-    def expert_count(self) -> int:
-        return self.rule.experts
-
-    def count_routing(self) -> None:
-        """Count the tokens of each expert from now on."""
-        self._counts = torch.zeros(self.rule.experts, dtype=torch.int64, device=self._device)
-
-    def counted_routing(self) -> Tensor:
-        """The tokens of each expert (experts,) since `count_routing`, of all ranks; stops counting."""
-        counts, self._counts = self._counts, None
-        assert counts is not None
-        return counts if self.ranks is None else self._sum(counts, self.ranks.group)
-
-    def replicate(self, counts: Tensor | Sequence[float], hot: int) -> None:
-        """Hold the `hot` experts with the highest counts on every rank, so that their tokens stay where they are. Every
-        rank of the group calls it with the same counts, between two steps."""
-        assert self.spread is not None and self._origin is not None and len(counts) == self.rule.experts
-        self.spread = replace(self.spread, hot=hottest(counts, hot))
-        self._read(*self._origin)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.ranks is None:
-            return self._beside(x, self._mixture(x))
-        mine = self.ranks.share(x)
-        y = self._beside(mine, self._spread_mixture(mine))
-        if self.ranks.tokens is None:
-            return y
-        gathered: Tensor = self._gather(self.ranks.padded(y, len(x)), self.ranks.tokens, len(x))
-        return gathered
+        return self._beside(x, self._mixture(x))
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen = self._route(self.router(x), self.choice_bias, self.rule)
-        if self._counts is not None:
-            self._counts += torch.bincount(chosen.flatten(), minlength=self.rule.experts)
         return weights, chosen
 
     def _mixture(self, x: Tensor) -> Tensor:
         weights, chosen = self._routed(x)
         y = self._run(x, chosen, weights)
         return y if self.sum_of_ranks is None else self.sum_of_ranks(y)
-
-    def _spread_mixture(self, x: Tensor) -> Tensor:
-        """The mixture of this rank's tokens, whose experts other ranks hold, too. All ranks get here in every step,
-        also without tokens."""
-        assert self.ranks is not None
-        weights, chosen = self._routed(x)
-        group, spread = self.ranks.group, self.spread
-        rows, places, scales, row, sent, counts = self._dispatch(x, chosen, weights, spread, group)
-        y = self._run(rows, places, scales) if len(rows) else rows
-        mixed: Tensor = self._combine(y, row, sent, counts, len(x), self.rule.per_token, spread, group)
-        return mixed if self.ranks.width is None else self._sum(mixed, self.ranks.width)
 
     def _run(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         y: Tensor = self._experts(
@@ -223,15 +172,6 @@ class Experts:
         both = self._add(y, beside) if self.shared_gate is None else self._add_gated(y, beside, self.shared_gate(x))
         assert isinstance(both, Tensor)
         return both
-
-
-def _spread(build: Build, experts: int) -> ExpertSpread | None:
-    if build.experts is None:
-        return None
-    width = build.experts.width
-    if width is not None:
-        assert build.shard is not None and width.index == build.shard.group.index * width.size // build.tensor_ranks
-    return build.experts.spread(build.prefix, experts, build.device)
 
 
 def _readable(build: Build, gate: QTensor, up: QTensor, down: QTensor) -> tuple[QTensor, QTensor, QTensor]:

@@ -14,7 +14,7 @@ from bankfull.layers.based import BasedMixer, BasedShape, ShortConvMixer, ShortC
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed
 from bankfull.layers.delta import DeltaMixer, DeltaShape
-from bankfull.layers.experts import Experts, ExpertsShape
+from bankfull.layers.experts import ExpertsShape
 from bankfull.layers.latent import LatentAttention, LatentShape
 from bankfull.layers.lightning import LightningMixer, LightningShape, lightning_slopes
 from bankfull.layers.linear import Linear
@@ -33,6 +33,7 @@ from bankfull.models.composed_split import split_composed, split_plan
 from bankfull.models.fields import ConfigFields
 from bankfull.models.kinds import DEFAULTS, ROPE, AttentionShape, FeedShape, RopeShape
 from bankfull.models.registry import Config, Family
+from bankfull.spread.experts import mixture
 
 
 class _Composer:
@@ -123,7 +124,7 @@ class _Composer:
         if shape.rule is not None:
             sizes = ExpertsShape(self.hidden, shape.inner, shape.rule, shape.activation)
             shared = self._gated(at.at("shared_expert"), shape.shared, shape.activation) if shape.shared else None
-            return Experts(at, sizes, shared=shared)
+            return mixture(at, sizes, shared=shared)
         if shape.kind == "gated":
             return self._gated(at, shape.inner, shape.activation)
         up = Linear(at.at("up_proj"), self.hidden, shape.inner, int8_when_batched=True)

@@ -9,7 +9,7 @@ from bankfull.errors import ModelError
 from bankfull.layers.attention import Heads
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed
-from bankfull.layers.experts import ExpertNames, Experts, ExpertsShape, RoutingRule
+from bankfull.layers.experts import ExpertNames, ExpertsShape, RoutingRule
 from bankfull.layers.latent import LatentAttention, LatentShape
 from bankfull.layers.norm import RMSNorm
 from bankfull.layers.rope import Rope
@@ -17,6 +17,7 @@ from bankfull.models.common import TRANSFORMER, decoder, gated_mlp, rope_of, tie
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ranks.splitting import Splitting
+from bankfull.spread.experts import mixture
 
 LATENT = TRANSFORMER | {
     "kv_lora_rank": 512,
@@ -86,7 +87,7 @@ def block_of(config: Config, layers: Build) -> Callable[[int], Block]:
             return gated_mlp(fields, at)
         inner = fields.size("moe_intermediate_size")
         shared = fields.size("n_shared_experts") * inner
-        return Experts(
+        return mixture(
             at,
             ExpertsShape(hidden, inner, rule, fields.text("hidden_act")),
             ExpertNames(choice_bias=BIAS if third else None),

@@ -13,6 +13,7 @@ from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ops.experts.body import SWIGLU_LIMIT, SWIGLU_SLOPE
 from bankfull.ranks.splitting import split_experts
+from bankfull.spread.experts import mixture
 
 GPT_OSS = TRANSFORMER | {
     "rms_norm_eps": 1e-5,
@@ -45,7 +46,7 @@ def build_gpt_oss(config: Config, build: Build) -> Decoder:
         return attention(fields, at, layer_heads, qkv_bias=bias, out_bias=bias, sinks=sinks)
 
     def feed_of(layer: int, at: Build) -> Experts:
-        return Experts(at.at("mlp"), shape, NAMES)
+        return mixture(at.at("mlp"), shape, NAMES)
 
     return prenorm_decoder(fields, build, heads, mixer, feed_of=feed_of)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed
-from bankfull.layers.experts import ExpertNames, Experts, ExpertsShape, RoutingRule
+from bankfull.layers.experts import ExpertNames, ExpertsShape, RoutingRule
 from bankfull.layers.linear import Linear, split_linear
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
@@ -16,6 +16,7 @@ from bankfull.models.granite import MULTIPLIERS, multiplied, positive
 from bankfull.models.mamba2 import OPEN_LIMITS, mamba2_shape
 from bankfull.models.registry import Config, Family
 from bankfull.ranks.splitting import split_hybrid_mamba2
+from bankfull.spread.experts import mixture
 
 MAMBA, ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
 """Both names of a layer's kind in files."""
@@ -84,7 +85,7 @@ def build_granite_hybrid(config: Config, build: Build) -> Decoder:
         sparse = at.at("block_sparse_moe")
         both = None if sparse.has("experts.gate_proj.weight") else "input_linear"
         names = ExpertNames(router="router.layer", gate_up=both, down="output_linear")
-        return Experts(sparse, experts, names, shared=shared)
+        return mixture(sparse, experts, names, shared=shared)
 
     def block(kind: str, at: Build) -> Block:
         return Block(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from bankfull.errors import ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed
-from bankfull.layers.experts import ExpertNames, Experts, ExpertsShape, RoutingRule
+from bankfull.layers.experts import ExpertNames, ExpertsShape, RoutingRule
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.norm import RMSNorm
 from bankfull.layers.ssm import MambaMixer, MambaShape
@@ -16,6 +16,7 @@ from bankfull.models.common import TRANSFORMER, attention, decoder, gated_mlp, h
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ranks.splitting import EXPERT_WIDTH, Splitting
+from bankfull.spread.experts import mixture
 
 JAMBA = TRANSFORMER | {
     "num_experts": 16,
@@ -59,7 +60,7 @@ def build_jamba(config: Config, build: Build) -> Decoder:
 
     def feed(layer: int, at: Build) -> Feed:
         if experts is not None and mixes(layer):
-            return Experts(at, experts, ExpertNames(router="router"))
+            return mixture(at, experts, ExpertNames(router="router"))
         return gated_mlp(fields, at)
 
     def block(layer: int, at: Build) -> Block:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bankfull.errors import ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder
-from bankfull.layers.experts import MIXTRAL_NAMES, Experts, ExpertsShape, RoutingRule
+from bankfull.layers.experts import MIXTRAL_NAMES, ExpertsShape, RoutingRule
 from bankfull.layers.lightning import LightningMixer, LightningShape, lightning_slopes
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import activation
@@ -25,6 +25,7 @@ from bankfull.models.fields import FULL, LINEAR, ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ops import scale_columns
 from bankfull.ranks.splitting import split_experts
+from bankfull.spread.experts import mixture
 
 MINIMAX = TRANSFORMER | {
     "rms_norm_eps": 1e-5,
@@ -67,7 +68,7 @@ def build_minimax(config: Config, build: Build) -> Decoder:
             mixer(layer, at.at("self_attn")),
             before_mixer=RMSNorm(at.at("input_layernorm"), hidden, eps if layer == 0 else eps * feed_eps),
             after_mixer=None if scale == 1 else scaled(build, hidden, scale),
-            feed=Experts(at.at("block_sparse_moe"), experts, MIXTRAL_NAMES),
+            feed=mixture(at.at("block_sparse_moe"), experts, MIXTRAL_NAMES),
             before_feed=RMSNorm(at.at("post_attention_layernorm"), hidden, eps * mixed_eps),
             normed_stream=True,
         )

@@ -10,6 +10,7 @@ from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_dec
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ranks.splitting import split_experts
+from bankfull.spread.experts import mixture
 
 MIXTRAL = TRANSFORMER | {
     "rms_norm_eps": 1e-5,
@@ -29,7 +30,7 @@ def build_mixtral(config: Config, build: Build) -> Decoder:
         return attention(fields, at, heads, qkv_bias=False, out_bias=False)
 
     def feed_of(layer: int, at: Build) -> Experts:
-        return Experts(at.at("block_sparse_moe"), shape, MIXTRAL_NAMES)
+        return mixture(at.at("block_sparse_moe"), shape, MIXTRAL_NAMES)
 
     return prenorm_decoder(fields, build, heads, mixer, feed_of=feed_of)
 

@@ -13,6 +13,7 @@ from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_dec
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ranks.splitting import split_experts
+from bankfull.spread.experts import mixture
 
 OLMOE = TRANSFORMER | {
     "rms_norm_eps": 1e-5,
@@ -50,7 +51,7 @@ def build_olmoe(config: Config, build: Build) -> Decoder:
         return attention(fields, at, heads, qkv_bias=bias, out_bias=bias, **norms)
 
     def feed_of(layer: int, at: Build) -> Experts:
-        return Experts(at.at("mlp"), shape)
+        return mixture(at.at("mlp"), shape)
 
     return prenorm_decoder(fields, build, heads, mixer, feed_of=feed_of)
 

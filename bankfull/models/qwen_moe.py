@@ -14,6 +14,7 @@ from bankfull.models.fields import ConfigFields
 from bankfull.models.qwen import QWEN2, QWEN3, qwen_windows
 from bankfull.models.registry import Config, Family
 from bankfull.ranks.splitting import split_transformer
+from bankfull.spread.experts import mixture
 
 SPARSE = {"decoder_sparse_step": 1, "num_experts_per_tok": 8, "norm_topk_prob": False, "mlp_only_layers": []}
 QWEN2_MOE = QWEN2 | SPARSE | {"num_experts_per_tok": 4, "qkv_bias": True}
@@ -36,7 +37,7 @@ def build_qwen_moe(config: Config, build: Build) -> Decoder:
     def feed_of(layer: int, at: Build) -> Feed:
         if layer not in sparse:
             return gated_mlp(fields, at.at("mlp"))
-        return Experts(at.at("mlp"), shape) if third else experts_with_shared(fields, at.at("mlp"), shape)
+        return mixture(at.at("mlp"), shape) if third else experts_with_shared(fields, at.at("mlp"), shape)
 
     return prenorm_decoder(fields, build, heads, mixer, feed_of=feed_of)
 
@@ -62,7 +63,7 @@ def experts_with_shared(fields: ConfigFields, build: Build, shape: ExpertsShape)
     """Experts beside one that every token passes, scaled by the sigmoid of a gate."""
     shared = gated_mlp(fields, build.at("shared_expert"), inner=fields.size("shared_expert_intermediate_size"))
     gate = Linear(build.at("shared_expert_gate"), shape.hidden, 1)
-    return Experts(build, shape, shared=shared, shared_gate=gate)
+    return mixture(build, shape, shared=shared, shared_gate=gate)
 
 
 FAMILY = Family(build_qwen_moe, tied_head, split=split_transformer)

@@ -19,6 +19,7 @@ from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.parallel_mixer import ParallelMixer
 from bankfull.ops import gather_rows, reduce_scatter
 from bankfull.ranks.group import RankGroup
+from bankfull.spread.experts import SpreadExperts
 from bankfull.spread.token_share import TokenShare, own_rows
 from bankfull.state.storage import LayerStates
 
@@ -70,7 +71,7 @@ def _last_layers(branch: Any) -> list[Any]:
     if isinstance(branch, ParallelMixer):
         by_mixer = [_last_layers(mixer) for mixer in branch.mixers]
         return [layer for layers in by_mixer for layer in layers] if all(by_mixer) else []
-    if isinstance(branch, Experts) and branch.ranks is not None:
+    if isinstance(branch, SpreadExperts):
         return []  # they exchange and add up their results themselves
     if isinstance(branch, Experts):
         shared = [] if branch.shared is None else _last_layers(branch.shared)

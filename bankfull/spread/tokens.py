@@ -9,7 +9,6 @@ from bankfull.errors import ConfigError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed
-from bankfull.layers.experts import Experts
 from bankfull.layers.latent import LatentAttention
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.norm import RMSNorm
@@ -17,6 +16,7 @@ from bankfull.layers.parallel_mixer import ParallelMixer
 from bankfull.layers.shared import SharedAttention
 from bankfull.spread.context import ContextMixer, WholeMixer
 from bankfull.spread.decoder import RankDecoder
+from bankfull.spread.experts import SpreadExperts
 from bankfull.spread.page_access import HeadPages, LatentPages, PageAccess
 from bankfull.spread.scattered import ScatteredFeed, ScatteredMixer
 from bankfull.spread.token_share import TokenShare
@@ -65,8 +65,7 @@ def _spread_block(build: Build, block: Block, share: TokenShare) -> Block:
 
 def _takes_own_tokens(feed: Feed) -> bool:
     """Whether each tensor rank sends its own tokens to their experts, so that no rows need to be gathered before."""
-    ranks = feed.ranks if isinstance(feed, Experts) else None
-    return ranks is not None and ranks.tokens is None and ranks.width is None
+    return isinstance(feed, SpreadExperts) and feed.ranks.tokens is None and feed.ranks.width is None
 
 
 def _over_context(build: Build, mixer: Mixer, share: TokenShare) -> Mixer:

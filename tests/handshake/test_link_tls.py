@@ -32,6 +32,7 @@ from bankfull.state.disk import DamagedPlace
 from bankfull.state.exchange import ExchangeShape
 from bankfull.state.page_listener import PageListener
 from bankfull.state.socket_carrier import SocketCarrier
+from bankfull.submit import Submit
 from tests.handshake.wiretap import Wiretap, tapped
 from tests.serve.engine_kit import OPTIONS, PROMPT, collect, service, text_of
 from tests.tiny import speaking_folder
@@ -373,7 +374,7 @@ def test_pools_behind_gateways_hand_over_their_state_over_tls(made: dict[str, Li
             await pools.wait_all_ready()
             assert decode.facts is not None and decode.facts.exchange_at is not None
             assert decode.facts.exchange_at[0] == here
-            deltas = [item async for items in pools.generate(prompt, params) for item in items]
+            deltas = [item async for items in pools.generate(Submit(prompt, params)) for item in items]
             assert sum(len(item.token_ids) for item in deltas if isinstance(item, Delta)) == 6
             assert (pools.counts.pages, pools.counts.late) == (32, 0)
         finally:

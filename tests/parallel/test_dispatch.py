@@ -15,6 +15,7 @@ from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
 from bankfull.ops import combine, dispatch, kit_for
 from bankfull.ranks.expert_ranks import ExpertRanks, ExpertSpread, hottest, owner_of
 from bankfull.ranks.mesh import MeshSpec
+from bankfull.spread.experts import mixture
 from bankfull.weights.qtensor import QTensor, Scheme
 from tests.models.oracle import CPU
 from tests.parallel.threads import ThreadRank, on_ranks
@@ -60,7 +61,7 @@ class Drawn:
 
 def layer_of(rule: RoutingRule, ranks: ExpertRanks | None = None) -> Experts:
     build = Build(Drawn(rule.experts), kit_for("cpu", "torch"), torch.float32, CPU, experts=ranks)
-    return Experts(build, ExpertsShape(HIDDEN, INNER, rule))
+    return mixture(build, ExpertsShape(HIDDEN, INNER, rule))
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -228,7 +229,7 @@ def test_a_rank_reads_only_experts_that_it_holds() -> None:
     def work(rank: ThreadRank) -> set[int]:
         source = Drawn(6)
         build = Build(source, kit_for("cpu", "torch"), torch.float32, CPU, experts=ExpertRanks(rank, hot={"": [5]}))
-        Experts(build, ExpertsShape(HIDDEN, INNER, RoutingRule(6, 2)))
+        mixture(build, ExpertsShape(HIDDEN, INNER, RoutingRule(6, 2)))
         return {int(name.split(".")[1]) for name in source.read if name.startswith("experts.")}
 
     assert on_ranks(3, work) == [{0, 1, 5}, {2, 3, 5}, {4, 5}]

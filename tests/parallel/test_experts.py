@@ -15,6 +15,7 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ranks.expert_ranks import ExpertRanks
 from bankfull.ranks.mesh import MeshSpec
+from bankfull.spread.experts import SpreadExperts
 from bankfull.synthetic.checkpoint import write_checkpoint
 from bankfull.synthetic.gguf_file import write_gguf
 from bankfull.synthetic.shapes import shape_config
@@ -90,8 +91,8 @@ def test_copies_of_hot_experts_change_no_logit() -> None:
     def work(rank: ThreadRank) -> list[torch.Tensor]:
         groups = replace(expert_ranks(rank, mesh), hot={"model.layers.0.mlp": [4], "model.layers.1.mlp": [0, 3]})
         model = model_of(rank, path, mesh, experts=groups)
-        feeds = [block.feed for block in model.blocks if isinstance(block.feed, Experts)]
-        assert [feed.spread.hot for feed in feeds if feed.spread is not None] == [(4,), (0, 3)]
+        feeds = [block.feed for block in model.blocks if isinstance(block.feed, SpreadExperts)]
+        assert [feed.spread.hot for feed in feeds] == [(4,), (0, 3)]
         for feed in feeds:
             feed.count_routing()
         found = [logits_of(model)]

@@ -10,13 +10,14 @@ import torch
 from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
-from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
+from bankfull.layers.experts import ExpertsShape, RoutingRule
 from bankfull.ops import kit_for
 from bankfull.parallel import hot
 from bankfull.ranks.expert_ranks import ExpertRanks
 from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime import naive
 from bankfull.runtime.device import open_device
+from bankfull.spread.experts import SpreadExperts, mixture
 from bankfull.types import StepPlan, Work
 from tests.parallel.split_bench import SplitBench
 from tests.parallel.test_dispatch import HIDDEN, INNER, Drawn
@@ -45,7 +46,7 @@ def test_hot_experts_are_copied_between_two_steps_and_tokens_stay_the_same(
     assert made.followers.hot is None, "rank 0 decides once"
     copies = MeshSpec.parse(mesh).hot
     for layer in layers:
-        assert isinstance(layer, Experts) and layer.spread is not None and layer._counts is None
+        assert isinstance(layer, SpreadExperts) and layer._counts is None
         assert len(layer.spread.hot) == copies and set(layer.spread.hot) <= set(layer.spread.held)
     of_ranks = [[layer.spread.hot for layer in ranks.layers] for ranks in made.experts if ranks is not None]  # type: ignore[attr-defined]
     assert all(one == other for one, other in pairwise(of_ranks[: MeshSpec.parse(mesh).feed_ranks]))
@@ -54,7 +55,7 @@ def test_hot_experts_are_copied_between_two_steps_and_tokens_stay_the_same(
 def test_hot_experts_wait_for_enough_tokens_and_need_others_beside_them() -> None:
     ranks = [ExpertRanks(ThreadRank(Meeting(2), 2, index)) for index in range(2)]
     rule, device = RoutingRule(4, 2), open_device("cpu")
-    layer = Experts(
+    layer = mixture(
         Build(Drawn(4), kit_for("cpu", "torch"), torch.float32, CPU, experts=ranks[0]),
         ExpertsShape(HIDDEN, INNER, rule),
     )
