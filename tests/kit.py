@@ -25,7 +25,6 @@ from bankfull.layers.decoder import Decoder
 from bankfull.ops import Kit
 from bankfull.runtime.device import Cpu, Cuda, Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner
-from bankfull.runtime.fake import Late
 from bankfull.runtime.mover import HostPlaces, Mover
 from bankfull.runtime.rows import Job
 from bankfull.sample.params import SamplingParams
@@ -39,6 +38,7 @@ from bankfull.state.spec import joined_states, layout_of
 from bankfull.state.tiers import Tiers
 from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Output, Request, Tier
+from tests.late import Late
 from tests.tiny import DEVICE
 
 GREEDY = SamplingParams(temperature=0.0)

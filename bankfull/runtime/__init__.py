@@ -1,1 +1,1 @@
-"""Runs a step on a device: rows, batches, captured steps, memory, and a fake device for tests."""
+"""Runs a step on a device: rows, batches, captured steps and memory."""

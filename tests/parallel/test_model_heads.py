@@ -31,7 +31,6 @@ from bankfull.ops import kit_for
 from bankfull.ranks.mesh import MeshSpec
 from bankfull.ranks.shard import Shard
 from bankfull.runtime.device import Cpu, Device
-from bankfull.runtime.fake import Late
 from bankfull.sample.params import SamplingParams
 from bankfull.spread.gathered import GatheredLinear, gathered_linear
 from bankfull.weights.eagle import EagleFiles, write_eagle
@@ -41,6 +40,7 @@ from bankfull.weights.source import open_model
 from tests.decode.test_eagle import random_eagle, strategy_of
 from tests.decode.test_medusa import random_heads
 from tests.decode.test_mtp import prediction
+from tests.late import Late
 from tests.parallel.split_bench import SplitBench, ThreadMesh
 from tests.parallel.test_split_engine import NEW, prompts, some
 from tests.parallel.threads import ThreadRank, on_ranks

@@ -19,11 +19,11 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ranks.group import RankGroup
 from bankfull.runtime import naive
-from bankfull.runtime.fake import Late
 from bankfull.runtime.spread_storage import SpreadStorage
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.source import open_model
 from tests.kit import Bench, Guess, GuessLookup, GuessTree
+from tests.late import Late
 from tests.parallel.split_bench import SplitBench
 from tests.tiny import folder_of, reference_of
 

@@ -29,7 +29,6 @@ from bankfull.parallel.messages import MovedMessage, OutcomeMessage, RankConnect
 from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
-from bankfull.runtime.fake import Late
 from bankfull.runtime.joint_moves import JointMoves, RankMoves
 from bankfull.runtime.tier_ranks import held_by_all, slot_bytes
 from bankfull.state import lower_tier
@@ -40,6 +39,7 @@ from bankfull.state.lower_tier import LowerTier
 from bankfull.state.transfer_rates import TransferRates
 from bankfull.types import Tier
 from tests.kit import Bench
+from tests.late import Late
 from tests.parallel.apart_device import ApartCpu
 from tests.parallel.split_bench import KeepingRank, SplitBench
 from tests.parallel.threads import ThreadRank, on_ranks

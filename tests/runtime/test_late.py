@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bankfull.runtime.fake import Late
+from tests.late import Late
 
 
 def test_work_runs_in_order_and_is_late_but_done_when_waited_for() -> None:

@@ -7,48 +7,38 @@ transfer is reported steps late. Code that reads a device value too early gets t
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from bankfull.ops.registry import Kit
 from bankfull.runtime.device import (
     Copier,
     Copying,
-    CopyNow,
     Cpu,
     Future,
-    MoveTokens,
     Pairs,
     choosing_on_tape,
     copy_now,
-    native_chooser,
     record_on_tape,
 )
-from bankfull.runtime.forward import ChoosingStep, Eager, Forward, VerifyingStep
-from bankfull.runtime.host import available_memory
-from bankfull.runtime.marks import HostMark
+from bankfull.runtime.forward import ChoosingStep, Eager, Forward
 from bankfull.runtime.rows import Rows, Ship
-from bankfull.sample.table import Chooser
-from bankfull.state.storage import Storage
 
 T = TypeVar("T")
 
 
-class Late:
-    kind = "cpu"
+class Late(Cpu):
     depth = 1
-    suits, share = {"rows": 64, "step_tokens": 512}, Cpu.share
+    suits = {"rows": 64, "step_tokens": 512}  # type: ignore[assignment] # noqa: RUF012
 
     def __init__(self, seed: int = 0, apart: bool = False) -> None:
         """`apart`: as if its memory were not the host's. Arrays are copied to the device, and only the device knows
         its rows' lengths."""
+        super().__init__()
         self.apart = apart
-        self.torch = torch.device("cpu")
         self._random = random.Random(seed)
         self._queue: deque[_Task[Any]] = deque()
         self._moving: list[int] = []
@@ -60,27 +50,15 @@ class Late:
             self._run_one()
         return task
 
-    def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
-        pass
-
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         return None if self.apart else choosing_on_tape(forward, rows)
 
-    def verifying(self, forward: Forward, rows: Rows, storage: Storage, move: MoveTokens) -> VerifyingStep | None:
-        return None
-
-    def chooser(self, kit: Kit) -> Chooser | None:
-        return native_chooser(kit)
-
     @property
     def ship(self) -> Ship | None:
         return (lambda array: torch.from_numpy(array.copy())) if self.apart else None
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        return tensor
 
     def completed(self, transfers: list[int]) -> list[int]:
         self._moving += transfers
@@ -91,21 +69,6 @@ class Late:
 
     def copier(self) -> Copier:
         return LateCopier(self._random)
-
-    def blocking_copy(self) -> CopyNow:
-        return copy_now
-
-    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def free_memory(self) -> int:
-        return available_memory()
-
-    def mark(self) -> HostMark:
-        return HostMark(time.perf_counter())
-
-    def peak(self, work: Callable[[], object]) -> int:
-        return 0
 
     def _run_one(self) -> None:
         if self._queue:
