@@ -20,7 +20,7 @@ from bankfull.ops import Sides
 from bankfull.parallel.hot import HotExperts, bytes_of_copies
 from bankfull.parallel.meeting import GlooDevice, Meeting, deafen, prove_members
 from bankfull.ranks.expert_ranks import ExpertRanks
-from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.place import RankPlace
 from bankfull.ranks.shard import Shard
 from bankfull.ranks.stage import Stage
 from bankfull.runtime.device import Device
@@ -41,41 +41,6 @@ class Bounds:
     """The wait for a step over all stages."""
     word: float = 1.0
     """The wait for the reason of a rank that has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """A rank's place in the mesh: tensor ranks are innermost, then context ranks, then ranks of feed-forward layers,
-    then stages."""
-
-    mesh: MeshSpec
-    rank: int
-
-    @property
-    def stage(self) -> int:
-        return self.rank // self.mesh.stage_ranks
-
-    @property
-    def feeds(self) -> bool:
-        """Whether this rank runs only feed-forward layers."""
-        return self.rank % self.mesh.stage_ranks >= self.mesh.tp * self.mesh.cp
-
-    def stage_ranks(self) -> list[int]:
-        first = self.stage * self.mesh.stage_ranks
-        return list(range(first, first + self.mesh.stage_ranks))
-
-    def tensor_ranks(self) -> list[int]:
-        """The ranks that split the same layers by heads and widths."""
-        mesh, ranks = self.mesh, self.stage_ranks()
-        if self.feeds:
-            return ranks[mesh.tp * mesh.cp :]
-        first = (self.rank - ranks[0]) // mesh.tp * mesh.tp
-        return ranks[first : first + mesh.tp]
-
-    def context_ranks(self) -> list[int]:
-        """The ranks that divide the tokens of the same layers."""
-        mesh, ranks = self.mesh, self.stage_ranks()
-        return ranks[(self.rank - ranks[0]) % mesh.tp : mesh.tp * mesh.cp : mesh.tp]
 
 
 class ProcessRanks:

@@ -21,7 +21,7 @@ from bankfull.assembly import Assembled, assemble
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError, RankLost
 from bankfull.models.registry import Config, family_of, rank_config, stages_of
-from bankfull.parallel.groups import Bounds, RankPlace, Ranks, join
+from bankfull.parallel.groups import Bounds, Ranks, join
 from bankfull.parallel.hosting import rank_command
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.meeting import KEY, Meeting
@@ -45,6 +45,7 @@ from bankfull.parallel.messages import (
 from bankfull.parallel.placing import RayPlaces
 from bankfull.parallel.reaching import RankHosts, meeting_key
 from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.place import RankPlace
 from bankfull.runtime.device import Device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.host import usable_cores

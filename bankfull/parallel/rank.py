@@ -43,9 +43,10 @@ def work(connection: RankConnection, task: RankTask) -> int:
     from bankfull.errors import BankfullError, RankLost
     from bankfull.handshake.inherited import inherited
     from bankfull.parallel.following import feed, follow, load_feeds, load_rank
-    from bankfull.parallel.groups import RankPlace, join
+    from bankfull.parallel.groups import join
     from bankfull.parallel.messages import RankReady
     from bankfull.ranks.mesh import MeshSpec
+    from bankfull.ranks.place import RankPlace
 
     try:
         mesh = MeshSpec.parse(str(task.run.parallel))

@@ -21,9 +21,10 @@ from bankfull import LLM, SamplingParams, assembly
 from bankfull.errors import RankLost
 from bankfull.layers.build import Build
 from bankfull.parallel import leading
-from bankfull.parallel.groups import Bounds, ProcessRanks, RankPlace, join
+from bankfull.parallel.groups import Bounds, ProcessRanks, join
 from bankfull.parallel.meeting import KEY, Meeting
 from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.place import RankPlace
 from bankfull.ranks.shard import Shard
 from bankfull.scratch import ScratchFolder
 from tests.gpu.place import CUDA, DEVICE, require_device

@@ -22,13 +22,14 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model, layer_count
 from bankfull.ops import Sides, kit_for
 from bankfull.parallel.following import FeedRunner, feed, follow
-from bankfull.parallel.groups import Bounds, RankPlace
+from bankfull.parallel.groups import Bounds
 from bankfull.parallel.hot import HotExperts
 from bankfull.parallel.leading import Followers
 from bankfull.parallel.messages import _TO_FOLLOWER, HEADER
 from bankfull.ranks.expert_ranks import ExpertRanks
 from bankfull.ranks.group import RankGroup
 from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.place import RankPlace
 from bankfull.ranks.shard import Shard
 from bankfull.ranks.stage import Stage
 from bankfull.runtime.device import Cpu, Device

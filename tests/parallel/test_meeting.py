@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from bankfull.errors import RankLost
-from bankfull.parallel.groups import RankPlace, Ranks, join
+from bankfull.parallel.groups import Ranks, join
 from bankfull.parallel.meeting import KEY, GlooDevice, Meeting, SealedStore, deafen, prove_members
 from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.place import RankPlace
 
 HOST, OWN = "127.0.0.1", b"o" * 32
 TWO = MeshSpec.parse("tp=2")

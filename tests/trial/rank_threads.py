@@ -22,8 +22,9 @@ from bankfull.errors import BankfullError
 from bankfull.ops import Sides
 from bankfull.parallel import following
 from bankfull.parallel.following import feed, follow, load_feeds, load_rank
-from bankfull.parallel.groups import RankPlace, Ranks
+from bankfull.parallel.groups import Ranks
 from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.place import RankPlace
 from bankfull.ranks.stage import Stage
 from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
