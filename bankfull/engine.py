@@ -247,13 +247,6 @@ class Engine(Generic[RunnerKind]):
         self.totals.busy += self._clock() - begun
         return outputs
 
-    def took(self, steps: int, rows: int, seconds: float) -> None:
-        """Count plain steps that have run without this engine (`sched.stride`)."""
-        self.totals.steps += steps
-        self.totals.tokens += steps * rows
-        self.totals.sampled += steps * rows
-        self.totals.busy += seconds
-
     def _settle(self) -> list[Output]:
         plan, step, launched, owners = self._inflight[0]
         lacking, result = "", None

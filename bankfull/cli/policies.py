@@ -134,7 +134,7 @@ def policies(
     from bankfull.cli.terminal import print_table, progress
     from bankfull.plan.policies.compare import agreement, contenders, figures, policy_chart, policy_table, unsteady
     from bankfull.plan.policies.meaning import equal_policies, mark_overloaded
-    from bankfull.plan.policies.simulator import SimulatedEngine, saturation
+    from bankfull.plan.policies.simulator import JobEngine, saturation
     from bankfull.plan.policies.step_model import StepModel
 
     if chart is not None:
@@ -167,7 +167,7 @@ def policies(
         simulated, compared = _placed(jobs, replicas, compared if names else {}, base, model, asked, stretch), {}
     with progress("jobs", asked.jobs * max(1, len(compared))) as advance:
         for number, (name, sched) in enumerate(compared.items()):
-            simulator = SimulatedEngine(
+            simulator = JobEngine(
                 sched,
                 model,
                 asked,
@@ -306,7 +306,7 @@ def _on_engine(
     from bankfull.plan.policies.compare import contenders, figures
     from bankfull.plan.policies.machine_speed import MachineSpeed, slowdown
     from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
-    from bankfull.plan.policies.simulator import SimulatedEngine, saturation
+    from bankfull.plan.policies.simulator import JobEngine, saturation
     from bankfull.plan.policies.step_model import fit
 
     options = replace(engine, scheduling=USUAL_SCHEDULING, rows=base.rows, step_tokens=base.step_tokens)
@@ -340,7 +340,7 @@ def _on_engine(
     measured = EngineRuns(rate, model, base.rows, compared, memory_tokens(running.scheduler.state, asked), [], [], {})
     for name, (run, records) in runs.items():
         speed = MachineSpeed(model, records)
-        simulator = SimulatedEngine(compared[name], model, asked, memory_tokens=measured.memory_tokens, speed=speed)
+        simulator = JobEngine(compared[name], model, asked, memory_tokens=measured.memory_tokens, speed=speed)
         measured.figures.append(figures(name, run, model, stretch))
         measured.replayed.append(figures(name, simulator.run(jobs), model, stretch))
         measured.slowdowns[name] = slowdown(model, records)
@@ -376,7 +376,7 @@ def tradeoff(
     from bankfull.cli.terminal import print_table, progress
     from bankfull.config import SchedConfig
     from bankfull.plan.policies.compare import TradeoffPoint, figures, tradeoff_chart, tradeoff_table
-    from bankfull.plan.policies.simulator import SimulatedEngine, saturation
+    from bankfull.plan.policies.simulator import JobEngine, saturation
     from bankfull.plan.policies.step_model import StepModel
     from bankfull.sched.policies import POLICIES
 
@@ -398,7 +398,7 @@ def tradeoff(
     with progress("runs", len(pairs)) as advance:
         for number, (tokens, count) in enumerate(pairs):
             sched = replace(base, prefill_tokens=tokens, decode_rows=count)
-            one = figures(policy, SimulatedEngine(sched, model, asked).run(jobs), model, 10.0)
+            one = figures(policy, JobEngine(sched, model, asked).run(jobs), model, 10.0)
             points.append(TradeoffPoint(tokens, count, one.ttft_mean, one.tpot_mean, one.jct_mean))
             advance(number + 1, f"{tokens} prompt tokens, {count} rows")
     title = f"{asked}, {rate:.3g}/s, {rows} rows, {policy}"

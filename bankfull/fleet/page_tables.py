@@ -51,7 +51,7 @@ def page_tables_of(scheduler: Scheduler) -> PageTables:
             seq.computed,
             [table[:MOST_PAGES] for table in seq.state.tables],
         )
-        for seq in sorted(scheduler._running, key=lambda seq: seq.row)[:MOST_SEQUENCES]
+        for seq in sorted(scheduler.facts.running, key=lambda seq: seq.row)[:MOST_SEQUENCES]
         if seq.state is not None
     ]
     census = state.pages.census()

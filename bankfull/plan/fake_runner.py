@@ -45,9 +45,10 @@ class FakeStep:
 class FakeRunner:
     """A `Runner` that only models time. A step begins when the device is free, and ends after its seconds.
 
-    `fixed`: masked tokens that a denoising step of a diffusion model fixes; a block is complete when none is left."""
+    `token`: None if no one reads what is sampled. `fixed`: masked tokens that a denoising step of a diffusion model
+    fixes; a block is complete when none is left."""
 
-    def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens = some_token, fixed: int = 1) -> None:
+    def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens | None = some_token, fixed: int = 1) -> None:
         self._clock, self._seconds, self._token, self._fixed = clock, seconds, token, fixed
         self.free_at = 0.0
         """The end of the last launched step."""
@@ -55,14 +56,12 @@ class FakeRunner:
         """Per row: the request number."""
         self._masked: dict[int, int] = {}
         """Per row: masked tokens of the block that is being denoised."""
-        self.busy = 0.0
 
     def forward(self, plan: StepPlan) -> FakeStep:
         for enter in plan.enter:
             self._request[enter.row] = enter.request
             self._masked.pop(enter.row, None)
         seconds = self._seconds(plan.work) if plan.work else 0.0
-        self.busy += seconds
         self.free_at = max(self._clock.now, self.free_at) + seconds
         # The tokens are fixed at launch: another sequence may enter a row before the step settles.
         tokens = [self._next(w) if w.sample else [] for w in plan.work]
@@ -71,24 +70,16 @@ class FakeRunner:
     def finish(self, step: FakeStep, masks: Mapping[int, Any]) -> None:
         """The tokens are known already."""
 
-    def free_from(self, time: float) -> None:
-        """Steps that ran without this runner have ended at this time."""
-        self.free_at = max(self.free_at, time)
-
-    def took(self, seconds: Sequence[float], end: float) -> None:
-        """Plain steps of these times have run without this runner until `end`."""
-        for one in seconds:
-            self.busy += one
-        self.free_at = end
-
     def decode(self, row: int, known: int, count: int) -> list[int]:
-        """The next tokens of a row that has `known` ones, which it generates without this runner."""
+        """The next tokens of a row that has `known` ones."""
+        if self._token is None:
+            return [0] * count
         return [self._token(self._request[row], known + i) for i in range(count)]
 
     def _next(self, work: Work) -> list[int]:
         row, known = work.row, work.start + work.count
         if not work.block:
-            return [self._token(self._request[row], known)]
+            return self.decode(row, known, 1)
         left = self._masked.pop(row, work.block) - self._fixed
         if left > 0:
             self._masked[row] = left

@@ -23,11 +23,12 @@ from bankfull.fleet.prefixes import MOST_KEYS
 from bankfull.plan.day import Day
 from bankfull.plan.day_content import FIRST_OWN, Content, PartChain
 from bankfull.plan.decode_times import DecodeTimes, Floats
+from bankfull.plan.engine import NO_STEPS
 from bankfull.plan.fake_runner import Clock
 from bankfull.plan.fleet_front import FleetFront, FleetStep, facts_of
 from bankfull.plan.fleet_ledger import FleetLedger
 from bankfull.plan.fleet_options import FleetOptions
-from bankfull.plan.fleet_replica import NO_STEPS, FleetReplica
+from bankfull.plan.fleet_replica import FleetReplica
 from bankfull.plan.fleet_requests import FleetConversation, FleetMember, FleetRequest
 from bankfull.plan.simulate import ReplicaSpec
 from bankfull.state.prefix import Chain
@@ -286,7 +287,7 @@ class FleetSimulation:
             request = self.active[number]  # type: ignore[index]
             request.gap = max(request.gap, first - request.newest, longest)
             request.newest = last
-        return member.replica.take_stride(member.begun, ends)
+        return member.replica.take_steps(ends)
 
     def _next_step(self, member: FleetMember, now: float) -> None:
         replica = member.replica
@@ -297,7 +298,7 @@ class FleetSimulation:
             replica.add(sent, talk.content, talk.chain)
         if not replica.busy:
             return
-        member.begun, member.ends = now, replica.plan_stride(now)
+        member.ends = replica.next_ends()
         if len(member.ends):
             self._wake_at(member, float(member.ends[-1]))
         else:

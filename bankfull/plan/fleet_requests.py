@@ -9,8 +9,9 @@ from bankfull.fleet.attainment import RequestGoals
 from bankfull.plan.day import DayConversation
 from bankfull.plan.day_content import Content
 from bankfull.plan.decode_times import Floats
+from bankfull.plan.engine import NO_STEPS
 from bankfull.plan.fleet_front import FleetStep
-from bankfull.plan.fleet_replica import NO_STEPS, FleetReplica
+from bankfull.plan.fleet_replica import FleetReplica
 from bankfull.state.prefix import Chain
 from bankfull.types import Request
 
@@ -79,7 +80,6 @@ class FleetMember:
     inbox: deque[tuple[Request, FleetConversation]] = field(default_factory=deque)
     """Requests that were sent to it."""
     requests: set[int] = field(default_factory=set)
-    begun: float = 0.0
     ends: Floats = field(default_factory=lambda: NO_STEPS)
     """Ends of the plain steps under way."""
     step: FleetStep | None = None

@@ -87,10 +87,6 @@ class Pace:
             of_plain = min(left, share * left if known is None else plain * known)
             self._scored.observe(scored, left - of_plain)
 
-    def observe_decodes(self, decoding: int, seconds: Iterable[float]) -> None:
-        """Learn from steps without prompts: the decoding sequences of each, and their seconds, oldest first."""
-        self._decodes.extend([(decoding, each) for each in seconds if each > 0])
-
     def decode_seconds(self, decoding: int) -> float:
         """Predicted seconds of a step with this many decoding sequences; assumed to grow with them."""
         if not self._decodes or not decoding:

@@ -28,8 +28,6 @@ class Policy(Protocol):
     """Whether tenants that compete get equal shares of rows, pages and step tokens."""
     reserves_limit: bool
     """Whether a sequence is admitted only if memory suffices for all sequences at their largest length."""
-    counting: bool
-    """Whether `after_plain` needs the seconds of every step."""
     predicts: bool
     """Whether it asks for predicted prefill times, so that steps have to be timed."""
     facts: QueueFacts
@@ -58,16 +56,6 @@ class Policy(Protocol):
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
         """Called when a step has settled; `served[i]` had `plan.work[i]`, and the device spent `seconds` on it. Returns
         the sequences whose rank has changed; those that have ended are ignored."""
-        ...
-
-    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        """Called as `after` is, for several steps of these seconds at once, in each of which every running sequence
-        decoded one token; the last one has ended now. There are at most as many as `steps_to_change` has allowed."""
-        ...
-
-    def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
-        """How many of the next decode steps, which end at these times, may be taken at once. Only the last of them may
-        change what `giving_way` answers: no decision depends on the ranks in between."""
         ...
 
     def next_turn(self, sequence: Sequence, now: float) -> float:

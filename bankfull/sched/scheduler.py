@@ -62,7 +62,6 @@ class Scheduler:
         self._waiting = WaitingQueue(self.policy.gate)
         self.parking.next_turn = self.policy.next_turn
         state.pins.clock = clock
-        self.policy.facts = QueueFacts(state, self.parking, self._waiting)
         self._seconds = 0.0  # the device's time for the step that settles next
         self._running = OrderedSequences()
         self._room = AdmissionRoom(config, state, self.policy, self.parking, self._running, canvas)
@@ -74,6 +73,7 @@ class Scheduler:
         self._filling: list[Sequence] = []  # those of which the newest step computes several tokens
         self._tenants, self._blocking = Tenants(self.policy.fair), Blocking(clock)
         lists = self._waiting, self._running, self._free_rows
+        self.facts = self.policy.facts = QueueFacts(state, self.parking, self._tenants, *lists)
         self._preemption = Preemption(config, state, self.policy, self._room, self._tenants, *lists, self.pace)
         self._preemption.preempt = self._preempt
         self._arrivals, self._steps = count(), count()
@@ -88,8 +88,8 @@ class Scheduler:
 
     # -- requests
 
-    def add(self, request: Request) -> None:
-        """Queue a request; raises RequestError if it can never run."""
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request, whose sequences are returned; raises RequestError if it can never run."""
         if request.id in self._by_request:
             raise RequestError(f"Request id {request.id!r} is already in use; give every request an id of its own.")
         check_request(request, self.waiting, self.config, self.state)
@@ -106,6 +106,7 @@ class Scheduler:
         if self.canvas is None:  # else they share the prompt through the prefix cache, where it has one
             adopt(siblings)
         self._expect(siblings)
+        return siblings
 
     def _expect(self, siblings: list[Sequence]) -> None:
         """Siblings that do not wait for another one may run from now on."""

@@ -10,7 +10,7 @@ from bankfull.fleet.routing import routing_policy
 from bankfull.plan.fake_runner import Clock
 from bankfull.plan.fleet_front import facts_of, load_of
 from bankfull.plan.policies.jobs import JobTraffic, TrafficJob
-from bankfull.plan.policies.simulator import Advance, JobRun, SimulatedEngine
+from bankfull.plan.policies.simulator import Advance, JobEngine, JobRun
 from bankfull.plan.policies.step_model import StepModel
 from bankfull.plan.simulate import RequestTimes
 
@@ -30,7 +30,7 @@ def place(
 ) -> JobRun:
     """Run the jobs to their ends. The front knows what each engine has reported after its last step."""
     clock, policy = Clock(), routing_policy(routing, seed)
-    fleet = [SimulatedEngine(sched, model, traffic) for _ in range(replicas)]
+    fleet = [JobEngine(sched, model, traffic) for _ in range(replicas)]
     meters = [ReplicaMeter(clock) for _ in fleet]
     for engine, meter in zip(fleet, meters, strict=True):
         engine.scheduler.pace.measured = True
@@ -52,7 +52,7 @@ def place(
         chosen = policy.choose(job.prompt, False, [meter.candidate() for meter in meters])
         meters[chosen].sent(job.number, job.prompt)
         answered[chosen].add(job.number)
-        fleet[chosen].receive(job, times)
+        fleet[chosen].expect([job], times)
         if number % 500 == 0:
             advance(number, routing)
     run = JobRun(times, 0.0, 0, 0, 0)

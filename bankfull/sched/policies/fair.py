@@ -21,8 +21,6 @@ OUTPUT_COST = 4.0
 
 
 class Fair(FirstCome):
-    counting = True
-
     def __init__(self, config: SchedConfig) -> None:
         super().__init__(config)
         self._weights = dict(config.weights)
@@ -57,21 +55,13 @@ class Fair(FirstCome):
         return min(self.served.values(), default=self._least)
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
+        weights, expected = self._weights, self._expected
         for work, seq in zip(plan.work, served, strict=True):
-            if seq in self._expected:
-                cost = (work.count - 1 + OUTPUT_COST if work.sample else work.count) / self.weight_of(seq.tenant)
-                self.served[seq.tenant] += cost
-                self._expected[seq] -= cost
-        self._least = max(self._least, self._lowest())
-        return ()
-
-    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        for seq in served:
-            if seq in self._expected:
-                cost = OUTPUT_COST / self.weight_of(seq.tenant)
-                for _ in seconds:
-                    self.served[seq.tenant] += cost
-                    self._expected[seq] -= cost
+            if seq in expected:
+                tenant = seq.request.tenant
+                cost = (work.count - 1 + OUTPUT_COST if work.sample else work.count) / weights.get(tenant, 1.0)
+                self.served[tenant] += cost
+                expected[seq] -= cost
         self._least = max(self._least, self._lowest())
         return ()
 

@@ -18,7 +18,6 @@ class FirstCome:
     preemptive = False
     fair = False
     reserves_limit = False
-    counting = False
     predicts = False
     facts: QueueFacts
 
@@ -39,12 +38,6 @@ class FirstCome:
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
         return ()
-
-    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        return ()
-
-    def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
-        return len(ends)
 
     def next_turn(self, sequence: Sequence, now: float) -> float:
         """Returns numbers by the order alone: they mean no seconds, but their order is right."""

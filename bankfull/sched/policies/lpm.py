@@ -32,7 +32,4 @@ class LongestPrefix(FirstCome):
         return -float(self.facts.cached(sequence))
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
-        return list(islice(self.facts.waiting(), MOST_RANKED))
-
-    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        return list(islice(self.facts.waiting(), MOST_RANKED))  # only the last order admits
+        return list(islice(self.facts.waiting, MOST_RANKED))

@@ -19,7 +19,6 @@ first queue, several times as long as a mean answer took. Only answers that outl
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -39,8 +38,6 @@ one. Where memory is short, it would lose what it has computed each time: queues
 prompt is computed would preempt all sequences in turns, and none would ever get a token."""
 DEEPEST = 12
 """The last queue; its sequences stay in it."""
-ROUNDING = 1e-6
-"""More seconds than the sums of a run of steps may be wrong by."""
 TURN = 3.0
 """Length of an answer's turn, in mean answers: so long that few of those of usual lengths are cut shortly before their
 ends, also while prompts slow their steps down. Where answers have a heavy tail, the long ones are still found."""
@@ -68,13 +65,13 @@ class QueuedJob:
     """Its place before all queues; None for a sequence that is in its queue."""
 
 
-def _fruitless(sequence: Sequence) -> bool:
+def is_fruitless(sequence: Sequence) -> bool:
+    """Whether it keeps its row, before all queues, until it has a token."""
     return sequence.fruitless >= MOST_FRUITLESS and len(sequence.tokens) <= sequence.entered
 
 
 class Mlfq(FirstCome):
     preemptive = True
-    counting = True
 
     def __init__(self, config: SchedConfig) -> None:
         super().__init__(config)
@@ -105,7 +102,7 @@ class Mlfq(FirstCome):
             job = self._jobs[sequence] = QueuedJob(
                 level, next(self._places), now, self._limit(level), len(sequence.tokens)
             )
-        if not _fruitless(sequence):
+        if not is_fruitless(sequence):
             job.before = None
         elif job.before is None:  # the first one keeps its place, and so gets its token
             job.before = next(self._places)
@@ -117,47 +114,31 @@ class Mlfq(FirstCome):
     def giving_way(self, head: Sequence, running: list[Sequence], beyond: list[Sequence] | None) -> list[Sequence]:
         jobs, level, batch = self._jobs, self._jobs[head].level, head.batch
         below = [s for s in running if (s.batch > batch or (s.batch == batch and jobs[s].level > level))]
-        return [s for s in below if not (s.fruitless and _fruitless(s))]
+        return [s for s in below if not (s.fruitless and is_fruitless(s))]
 
     def victim(self, needy: Sequence, able: list[Sequence], holdings: Holdings | None) -> Sequence | None:
         return super().victim(needy, able, None)
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
-        return self.after_plain(served, [seconds], now)
-
-    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        alive = [(seq, job, job.level) for seq in served if (job := self._jobs.get(seq)) is not None]
-        jobs = [job for _, job, _ in alive]
-        kept = {job for seq, job, _ in alive if self._keeps_queue(seq, job)}
-        for each in seconds:
-            moved = False
-            for job in jobs:
-                job.used += each
-                job.served += each
-                if job.used >= job.quantum and job not in kept:
-                    self._move(job, self._level_below(job))
-                    self.demotions += 1
-                    moved = True
-            if moved and len(seconds) > 1:  # those that move in one step do so in their order
-                jobs.sort(key=lambda job: (job.level, job.place))
         changed = []
-        for seq, job, level in alive:
+        for seq, job in zip(served, map(self._jobs.get, served), strict=True):
+            if job is None:
+                continue
+            job.used += seconds
+            job.served += seconds
             job.since = now
-            freed = (seq.fruitless or job.before is not None) and _fruitless(seq) == (job.before is None)
-            if freed or level != job.level:
+            if job.used >= job.quantum and not self._keeps_queue(seq, job):
+                self._move(job, self._level_below(job))
+                self.demotions += 1
+                changed.append(seq)
+            elif (seq.fruitless or job.before is not None) and is_fruitless(seq) == (job.before is None):
                 changed.append(seq)
         return changed + (self._promoted(now) if now - self._oldest >= self.starvation else [])
 
-    def steps_to_change(self, running: list[Sequence], begun: float, ends: list[float]) -> int:
-        """Up to the first step after which a sequence may be below the first one that waits, or promoted."""
-        if any(seq.fruitless and _fruitless(seq) for seq in running):
-            return 1  # with its next token it may give way
-        until = self._oldest + self.starvation
-        head = next((seq for seq in self.facts.waiting() if seq.parent is None), None)
-        if head is not None and (level := self._jobs[head].level) < DEEPEST:
-            for job in map(self._jobs.__getitem__, running):
-                until = min(until, begun + self._stays_above(job, level))
-        return min(len(ends), bisect_left(ends, until - ROUNDING) + 1)
+    @property
+    def next_promotion(self) -> float:
+        """The earliest time at which a sequence may return to the first queue."""
+        return self._oldest + self.starvation
 
     def _keeps_queue(self, sequence: Sequence, job: QueuedJob) -> bool:
         """Whether it stays in its queue although its quantum is used up."""
@@ -170,9 +151,10 @@ class Mlfq(FirstCome):
             level += 1
         return level
 
-    def _stays_above(self, job: QueuedJob, level: int) -> float:
+    def stays_above(self, sequence: Sequence, level: int) -> float:
         """Seconds of service for which it is in the queue `level` or one before it: what is left of its quantum, and
         those of all queues from there to this one."""
+        job = self._jobs[sequence]
         quantum = min(job.quantum, self.quantum_of(DEEPEST))
         following = self.quantum_of(level + 1) - self.quantum_of(self._level_below(job))
         return quantum - job.used + max(0.0, following)
@@ -204,7 +186,7 @@ class Mlfq(FirstCome):
         ahead = 0.0
         for seq, job in self._jobs.items():
             if seq is not sequence and (job.level, job.place) < (own.level, own.place):
-                ahead += self._stays_above(job, own.level)
+                ahead += self.stays_above(seq, own.level)
         promotion = self.starvation - (now - own.since)
         return max(0.0, min(promotion, ahead / self.rows))
 
@@ -249,21 +231,15 @@ class SkipJoinMlfq(Mlfq):
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
         changed = [*super().after(plan, served, now, seconds)]
-        for seq in served:
-            job = self._jobs.get(seq)
+        while self._ended:  # only now: the quanta of this step were given out with the mean before
+            self._answers = min(self._answers + 1, REMEMBERED)
+            self._mean += (self._ended.pop(0) - self._mean) / self._answers
+        for seq, job in zip(served, map(self._jobs.get, served), strict=True):
             if job is not None and not job.answers and len(seq.tokens) > job.known:
                 job.answers, job.served = True, 0.0
                 self._move(job, 0)
                 job.quantum = self.turn
                 changed.append(seq)
-        return changed
-
-    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
-        changed = super().after_plain(served, seconds, now)
-        for answer in self._ended:  # only now: the quanta of the steps before were given out with the mean before
-            self._answers = min(self._answers + 1, REMEMBERED)
-            self._mean += (answer - self._mean) / self._answers
-        self._ended.clear()
         return changed
 
     def ended(self, sequence: Sequence) -> None:

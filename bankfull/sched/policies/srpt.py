@@ -32,7 +32,4 @@ class Srpt(FirstCome):
         return [seq for seq in running if seq.order > head.order]
 
     def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> Iterable[Sequence]:
-        return served
-
-    def after_plain(self, served: list[Sequence], seconds: list[float], now: float) -> Iterable[Sequence]:
         return served  # they come nearer to their ends at the same rate, and nearer than those that wait

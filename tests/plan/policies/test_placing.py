@@ -9,7 +9,7 @@ from bankfull.fleet.reports import Load
 from bankfull.fleet.routing import Candidate, CompletionRouting, completion_ms
 from bankfull.plan.policies.jobs import JobTraffic
 from bankfull.plan.policies.placing import ROUTINGS, place
-from bankfull.plan.policies.simulator import SimulatedEngine, saturation
+from bankfull.plan.policies.simulator import JobEngine, saturation
 from bankfull.plan.policies.step_model import StepModel
 
 MODEL, SCHED = StepModel(), SchedConfig(rows=4, step_tokens=512, policy="skip-join-mlfq")
@@ -40,7 +40,7 @@ def test_one_replica_equals_an_engine_without_a_router() -> None:
     jobs = traffic.draw(20.0)
     routed, alone = (
         place(jobs, 1, "completion", SCHED, MODEL, traffic),
-        SimulatedEngine(SCHED, MODEL, traffic).run(jobs),
+        JobEngine(SCHED, MODEL, traffic).run(jobs),
     )
     assert [one.last for one in routed.times] == pytest.approx([one.last for one in alone.times])
 

@@ -18,7 +18,7 @@ from bankfull.plan.policies.compare import CONTENDERS, agreement, contenders, fi
 from bankfull.plan.policies.jobs import JobTraffic
 from bankfull.plan.policies.machine_speed import MachineSpeed
 from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
-from bankfull.plan.policies.simulator import JobRun, SimulatedEngine, saturation
+from bankfull.plan.policies.simulator import JobEngine, JobRun, saturation
 from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
 from bankfull.plan.simulate import RequestTimes
 from bankfull.sched.policies.mlfq import SkipJoinMlfq
@@ -32,7 +32,7 @@ REACH = JobTraffic(jobs=2500, burstiness=1.0)
 
 
 def simulated(name: str, traffic: JobTraffic, rate: float, base: SchedConfig = BASE, **options: Any) -> JobRun:
-    return SimulatedEngine(contenders(base, [name])[name], MODEL, traffic, **options).run(traffic.draw(rate))
+    return JobEngine(contenders(base, [name])[name], MODEL, traffic, **options).run(traffic.draw(rate))
 
 
 @examples(25)
@@ -98,16 +98,16 @@ def test_no_job_waits_longer_than_the_stated_bound(name: str, seed: int, rows: i
     """The bound of docs/scheduling.md, on every wait of every job, under overload."""
     traffic = JobTraffic(jobs=60, seed=seed, shortest=8, longest=300, burstiness=0.3)
     base = SchedConfig(rows=rows, step_tokens=512, quantum_ms=20.0, starvation=0.5)
-    engine = SimulatedEngine(contenders(base, [name])[name], MODEL, traffic, stepped=True)
+    engine = JobEngine(contenders(base, [name])[name], MODEL, traffic, stepped=True)
     scheduler, clock = engine.scheduler, engine.clock
     since: dict[Any, float] = {}
     longest, most_jobs, longest_step, before, policy = 0.0, 0, 0.0, 0.0, scheduler.policy
     quantum = base.quantum_ms / 1e3
-    engine._run.times = [RequestTimes(job.time, job.prompt, job.output) for job in traffic.draw(60.0)]
-    engine._coming.extend(traffic.draw(60.0))
+    jobs = traffic.draw(60.0)
+    engine.expect(jobs, [RequestTimes(job.time, job.prompt, job.output) for job in jobs])
     while engine.proceed():
-        running = {seq.request.id for seq in scheduler._running}
-        for seq in scheduler._waiting:
+        running = {seq.request.id for seq in scheduler.facts.running}
+        for seq in scheduler.facts.waiting:
             since.setdefault(seq.request.id, clock.now)
             longest = max(longest, clock.now - since[seq.request.id])
         for done in running & since.keys():
@@ -165,9 +165,9 @@ def test_the_simulator_fed_with_an_engines_step_times_gives_its_order_and_its_co
     model = fit([record for _, records in measured.values() for record in records])
     memory = memory_tokens(own.scheduler.state, traffic)
     runs = {
-        name: SimulatedEngine(
-            sched, model, traffic, memory_tokens=memory, speed=MachineSpeed(model, measured[name][1])
-        ).run(jobs)
+        name: JobEngine(sched, model, traffic, memory_tokens=memory, speed=MachineSpeed(model, measured[name][1])).run(
+            jobs
+        )
         for name, sched in compared.items()
     }
     found = agreement(
@@ -176,7 +176,7 @@ def test_the_simulator_fed_with_an_engines_step_times_gives_its_order_and_its_co
     )
     assert found.same_order and found.largest_error < 0.1, found
     assert len({round(run.times[-1].e2e, 6) for run in runs.values()}) > 1, "the policies differ"
-    steady = {name: SimulatedEngine(sched, model, traffic, memory_tokens=memory) for name, sched in compared.items()}
+    steady = {name: JobEngine(sched, model, traffic, memory_tokens=memory) for name, sched in compared.items()}
     alike = agreement(
         [figures(name, run, model, 3.0) for name, (run, _) in measured.items()],
         [figures(name, engine.run(jobs), model, 3.0) for name, engine in steady.items()],
@@ -201,7 +201,7 @@ def test_step_times_are_recovered_and_no_term_is_negative() -> None:
 
 
 def test_agreement_allows_ties_and_notices_another_order() -> None:
-    run = SimulatedEngine(BASE, MODEL, JobTraffic(jobs=20)).run(JobTraffic(jobs=20).draw(10.0))
+    run = JobEngine(BASE, MODEL, JobTraffic(jobs=20)).run(JobTraffic(jobs=20).draw(10.0))
     one = figures("fcfs", run, MODEL, 3.0)
     a, b = replace(one, jct_mean=1.0), replace(one, jct_mean=2.0)
     assert agreement([a, b], [a, b]).same_order and agreement([a, b], [a, b]).largest_error == 0
@@ -222,7 +222,7 @@ def test_jobs_are_drawn_alike_for_a_seed_whatever_the_rate_and_have_a_heavy_tail
 
 
 def test_the_chart_ranks_the_policies() -> None:
-    run = SimulatedEngine(BASE, MODEL, JobTraffic(jobs=20)).run(JobTraffic(jobs=20).draw(10.0))
+    run = JobEngine(BASE, MODEL, JobTraffic(jobs=20)).run(JobTraffic(jobs=20).draw(10.0))
     one = figures("fcfs", run, MODEL, 3.0)
     drawn = policy_chart([replace(one, policy="slow", jct_mean=9.0), replace(one, policy="quick")], "title")
     assert list(drawn.x.names) == ["quick", "slow"] and len(drawn.series) == 3
