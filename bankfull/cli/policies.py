@@ -132,8 +132,16 @@ def policies(
     from bankfull.charts import save
     from bankfull.charts.output import check_path
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.plan.policies.compare import agreement, contenders, figures, policy_chart, policy_table, unsteady
-    from bankfull.plan.policies.meaning import equal_policies, mark_overloaded
+    from bankfull.plan.policies.compare import (
+        agreement,
+        contenders,
+        equal_policies,
+        figures,
+        mark_overloaded,
+        policy_chart,
+        policy_table,
+        unsteady,
+    )
     from bankfull.plan.policies.simulator import JobEngine, saturation
     from bankfull.plan.policies.step_model import StepModel
 

@@ -1,4 +1,4 @@
-"""Policies side by side: the figures of each, as a table, a chart and JSON."""
+"""Policies side by side: the figures of each, as a table, a chart and JSON, and which of them mean nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
 from bankfull.limits.statistics import quantile
 from bankfull.limits.units import duration, scaled
-from bankfull.plan.policies.simulator import JobRun
+from bankfull.plan.policies.jobs import JobTraffic
+from bankfull.plan.policies.simulator import JobRun, saturation, state_of
 from bankfull.plan.policies.step_model import StepModel
 from bankfull.sched.policies import POLICIES
 
@@ -93,6 +94,46 @@ def figures(policy: str, run: JobRun, model: StepModel, stretch: float) -> Polic
         run.swapped,
         run.seconds,
     )
+
+
+def mark_overloaded(
+    found: Sequence[PolicyFigures],
+    compared: Mapping[str, SchedConfig],
+    model: StepModel,
+    traffic: JobTraffic,
+    rate: float,
+    load: float,
+) -> tuple[list[PolicyFigures], list[str]]:
+    """The figures, marked where the policy cannot serve `rate` jobs per second, and a sentence for each of these. With
+    continuous batching every policy serves as many as fcfs, of whose saturation `load` is a fraction."""
+    marked, notes = [], []
+    for one in found:
+        sched = compared[one.policy]
+        served = rate / load if sched.batching == "continuous" else min(rate / load, saturation(sched, model, traffic))
+        marked.append(replace(one, overloaded=rate >= served))
+        if rate >= served:
+            notes.append(
+                f"{one.policy} is overloaded: it serves {served:.3g} of the {rate:.3g} jobs per second, and its queue "
+                f"grows without bound; --load {0.9 * served / rate * load:.2g} bounds it."
+            )
+    return marked, notes
+
+
+def equal_policies(
+    found: Sequence[PolicyFigures], compared: Mapping[str, SchedConfig], traffic: JobTraffic, memory_tokens: int
+) -> list[str]:
+    """A sentence if Orca's reservation cannot make a job wait. `memory_tokens`: as for the simulated engine."""
+    if not {"fcfs", "orca"} <= {one.policy for one in found}:
+        return []
+    sched = compared["orca"]
+    state = state_of(sched, traffic, memory_tokens)
+    needed = sched.rows * state.frames_for(traffic.most_tokens, sched.step_tokens)
+    if state.pages.size < needed:
+        return []
+    return [
+        "orca equals fcfs here: it only reserves memory for the largest lengths, which the memory holds for all rows; "
+        f"--memory-tokens {needed * state.layout.block_tokens // 4} shows the difference."
+    ]
 
 
 def policy_table(found: Sequence[PolicyFigures], title: str) -> Table:
