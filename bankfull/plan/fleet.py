@@ -408,13 +408,17 @@ class FleetSimulation:
 
     def _notice(self, member: FleetMember, now: float) -> None:
         self._move(member, [self.active[number] for number in sorted(member.requests)], now)
+        self._go_without(member, now)
+
+    def _go_without(self, member: FleetMember, now: float) -> None:
+        """A replica has ended: its place starts again, or is not paid for any more."""
         restarts = member.restarts or not member.draining
-        if member.draining:
-            self._after_drain(member)
+        member.draining = member.restarts = False
         if restarts:
             self._begin(member, now, self.options.start_seconds)
         else:
-            self._unpaid(member, now)
+            member.wanted = False
+            self.ledger.paid(now, -1)
 
     # -- drains, updates and scaling
 
@@ -434,22 +438,9 @@ class FleetSimulation:
         self._at(now + self.options.grace, end_of_grace)
 
     def _drained(self, member: FleetMember, now: float) -> None:
-        if member.replica is None:
-            return
-        self._move(member, self._stop(member, now), now)
-        restarts = member.restarts
-        self._after_drain(member)
-        if restarts:
-            self._begin(member, now, self.options.start_seconds)
-        else:
-            self._unpaid(member, now)
-
-    def _after_drain(self, member: FleetMember) -> None:
-        member.draining = member.restarts = False
-
-    def _unpaid(self, member: FleetMember, now: float) -> None:
-        member.wanted = False
-        self.ledger.paid(now, -1)
+        if member.replica is not None:
+            self._move(member, self._stop(member, now), now)
+            self._go_without(member, now)
 
     def _begin_update(self, now: float) -> None:
         self.ledger.updates.append(now)
