@@ -31,7 +31,7 @@ NO_STEPS: Floats = np.empty(0)
 
 
 class SimulatedEngine:
-    """What is simulated says how long steps take, and where it has arrivals, what they are and what becomes of them."""
+    """One engine. A subclass says how long its steps take and, where it has arrivals, what becomes of them."""
 
     def __init__(
         self,

@@ -21,7 +21,10 @@ from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
 from bankfull.plan.policies.simulator import JobEngine, JobRun, saturation
 from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
 from bankfull.plan.simulate import RequestTimes
+from bankfull.sched.policies import POLICIES
 from bankfull.sched.policies.mlfq import SkipJoinMlfq
+from bankfull.sched.policies.srpt import Srpt
+from bankfull.sched.sequence import Sequence
 from bankfull.types import StepPlan
 from tests.quick import examples
 from tests.tiny import speaking_folder
@@ -60,6 +63,26 @@ def test_strides_equal_single_steps(
         assert (one.first, one.last, one.tokens, one.blocked) == (other.first, other.last, other.tokens, other.blocked)
     assert (fast.seconds, fast.preemptions, fast.steps) == (slow.seconds, slow.preemptions, slow.steps)
     assert (fast.ends, fast.swapped) == (slow.ends, slow.swapped)
+
+
+class Alternating(Srpt):
+    """A policy that strides do not know: its ranks change with the number of steps."""
+
+    steps = 0
+
+    def rank(self, sequence: Sequence, now: float) -> float:
+        return super().rank(sequence, now) * (-1 if self.steps // 50 % 2 else 1)
+
+    def after(self, plan: StepPlan, served: list[Sequence], now: float, seconds: float) -> list[Sequence]:
+        self.steps += 1
+        return [*served, *self.facts.waiting]
+
+
+def test_a_policy_that_strides_do_not_know_is_simulated_as_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "alternating", Alternating)
+    traffic, sched = JobTraffic(jobs=40, shortest=4, longest=200), SchedConfig(rows=2, policy="alternating")
+    fast, slow = (JobEngine(sched, MODEL, traffic, stepped=stepped).run(traffic.draw(5.0)) for stepped in (False, True))
+    assert (fast.times, fast.ends, fast.steps) == (slow.times, slow.ends, slow.steps) and fast.preemptions > 0
 
 
 def test_skip_join_mlfq_is_far_ahead_of_fcfs_and_near_the_oracle() -> None:
