@@ -26,11 +26,12 @@ WORKDIR /source
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY csrc csrc
 COPY bankfull bankfull
+COPY heads heads
 # Kernels are built for every instruction set and chosen at run time: the image runs on other machines, too.
 # hadolint ignore=DL3013
-RUN BANKFULL_REQUIRE_NATIVE=1 pip wheel --no-deps --wheel-dir /wheel . \
-    && wheel=$(echo /wheel/*.whl) \
-    && pip install "${wheel}[serve,hub]" \
+RUN BANKFULL_REQUIRE_NATIVE=1 pip wheel --no-deps --wheel-dir /wheel . ./heads \
+    && wheel=$(echo /wheel/bankfull-*.whl) \
+    && pip install "${wheel}[serve,hub]" /wheel/bankfull_smollm2_heads-*.whl \
     && torch=$(python -c "import torch; print(torch.__path__[0])") \
     && rm -rf "$torch/test" "$torch/include" "$torch"/bin/*[tT]est*
 

@@ -27,7 +27,8 @@ GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_tr
 	tests/test_trial.py::test_what_the_trial_has_found_stays_mended
 # An editable install lists its packages by name, so new folders require a new installation.
 PACKAGES := $(sort $(dir $(wildcard bankfull/*/ bankfull/*/*/ bankfull/*/*/*/)))
-BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp) \
+	$(wildcard heads/pyproject.toml heads/*/*.py heads/*/*/*)
 
 # Packages are installed without byte code, and the tests start some two hundred Python processes. Each would compile
 # torch's sources again (3 s) if the environment kept the first one from writing its byte code.
@@ -85,6 +86,8 @@ install: ## Create .venv with the package (editable) and its kernels, ready to r
 	extras $(EXTRAS) > $(STAMPS)/$(LEVEL).txt; \
 	step packages "installing the other packages" \
 		$(PIP) install --no-compile "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja --requirement $(STAMPS)/$(LEVEL).txt; \
+	step heads "installing the heads of the default model" \
+		$(PIP) install --no-compile --no-deps --no-build-isolation --force-reinstall ./heads; \
 	finish kernels $$kernels; started=; \
 	step wheel "installing bankfull" $(PIP) install --no-compile --no-deps --force-reinstall $(STAMPS)/wheel/*.whl; \
 	$(BIN)/python -c "from bankfull.ops import native; why = native.status(); \
@@ -138,7 +141,7 @@ trial: tools ## Random combinations against a plain loop; CASES=10000 SEED=7 for
 
 # These targets use the GPU machine's own Python with torch, triton, transformers and pytest, and install nothing. Further
 # packages may lie as wheels in wheels/. Tests whose packages are missing are skipped and counted.
-ON_GPU = PYTHONPATH="$(CURDIR):$(CURDIR)/build/wheels"
+ON_GPU = PYTHONPATH="$(CURDIR):$(CURDIR)/heads:$(CURDIR)/build/wheels"
 define prepare_gpu
 	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else '$@ needs a CUDA device; torch sees none.')"
 	@for wheel in wheels/*.whl; do [ ! -e "$$wheel" ] || $(PYTHON) -m zipfile -e "$$wheel" build/wheels; done

@@ -78,7 +78,7 @@ def test_weights_stay_quantized_in_memory(llm: LLM) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("heads", ("medusa", "eagle", "chain:eagle"))
-def test_heads_that_come_with_the_package_draft_for_it(llm: LLM, heads: str) -> None:
+def test_heads_of_their_own_package_draft_for_it(llm: LLM, heads: str) -> None:
     """The tokens stay the same, and far more first drafts are right than of untrained heads (below 3%)."""
     asked = [[{"role": "user", "content": text}] for text in ("Name three rivers.", "What is a leap year?")]
     params = SamplingParams(temperature=0.0, max_tokens=24)

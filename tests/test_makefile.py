@@ -59,11 +59,12 @@ def test_install_prints_a_line_for_each_step_and_takes_only_what_running_needs(f
     done = make(folder, "install")
     assert done.returncode == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
-    assert len(lines) == 7 and all(line.startswith("install: ") for line in lines)
+    assert len(lines) == 8 and all(line.startswith("install: ") for line in lines)
     found = asked(folder)
     torch = [line for line in found if line.endswith("install --no-compile torch==2.13.0")]
     assert len(torch) == 1, "a step of its own, before anything that needs it"
     assert found.index(torch[0]) < found.index("  safetensors")
+    assert sum(line.endswith("--force-reinstall ./heads") for line in found) == 1
     assert "  starlette" in found and not {"  pytest", "  transformers", "  ruff"} & set(found)
 
 

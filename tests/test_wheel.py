@@ -60,11 +60,12 @@ class Built:
             return archive.read(name)
 
 
-def built(folder: Path, settings: dict[str, str]) -> Built:
-    """`pip wheel` of a copy of the sources, with this environment's tools: nothing is fetched."""
+def built(folder: Path, settings: dict[str, str], sources: tuple[str, ...] = SOURCES) -> Built:
+    """`pip wheel` of a copy of the sources, or of one folder of them, with this environment's tools: nothing is
+    fetched."""
     source, build = folder / "source", folder / "build"
     source.mkdir()
-    for name in SOURCES:
+    for name in sources:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
@@ -85,7 +86,7 @@ def built(folder: Path, settings: dict[str, str]) -> Built:
             "--wheel-dir",
             str(folder),
             *options,
-            str(source),
+            str(source if sources == SOURCES else source / sources[0]),
         ],
         capture_output=True,
         text=True,
@@ -154,6 +155,24 @@ def check_contents(found: Built) -> None:
     assert {"bankfull/serve/console/static/index.html", "bankfull/limits/machine/catalogue.toml"} <= wanted
     names = {name for name in found.names if ".dist-info/" not in name and not name.endswith(".so")}
     assert names == wanted, "the wheel holds the package's files, all of them and no others"
+
+
+def test_heads_are_a_wheel_of_their_own_that_the_engine_finds(tmp_path: Path) -> None:
+    source = ROOT / "heads"
+    found = built(tmp_path, {}, ("heads",))
+    names = {name for name in found.names if ".dist-info/" not in name}
+    assert names == {
+        path.relative_to(source).as_posix()
+        for path in source.glob("*/**/*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert sum(name.endswith("config.json") for name in names) == 2
+    ask = "from bankfull.weights.bundled import SHAPE, bundled; print(bundled('eagle', SHAPE, 'it'))"
+    environment = tmp_path / "environment"
+    site = clean_environment(environment, found.wheel)
+    (site / "engine.pth").write_text(str(ROOT))
+    place = Path(outside(environment, "python", "-c", ask).strip())
+    assert place.is_relative_to(site) and (place / "model.safetensors").is_file()
 
 
 @pytest.mark.full

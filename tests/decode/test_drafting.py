@@ -16,6 +16,7 @@ from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.ops import native
 from bankfull.speculation import SPECULATIVE, SpeculativeChoice
 from bankfull.types import StepPlan, StepResult
+from bankfull.weights.bundled import SHAPE, bundled
 from bankfull.weights.medusa import write_heads
 from tests.decode.test_medusa import random_heads
 from tests.tiny import speaking_folder
@@ -206,6 +207,12 @@ def test_a_wrong_choice_is_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         LLM(str(speaking_folder()), speculative=text)
     assert str(caught.value).count("\n") == 0
+
+
+def test_heads_that_are_not_installed_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bankfull.weights.bundled.MODULE", "no_such_module")
+    with pytest.raises(ConfigError, match=r"'eagle' needs the package bankfull-smollm2-heads.*pip install ./heads"):
+        bundled("eagle", SHAPE, "smollm2")
 
 
 @pytest.mark.parametrize("wrong", (1.5, "yes", -1))
