@@ -110,6 +110,7 @@ class BatchRunner:
                 await self._store.run(self._store.remove_expired)
             except StorageFull as error:  # the next sweep retries
                 log.error("cannot remove expired files: %s", error)
+            await self._store.run(self._store.copy_database)
             await asyncio.sleep(SWEEP_SECONDS)
 
     def _begin(self, batch: BatchRecord) -> None:

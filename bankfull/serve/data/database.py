@@ -1,14 +1,15 @@
-"""The SQLite database of files and batches: its schema, and how it is opened. The server refuses to start on a damaged
-one."""
+"""The SQLite database of files and batches: its schema, how it is opened, and its copy. The server refuses to start on
+a damaged one."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sqlite3
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
+from bankfull.durable import fsync_folder
 from bankfull.errors import ConfigError
 
 NAME = "service.db"
@@ -90,7 +91,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     """Open the database, upgrade its schema and check its integrity; raise ConfigError if any of that fails. Only the
     server's user may read it."""
     if path.with_name(SALVAGED).exists() and path.name == NAME:
-        raise ConfigError(f"The repair of {path} was interrupted; run it again: `{_repair(path)}`.")
+        raise ConfigError(f"The repair of {path} was interrupted; run it again: `{repair_command(path)}`.")
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         make_private(path, *side_files(path))
@@ -112,6 +113,39 @@ def open_database(path: Path) -> sqlite3.Connection:
     except OSError as error:
         raise ConfigError(f"The database {path} cannot be opened: {error.strerror or error}.") from None
     return database
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+    database.row_factory = sqlite3.Row
+    return database
+
+
+def copy_of(path: Path) -> Path:
+    return path.with_name(path.name + ".copy")
+
+
+def write_copy(path: Path) -> None:
+    """Replace the copy beside the database by one of its files and batches as they are now; `bankfull data repair`
+    completes a damaged database from it. Lines are left out, which are most of the bytes: a batch without its lines
+    runs again from its input. An empty database is not copied, because it may have taken the place of a lost one."""
+    copy = copy_of(path)
+    part = copy.with_name(copy.name + ".part")
+    for each in (part, *side_files(part)):
+        each.unlink(missing_ok=True)
+    with closing(open_database(part)) as target:
+        target.execute("ATTACH ? AS source", (str(path),))
+        target.execute("BEGIN")  # one state of the source, which other connections may change meanwhile
+        rows = sum(
+            target.execute(f"INSERT INTO main.{name} SELECT * FROM source.{name} ORDER BY sequence").rowcount
+            for name in ("files", "batches")
+        )
+        target.execute("COMMIT")
+    if rows:
+        os.replace(part, copy)
+        fsync_folder(copy.parent)
+    else:
+        part.unlink()
 
 
 def is_corruption(error: sqlite3.Error) -> bool:
@@ -152,12 +186,12 @@ def make_private(*paths: Path) -> None:
 
 def _damaged(path: Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"The database {path} is damaged ({problem}); `{_repair(path)}` recovers every readable record and "
+        f"The database {path} is damaged ({problem}); `{repair_command(path)}` recovers every readable record and "
         "deletes nothing."
     )
 
 
-def _repair(path: Path) -> str:
+def repair_command(path: Path) -> str:
     return f"bankfull data repair --data-dir {shlex.quote(str(path.parent))}"
 
 

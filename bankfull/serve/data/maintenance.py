@@ -15,7 +15,7 @@ import msgspec
 
 from bankfull.durable import fsync_folder
 from bankfull.errors import ConfigError
-from bankfull.serve.data.database import MIGRATIONS, SALVAGED, check_integrity, side_files
+from bankfull.serve.data.database import MIGRATIONS, SALVAGED, check_integrity, copy_of, open_read_only, side_files
 from bankfull.serve.data.database import NAME as DATABASE
 from bankfull.serve.data.salvage import SalvageCounts, salvage
 from bankfull.serve.data.store import (
@@ -154,10 +154,20 @@ def _adopt_file(store: Store, id: str, owner: str) -> str:
 def _rebuild_database(folder: Path, path: Path) -> list[str]:
     """Build a new database from the readable records; the old one goes to `set-aside`."""
     sizes = {each.name: each.stat().st_size for name in (SET_ASIDE, CONTENTS) for each in _listed(folder / name)}
+    copy = copy_of(path)
     saved = salvage(path, folder / SALVAGED, sizes)
     old = _install_salvaged(folder)
     where = f" The old one is {old} in {folder / SET_ASIDE}." if old is not None else ""
-    return [f"A new database has {_summary(saved)}.{where}"]
+    done = [f"A new database has {_summary(saved)}.{where}"]
+    if not copy.exists():
+        done.append(f"There was no copy {copy} of the database: what it had on damaged pages is lost.")
+    elif saved.copied:
+        time_of_copy = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(copy.stat().st_mtime))
+        done.append(
+            f"{saved.copied} of the files and batches are as the copy of {time_of_copy} UTC had them: what was entered "
+            "later on damaged pages is lost."
+        )
+    return done
 
 
 def _install_salvaged(folder: Path) -> str | None:
@@ -190,7 +200,7 @@ def _inspect(path: Path) -> tuple[list[str], dict[str, int] | None, list[Owner]]
     if not path.exists():
         return [f"There is no database {path}."], None, []
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+        with closing(open_read_only(path)) as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             if version > len(MIGRATIONS):
                 raise ConfigError(

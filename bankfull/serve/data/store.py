@@ -32,7 +32,7 @@ from bankfull.durable import fsync_folder
 from bankfull.errors import ConfigError
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.data.database import NAME as DATABASE
-from bankfull.serve.data.database import make_private, open_database
+from bankfull.serve.data.database import is_corruption, make_private, open_database, repair_command, write_copy
 
 log = logging.getLogger("bankfull.serve")
 
@@ -119,6 +119,7 @@ class Store:
         except BaseException:
             os.close(self._held)
             raise
+        self._copied = -1
         self._threads = ThreadPoolExecutor(2, "bankfull-store")
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -129,6 +130,7 @@ class Store:
 
     def close(self) -> None:
         self._threads.shutdown()
+        self.copy_database()
         with self._lock:
             self._database.close()
             os.close(self._held)
@@ -159,6 +161,20 @@ class Store:
 
     def now(self) -> int:
         return int(self.clock())
+
+    def copy_database(self) -> None:
+        """Bring the copy of the database up to date. A failure is logged: the database itself goes on."""
+        changes = self._database.total_changes
+        if changes == self._copied:
+            return
+        path = self.folder / DATABASE
+        try:
+            write_copy(path)
+            self._copied = changes
+        except (sqlite3.Error, OSError, ConfigError) as error:
+            log.error("cannot copy the database %s: %s", path, error)
+            if isinstance(error, sqlite3.Error) and is_corruption(error):
+                log.error("the database %s is damaged; stop the server and run `%s`", path, repair_command(path))
 
     # -- files
 
