@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bankfull.ops.attention.body import dense_attention
+from bankfull.ops.recurrence.delta import delta_attention, gated_delta
+from bankfull.ops.recurrence.linear_attention import decayed_attention
+from bankfull.ops.recurrence.s4 import diagonal_convolution
+from bankfull.ops.recurrence.ssd import state_space
+from bankfull.ops.recurrence.ssm import recurrence, selective
 from bankfull.runtime import naive
 from bankfull.train.lm.model import TrainedModel
-from bankfull.train.lm.recurrence import decayed_attention, delta_attention, recurrence
 from bankfull.weights.drafter_files import write_json, write_tensors
 from tests.models.composed import LAYERS, SIZES, config_of, served
 
@@ -57,15 +64,48 @@ def test_every_parameter_has_a_gradient(case: str) -> None:
     assert not without
 
 
-def test_the_recurrence_has_the_gradients_of_a_loop() -> None:
+GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "recurrence": (lambda keep, *rest: recurrence(keep.sigmoid(), *rest), ((5, 3), (5, 3), (3,))),
+    "selective": (
+        lambda x, d, a, *rest: selective(x, d.sigmoid(), -a.exp(), *rest),
+        ((5, 2, 3), (5, 2, 3), (3, 4), (5, 2, 4), (5, 2, 4), (3,), (2, 3, 4)),
+    ),
+    "state space": (
+        lambda x, s, a, *rest: state_space(x, s.sigmoid(), -a.exp(), *rest),
+        ((2, 5, 4, 3), (2, 5, 4), (4,), (2, 5, 2, 3), (2, 5, 2, 3), (4,), (2, 4, 3, 3)),
+    ),
+    "decayed attention": (
+        lambda q, k, v, keep, h: decayed_attention(q, k, v, -keep.exp(), h),
+        ((2, 5, 3), (2, 5, 3), (2, 5, 4), (2, 5), (2, 3, 4)),
+    ),
+    "gated delta": (
+        lambda q, k, v, a, b, rate, *rest: gated_delta(q, k, v, a, b, -rate.exp(), *rest),
+        ((5, 2, 3), (5, 2, 3), (5, 4, 2), (5, 4), (5, 4), (4,), (4,), (4, 3, 2)),
+    ),
+    "diagonal convolution": (
+        lambda x, a, b, out, d: diagonal_convolution(x, torch.complex(a, b).tanh(), torch.complex(out, out), d),
+        ((2, 5, 3), (3, 2), (3, 2), (3, 2), (3,)),
+    ),
+    "attention": (lambda q, k, v: dense_attention(q, k, v, 0.3, 4), ((2, 5, 4, 3), (2, 5, 2, 3), (2, 5, 2, 3))),
+}
+"""Functions of whole sequences with the shapes of their operands."""
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_functions_of_whole_sequences_have_their_gradients(name: str, tokens: int) -> None:
+    function, shapes = GRADIENTS[name]
     generator = torch.Generator().manual_seed(1)
-    keep = torch.rand(5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
-    add = torch.randn(5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
-    assert torch.autograd.gradcheck(recurrence, (keep, add))
-    h = torch.zeros(3, dtype=torch.float64)
-    for t in range(5):
-        h = keep[t] * h + add[t]
-    assert torch.allclose(recurrence(keep, add)[-1], h)
+    operands = [
+        torch.randn(
+            [tokens if size == 5 else size for size in shape],
+            dtype=torch.float64,
+            generator=generator,
+            requires_grad=True,
+        )
+        for shape in shapes
+    ]
+    assert torch.autograd.gradcheck(function, operands)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
@@ -87,5 +127,12 @@ def test_chunked_forms_are_the_recurrences(tokens: int) -> None:
         corrected = keep * corrected + k[:, t, :, None] * (beta[:, t, None] * error)[:, None]
         wanted.append((q[:, t, None] @ plain)[:, 0])
         wanted_delta.append((q[:, t, None] @ corrected)[:, 0])
-    assert torch.allclose(decayed_attention(q, k, v, log_keep), torch.stack(wanted, 1))
-    assert torch.allclose(delta_attention(q, k, v, log_keep, beta), torch.stack(wanted_delta, 1))
+    y, state = decayed_attention(q, k, v, log_keep)
+    assert torch.allclose(y, torch.stack(wanted, 1)) and torch.allclose(state, plain)
+    y, state = delta_attention(q, k, v, log_keep, beta)
+    assert torch.allclose(y, torch.stack(wanted_delta, 1)) and torch.allclose(state, corrected)
+    states = recurrence(log_keep.exp().T, v[..., 0].T, v[:, 0, 1])
+    h = v[:, 0, 1]
+    for t in range(tokens):
+        h = log_keep[:, t].exp() * h + v[:, t, 0]
+    assert torch.allclose(states[-1], h)

@@ -158,13 +158,42 @@ def paged_attention(
         queries = slice(int(meta.q_start[i]), int(meta.q_start[i + 1]))
         key = live_keys(queries.stop - queries.start, length, window, meta.page_tokens)
         scores, v = masked_scores(q, k_pages, v_pages, meta, i, key, scale, window, cap, k_scales, v_scales)
-        if sinks is not None:
-            logits = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(-1, -1, scores.shape[2], -1)
-            scores = torch.cat((scores, logits), -1)
-        weights = scores.softmax(-1)[..., : len(v)]
-        mixed = torch.matmul(weights, v.permute(1, 0, 2)[:, None])
-        out[queries] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        out[queries] = mixed_values(scores, v, sinks).to(q.dtype)
     return out
+
+
+def head_scores(q: Tensor, k: Tensor, scale: float, cap: float | None = None) -> Tensor:
+    """Scores (..., K, groups, queries, keys) of q (..., queries, heads, size) with k (..., keys, K, size)."""
+    # (K, groups, queries, size) x (K, size, keys): query heads of one KV head are batched, keys are never repeated.
+    grouped = q.unflatten(-2, (k.shape[-2], -1)).movedim(-4, -2)
+    scores = torch.matmul(grouped, k.movedim(-3, -1)[..., :, None, :, :]) * scale
+    return scores if cap is None else cap * torch.tanh(scores / cap)
+
+
+def mixed_values(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """(..., queries, heads, size): v (..., keys, K, size) weighted with the softmax of the scores. `sinks` (heads) are
+    one more logit each, without a value."""
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, logits), -1)
+    weights = scores.softmax(-1)[..., : v.shape[-3]]
+    return torch.matmul(weights, v.movedim(-3, -2)[..., :, None, :, :]).movedim(-2, -4).flatten(-3, -2)
+
+
+def out_of_sight(at: Tensor, key: Tensor, sight: Sight) -> Tensor | None:
+    """The keys before a query at each position that it does not see; None: it sees all."""
+    if isinstance(sight, Mask):
+        return ~sight.visible(at, key)
+    return None if sight is None else key <= at - sight
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sight: Sight = None) -> Tensor:
+    """Causal attention of whole sequences: q (..., tokens, heads, size), k, v (..., tokens, K, size)."""
+    key = torch.arange(q.shape[-3], device=q.device)
+    at = key[:, None]
+    hidden, beyond = key > at, out_of_sight(at, key, sight)
+    hidden = hidden if beyond is None else hidden | beyond
+    return mixed_values(head_scores(q, k, scale).masked_fill(hidden, float("-inf")), v)
 
 
 def exact_dtype(q: Tensor, pages: Tensor) -> torch.dtype:
@@ -196,21 +225,14 @@ def masked_scores(
         page_numbers(pages[table], None if scales is None else scales[table], exact).flatten(0, 1)[: len(key)]
         for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
     )
-    groups = q.shape[1] // k.shape[1]
-    # (K, groups, queries, size) x (K, size, keys): query heads of one KV head are batched, keys are never repeated.
-    grouped = q[first:last].to(exact).unflatten(1, (k.shape[1], groups)).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]) * scale
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
+    scores = head_scores(q[first:last].to(exact), k, scale, cap)
     at = torch.arange(length - queries, length, device=q.device)[:, None]
     key = key[None, :]
     hidden = key > at if not meta.block else key >= (at // meta.block + 1) * meta.block
     if meta.ancestors is not None and int(meta.ancestors[first]):
         at, key, hidden = _in_tree(meta.ancestors[first:last], length - queries, key)
-    if isinstance(window, Mask):
-        hidden = hidden | ~window.visible(at, key)
-    elif window is not None:
-        hidden = hidden | (key <= at - window)
+    if (beyond := out_of_sight(at, key, window)) is not None:
+        hidden = hidden | beyond
     return scores.masked_fill(hidden, float("-inf")), v
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.norm.body import wide
-from bankfull.ops.recurrence.ssm import RecurrentMeta, moved_slots
+from bankfull.ops.recurrence.ssm import CHUNK, RecurrentMeta, advance, moved_slots
 from bankfull.ops.registry import op
 
 
@@ -39,6 +39,46 @@ def taylor_features(x: Tensor) -> Tensor:
     return torch.cat((torch.ones_like(y[..., :1]), y * size**-0.25, pairs), -1).to(x.dtype)
 
 
+def decays(total: Tensor) -> Tensor:
+    """(..., tokens, tokens) exp(total[t] - total[j]) for j <= t, 0 elsewhere; `total` never rises."""
+    differences = total[..., :, None] - total[..., None, :]
+    future = torch.ones(differences.shape[-2:], dtype=torch.bool, device=total.device).triu(1)
+    return differences.masked_fill(future, -torch.inf).exp()
+
+
+def decayed_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h = exp(log_keep) h + k v^T;  y = q h: the outputs, and the state after them.
+
+    y[t] is also the sum over j <= t of exp(log_keep[j + 1] + ... + log_keep[t]) (q[t] k[j]) v[j], which computes the
+    pairs within a chunk at once. q, k (..., tokens, key), v (..., tokens, value), log_keep (..., tokens), at most 0,
+    state (..., key, value).
+    """
+    if state is None:
+        state = v.new_zeros(*v.shape[:-2], k.shape[-1], v.shape[-1])
+    if v.shape[-2] == 1:
+        state = log_keep.exp()[..., None] * state + k.mT * v
+        return (q.mT * state).sum(-2, keepdim=True), state
+    parts = []
+    for qs, ks, vs, steps in zip(*(x.split(CHUNK, -2) for x in (q, k, v)), log_keep.split(CHUNK, -1), strict=True):
+        total = steps.cumsum(-1)
+        parts.append((qs @ ks.mT * decays(total)) @ vs + total.exp()[..., None] * (qs @ state))
+        rest = (total[..., -1:] - total).exp()[..., None]
+        state = total[..., -1:, None].exp() * state + (ks * rest).mT @ vs
+    return torch.cat(parts, -2), state
+
+
+def normalized(y: Tensor) -> Tensor:
+    """y (..., value + 1) without its last column, divided by it: that column is q z with z = keep z + k, the result of
+    linear attention for values of one."""
+    return y[..., :-1] / y[..., -1:]
+
+
+def with_ones(v: Tensor) -> Tensor:
+    return torch.cat((v, torch.ones_like(v[..., :1])), -1)
+
+
 def _values_shape(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -63,22 +103,15 @@ def linear_attention(
     q, k (tokens, heads, key), v (tokens, heads, value), slopes (heads,), state (slots, heads, key, value), normalizer
     (slots, heads, key), both in at least float32.
     """
-    out = torch.empty_like(v)
-    qs, ks, vs, keep = wide(q), wide(k), wide(v), torch.exp(-wide(slopes))
-    for i, kept in enumerate(meta.kept.tolist()):
-        first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
-        h = state.index_select(0, meta.read[i : i + 1])[0].to(qs.dtype)
-        z = None if normalizer is None else normalizer.index_select(0, meta.read[i : i + 1])[0].to(qs.dtype)
-        for t in range(first, last):
-            h = keep[:, None, None] * h + ks[t][:, :, None] * vs[t][:, None, :]
-            y = (qs[t][:, :, None] * h).sum(1)
-            if z is not None:
-                z = keep[:, None] * z + ks[t]
-                y = y / (qs[t] * z).sum(-1, keepdim=True)
-            out[t] = y.to(v.dtype)
-            j = kept - (last - t)
-            if j >= 0:
-                state.index_copy_(0, meta.write[i, j : j + 1], h[None].to(state.dtype))
-                if z is not None and normalizer is not None:
-                    normalizer.index_copy_(0, meta.write[i, j : j + 1], z[None].to(normalizer.dtype))
-    return out
+    qs, ks, vs = (wide(part).transpose(0, 1) for part in (q, k, v))
+    log_keep = -wide(slopes)[:, None].expand(-1, len(v))
+
+    def run(at: slice, h: Tensor, z: Tensor | None = None) -> tuple[Tensor, ...]:
+        part = qs[:, at], ks[:, at]
+        if z is None:
+            y, h = decayed_attention(*part, vs[:, at], log_keep[:, at], h)
+            return y.transpose(0, 1), h
+        y, h = decayed_attention(*part, with_ones(vs[:, at]), log_keep[:, at], torch.cat((h, z[..., None]), -1))
+        return normalized(y).transpose(0, 1), h[..., :-1], h[..., -1]
+
+    return advance(torch.empty_like(v), (state,) if normalizer is None else (state, normalizer), meta, run)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.norm.body import wide
-from bankfull.ops.recurrence.ssm import RecurrentMeta, moved_slots
+from bankfull.ops.recurrence.linear_attention import decayed_attention
+from bankfull.ops.recurrence.ssm import RecurrentMeta, advance, moved_slots
 from bankfull.ops.registry import op
 from bankfull.ops.shapes import like_first
 
@@ -17,6 +18,22 @@ Limits = tuple[float, float]
 def time_steps(dt: Tensor, bias: Tensor, limits: Limits) -> Tensor:
     """softplus(dt + bias) within the limits, in at least float32."""
     return torch.nn.functional.softplus(wide(dt) + wide(bias)).clamp(*limits)
+
+
+def state_space(
+    x: Tensor, steps: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h = exp(s a) h + s x b^T;  y = h c + d x, per head: the outputs, and the state after them. A head is linear
+    attention from b to c over the channels, with a decay that depends on the token.
+
+    x (..., tokens, heads, size), steps (..., tokens, heads), b, c (..., tokens, groups, n): each group serves
+    heads / groups heads. a, d (heads); state (..., heads, size, n).
+    """
+    heads = x.shape[-2]
+    bs, cs = (part.repeat_interleave(heads // part.shape[-2], -2).transpose(-2, -3) for part in (b, c))
+    vs = (steps[..., None] * x).transpose(-2, -3)
+    y, h = decayed_attention(cs, bs, vs, (steps * a).mT, None if state is None else state.mT)
+    return y.transpose(-2, -3) + d[:, None] * x, h.mT
 
 
 def _ssd_cost(
@@ -55,21 +72,13 @@ def ssd_scan(
     x (tokens, heads, size), dt (tokens, heads), b, c (tokens, groups, n): each group serves heads / groups heads.
     a, d, bias (heads); state (slots, heads, size, n) in at least float32.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    heads = x.shape[1]
-    steps, xs, rate, skip = time_steps(dt, bias, limits), wide(x), wide(a), wide(d)
-    bs, cs = (wide(part).repeat_interleave(heads // part.shape[1], dim=1) for part in (b, c))
-    for i, kept in enumerate(meta.kept.tolist()):
-        first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
-        h = state.index_select(0, meta.read[i : i + 1])[0].to(xs.dtype)
-        for t in range(first, last):
-            decay = torch.exp(steps[t] * rate)[:, None, None]
-            h = decay * h + (steps[t][:, None] * xs[t])[:, :, None] * bs[t][:, None, :]
-            out[t] = ((h * cs[t][:, None, :]).sum(-1) + skip[:, None] * xs[t]).to(x.dtype)
-            j = kept - (last - t)
-            if j >= 0:
-                state.index_copy_(0, meta.write[i, j : j + 1], h[None].to(state.dtype))
-    return out
+    steps, (xs, rate, bs, cs, skip) = time_steps(dt, bias, limits), (wide(part) for part in (x, a, b, c, d))
+    return advance(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        (state,),
+        meta,
+        lambda at, h: state_space(xs[at], steps[at], rate, bs[at], cs[at], skip, h),
+    )
 
 
 def _gated_rms_norm_cost(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, before: bool) -> Cost:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
 from bankfull.errors import ModelError
 from bankfull.layers.mlp import activation
@@ -15,10 +15,10 @@ from bankfull.models.blocks import LayerPlan, plans_of
 from bankfull.models.fields import ConfigFields
 from bankfull.models.kinds import DEFAULTS, FeedShape
 from bankfull.models.registry import Config
-from bankfull.ops import activate, route
-from bankfull.train.lm.attention import SequencePass
-from bankfull.train.lm.mixers import MIXERS
+from bankfull.ops import activate, activate_mul, expert_mlp, rms_norm, route
+from bankfull.train.lm.mixers import MIXERS, SequencePass
 from bankfull.train.lm.weights import Weights, initial_weights
+from bankfull.weights.qtensor import QTensor
 from bankfull.weights.safetensors import COMPOSED
 
 
@@ -69,32 +69,29 @@ class TrainedModel:
         return x + FEEDS[plan.feed.kind](w.at("feed"), self._normed(x, w, "feed_norm"), plan.feed)
 
     def _normed(self, x: Tensor, w: Weights, name: str) -> Tensor:
-        return rms_norm(x, (self.hidden,), w[f"{name}.weight"], self.eps)
+        normed: Tensor = rms_norm(x, w[f"{name}.weight"], self.eps)
+        return normed
 
 
 def _gated(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
-    return w.linear("down_proj", _activated(w.linear("gate_proj", x), shape) * w.linear("up_proj", x))
+    kind = activation(shape.activation)
+    return w.linear("down_proj", activate_mul(w.linear("gate_proj", x), w.linear("up_proj", x), kind))
 
 
 def _dense(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
-    return w.linear("down_proj", _activated(w.linear("up_proj", x), shape))
+    return w.linear("down_proj", activate(w.linear("up_proj", x), activation(shape.activation)))
 
 
 def _experts(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
-    """Every expert computes every token: simple, and fast enough for few small experts."""
     assert shape.rule is not None
-    rows = x.flatten(0, 1)
+    rows, names = x.flatten(0, 1), [f"experts.{i}" for i in range(shape.rule.experts)]
     weights, chosen = route(w.linear("gate", rows), None, shape.rule)
-    shares = torch.zeros(len(rows), shape.rule.experts, device=x.device).scatter(1, chosen.long(), weights)
-    y = _gated(w.at("shared_expert"), rows, shape) if shape.shared else torch.zeros_like(rows)
-    for i in range(shape.rule.experts):
-        y = y + shares[:, i, None] * _gated(w.at("experts").at(i), rows, shape)
-    return y.view_as(x)
-
-
-def _activated(x: Tensor, shape: FeedShape) -> Tensor:
-    activated: Tensor = activate(x, activation(shape.activation))
-    return activated
+    gate, up, down = (
+        QTensor.dense(torch.stack([w[f"{name}.{matrix}_proj.weight"] for name in names]))
+        for matrix in ("gate", "up", "down")
+    )
+    y = expert_mlp(rows, chosen, weights, gate, up, down, None, None, None, activation(shape.activation))
+    return (y + _gated(w.at("shared_expert"), rows, shape) if shape.shared else y).view_as(x)
 
 
 FEEDS: dict[str, Callable[[Weights, Tensor, Any], Tensor]] = {
