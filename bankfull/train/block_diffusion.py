@@ -17,6 +17,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from bankfull.layers.attention import Heads
+from bankfull.models.kinds import AttentionShape, FeedShape, RopeShape
+from bankfull.ops import rms_norm
+from bankfull.train.lm.mixers import SequencePass, attention
+from bankfull.train.lm.model import gated_feed
+from bankfull.train.lm.weights import Weights
+
 Texts = Callable[[int], Tensor]
 """A number of texts -> token ids (texts, length); the length is a multiple of the block."""
 LEAST_MASKED = 0.1
@@ -40,99 +47,50 @@ class BlockDiffusionShape:
     tie_word_embeddings: bool = False
 
 
-class TrainableNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, shape: BlockDiffusionShape) -> None:
-        super().__init__()
-        heads, kv, size = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.size, self.groups = size, heads // kv
-        self.q_proj = nn.Linear(shape.hidden_size, heads * size, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv * size, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv * size, bias=False)
-        self.o_proj = nn.Linear(heads * size, shape.hidden_size, bias=False)
-        self.q_norm, self.k_norm = TrainableNorm(size, shape.rms_norm_eps), TrainableNorm(size, shape.rms_norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, self.size)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (rotated(norm(y), cos, sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-        k, v = (y.repeat_interleave(self.groups, dim=2) for y in (k, v))
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-class GatedFeed(nn.Module):
-    def __init__(self, shape: BlockDiffusionShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class TrainableLayer(nn.Module):
-    def __init__(self, shape: BlockDiffusionShape) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = SelfAttention(shape), GatedFeed(shape)
-        self.input_layernorm = TrainableNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = TrainableNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, seen)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Inner(nn.Module):
-    def __init__(self, shape: BlockDiffusionShape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(TrainableLayer(shape) for _ in range(shape.num_hidden_layers))
-        self.norm = TrainableNorm(shape.hidden_size, shape.rms_norm_eps)
-
-
-class TrainableBlockDiffusion(nn.Module):
+class TrainableBlockDiffusion:
     """Parameters have the names of the published checkpoints."""
 
     def __init__(self, shape: BlockDiffusionShape) -> None:
-        super().__init__()
-        self.shape, self.model = shape, Inner(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.shape, size = shape, shape.hidden_size
+        heads = Heads(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.head_dim**-0.5)
+        self._attention = AttentionShape(heads, RopeShape(shape.head_dim, shape.rope_theta), qk_norm=True, bias=False)
+        self.parameters = {"model.embed_tokens.weight": nn.Embedding(shape.vocab_size, size).weight}
+        for layer in range(shape.num_hidden_layers):
+            matrices = {
+                "self_attn.q_proj": (size, heads.count * heads.size),
+                "self_attn.k_proj": (size, heads.kv * heads.size),
+                "self_attn.v_proj": (size, heads.kv * heads.size),
+                "self_attn.o_proj": (heads.count * heads.size, size),
+                "mlp.gate_proj": (size, shape.intermediate_size),
+                "mlp.up_proj": (size, shape.intermediate_size),
+                "mlp.down_proj": (shape.intermediate_size, size),
+            }
+            norms = {"input_layernorm": size, "post_attention_layernorm": size}
+            norms |= {"self_attn.q_norm": heads.size, "self_attn.k_norm": heads.size}
+            drawn = {name: nn.Linear(*sizes, bias=False).weight for name, sizes in matrices.items()}
+            drawn |= {name: nn.Parameter(torch.ones(count)) for name, count in norms.items()}
+            self.parameters |= {f"model.layers.{layer}.{name}.weight": value for name, value in drawn.items()}
+        self.parameters["model.norm.weight"] = nn.Parameter(torch.ones(size))
+        self.parameters["lm_head.weight"] = nn.Linear(size, shape.vocab_size, bias=False).weight
 
-    def forward(self, tokens: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-        half = self.shape.head_dim // 2
-        rates = self.shape.rope_theta ** -(torch.arange(half, device=tokens.device) / half)
-        angles = positions[:, None] * rates
-        x = self.model.embed_tokens(tokens)
-        for layer in self.model.layers:
-            x = layer(x, angles.cos()[:, None], angles.sin()[:, None], seen)
-        logits: Tensor = self.lm_head(self.model.norm(x))
-        return logits
+    def __call__(self, tokens: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+        """(texts, tokens, vocabulary) logits. seen (tokens, tokens): which token sees which."""
+        shape, w = self.shape, Weights(self.parameters)
+        run = SequencePass(positions, shape.rms_norm_eps, shape.rope_theta, shape.num_hidden_layers, seen)
+        x, feed = w["model.embed_tokens.weight"][tokens], FeedShape("gated", shape.intermediate_size)
+        for number in range(shape.num_hidden_layers):
+            layer = w.at("model").at("layers").at(number)
+            inner = rms_norm(x, layer["input_layernorm.weight"], shape.rms_norm_eps)
+            x = x + attention(layer.at("self_attn"), inner, self._attention, run, number)
+            inner = rms_norm(x, layer["post_attention_layernorm.weight"], shape.rms_norm_eps)
+            x = x + gated_feed(layer.at("mlp"), inner, feed)
+        return w.linear("lm_head", rms_norm(x, w["model.norm.weight"], shape.rms_norm_eps))
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model_type": "sdar", "dtype": "float32", **asdict(self.shape)}
         (folder / "config.json").write_text(json.dumps(config, indent=1))
-        save_file(
-            {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()},
-            folder / "model.safetensors",
-        )
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        save_file({name: weight.detach() for name, weight in self.parameters.items()}, folder / "model.safetensors")
 
 
 def training_mask(length: int, block: int) -> Tensor:
@@ -162,15 +120,15 @@ def train_block_diffusion(
     torch.manual_seed(seed)
     random = torch.Generator().manual_seed(seed)
     model = TrainableBlockDiffusion(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters.values(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     losses = []
     for _ in range(steps):
         loss = denoising_loss(model, texts(batch), random)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters.values(), 1.0)
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
-    return model.train(False), losses
+    return model, losses

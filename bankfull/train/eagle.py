@@ -22,6 +22,7 @@ from torch.nn.functional import linear, pad, silu
 from bankfull.assembly import Assembled
 from bankfull.layers.attention import Attention
 from bankfull.layers.norm import RMSNorm
+from bankfull.ops import rms_norm, rope_angles, rotate
 from bankfull.ops.cost import Cost
 from bankfull.runtime.batch import bare_batch
 from bankfull.train.states import Examples
@@ -179,10 +180,9 @@ class EagleTrainer:
         embedded = _rms(batch.embedded, w["layer.input_layernorm.weight"])
         feature = linear(batch.states[..., self._size :], w["fc.weight"])
         longest = batch.tokens.shape[1]
-        angles = torch.arange(longest, device=feature.device)[:, None, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        ahead = torch.arange(longest, device=feature.device)
-        ahead = ahead[None, :] - ahead[:, None]
+        places = torch.arange(longest, device=feature.device)
+        angles = rope_angles(places, self._frequencies, 1.0, torch.float32)
+        ahead = places[None, :] - places[:, None]
         """(query, key) the distance of the key's token."""
         keys, values = list[Tensor](), list[Tensor]()
         for _ in range(self.depth):
@@ -192,7 +192,7 @@ class EagleTrainer:
                 linear(inner, w[f"layer.self_attn.{name}_proj.weight"]).unflatten(-1, (-1, self._of_head))
                 for name in "qkv"
             )
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            q, k = (rotate(part.float(), *angles).to(part.dtype) for part in (q, k))
             keys.append(k.repeat_interleave(self._count // self._kv, 2))
             values.append(v.repeat_interleave(self._count // self._kv, 2))
             mixed = self._attend(q * self._of_head**-0.5, keys, values, ahead)
@@ -264,8 +264,8 @@ def _stored(value: Tensor) -> QTensor:
 
 
 def _rms(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+    normed: Tensor = rms_norm(x.float(), weight, EPS)
+    return normed.to(x.dtype)
 
 
 def _later(x: Tensor, by: int) -> Tensor:
@@ -274,9 +274,3 @@ def _later(x: Tensor, by: int) -> Tensor:
         return x
     moved = x.new_zeros(x.shape[0], by, *x.shape[2:])
     return torch.cat((moved, x[:, : x.shape[1] - by]), 1)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of (sequences, tokens, heads, size)."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -86,7 +86,10 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
         lambda x, a, b, out, d: diagonal_convolution(x, torch.complex(a, b).tanh(), torch.complex(out, out), d),
         ((2, 5, 3), (3, 2), (3, 2), (3, 2), (3,)),
     ),
-    "attention": (lambda q, k, v: dense_attention(q, k, v, 0.3, 4), ((2, 5, 4, 3), (2, 5, 2, 3), (2, 5, 2, 3))),
+    "attention": (
+        lambda q, k, v: dense_attention(q, k, v, 0.3, torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)),
+        ((2, 5, 4, 3), (2, 5, 2, 3), (2, 5, 2, 3)),
+    ),
 }
 """Functions of whole sequences with the shapes of their operands."""
 

@@ -187,12 +187,8 @@ def out_of_sight(at: Tensor, key: Tensor, sight: Sight) -> Tensor | None:
     return None if sight is None else key <= at - sight
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sight: Sight = None) -> Tensor:
-    """Causal attention of whole sequences: q (..., tokens, heads, size), k, v (..., tokens, K, size)."""
-    key = torch.arange(q.shape[-3], device=q.device)
-    at = key[:, None]
-    hidden, beyond = key > at, out_of_sight(at, key, sight)
-    hidden = hidden if beyond is None else hidden | beyond
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor) -> Tensor:
+    """Attention of whole sequences: q (..., tokens, heads, size), k, v (..., keys, K, size), hidden (tokens, keys)."""
     return mixed_values(head_scores(q, k, scale).masked_fill(hidden, float("-inf")), v)
 
 

@@ -23,12 +23,13 @@ from bankfull.layers.ssd import Mamba2Shape
 from bankfull.layers.ssm import MambaShape
 from bankfull.models.kinds import AttentionShape, RopeShape
 from bankfull.ops import activate, activate_mul, gated_rms_norm, rms_norm, rope_angles, rotate, taylor_features
-from bankfull.ops.attention.body import dense_attention
+from bankfull.ops.attention.body import dense_attention, out_of_sight
 from bankfull.ops.recurrence.delta import gated_delta
 from bankfull.ops.recurrence.linear_attention import decayed_attention, normalized, with_ones
 from bankfull.ops.recurrence.s4 import diagonal_convolution
 from bankfull.ops.recurrence.ssd import state_space, time_steps
 from bankfull.ops.recurrence.ssm import convolved, selective
+from bankfull.state.mask import Sight
 from bankfull.train.lm.weights import Weights
 
 
@@ -36,12 +37,14 @@ from bankfull.train.lm.weights import Weights
 class SequencePass:
     """One pass over sequences of the same length: what layers share."""
 
-    tokens: int
-    device: torch.device
+    places: Tensor
+    """(tokens) the position of each token."""
     eps: float
     theta: float
     """The configuration's base of RoPE."""
     layers: int
+    seen: Tensor | None = None
+    """(tokens, tokens) which token sees which, where that does not follow from their positions."""
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values by the layer that owns them."""
     _angles: dict[RopeShape, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -49,11 +52,17 @@ class SequencePass:
     def rotated(self, x: Tensor, rope: RopeShape) -> Tensor:
         if rope not in self._angles:
             half = rope.size // 2
-            steps = rope.theta ** (-torch.arange(half, dtype=torch.float64, device=self.device) / half)
-            places = torch.arange(self.tokens, device=self.device)
-            self._angles[rope] = rope_angles(places, steps, 1.0, torch.float32)
+            steps = rope.theta ** (-torch.arange(half, dtype=torch.float64, device=self.places.device) / half)
+            self._angles[rope] = rope_angles(self.places, steps, 1.0, torch.float32)
         turned: Tensor = rotate(x, *self._angles[rope])
         return turned
+
+    def hidden(self, sight: Sight) -> Tensor:
+        if self.seen is not None:
+            return ~self.seen
+        at, key = self.places[:, None], self.places
+        beyond = out_of_sight(at, key, sight)
+        return key > at if beyond is None else (key > at) | beyond
 
 
 TrainedMixer = Callable[[Weights, Tensor, Any, SequencePass, int], Tensor]
@@ -73,7 +82,7 @@ def attention(w: Weights, x: Tensor, shape: AttentionShape, run: SequencePass, l
     if shape.owner is None:
         run.kv[layer] = turned("k"), _heads(w.linear("v_proj", x), heads.size)
     k, v = run.kv[layer if shape.owner is None else shape.owner]
-    return w.linear("o_proj", dense_attention(turned("q"), k, v, heads.scale, heads.sight).flatten(2))
+    return w.linear("o_proj", dense_attention(turned("q"), k, v, heads.scale, run.hidden(heads.sight)).flatten(2))
 
 
 def latent_attention(w: Weights, x: Tensor, shape: LatentShape, run: SequencePass, layer: int) -> Tensor:
@@ -89,7 +98,7 @@ def latent_attention(w: Weights, x: Tensor, shape: LatentShape, run: SequencePas
     k_nope, v = expanded.split((shape.nope, shape.value), -1)
     shared = run.rotated(k_rope[:, :, None], rope).expand(-1, -1, shape.heads, -1)
     q = torch.cat((q_nope, run.rotated(q_rope, rope)), -1)
-    mixed = dense_attention(q, torch.cat((k_nope, shared), -1), v, shape.scale, shape.window)
+    mixed = dense_attention(q, torch.cat((k_nope, shared), -1), v, shape.scale, run.hidden(shape.window))
     return w.linear("o_proj", mixed.flatten(2))
 
 
@@ -108,7 +117,7 @@ def lightning(w: Weights, x: Tensor, shape: LightningShape, run: SequencePass, l
     """The matrix has the rows of query, key and value side by side for each head."""
     qkv = activate(w.linear("qkv_proj", x), "silu").unflatten(-1, (shape.heads, -1))
     slopes = lightning_slopes(shape.heads, layer, run.layers).to(x)
-    log_keep = -slopes[:, None].expand(shape.heads, run.tokens)
+    log_keep = -slopes[:, None].expand(shape.heads, x.shape[1])
     y, _ = decayed_attention(*qkv.transpose(1, 2).chunk(3, -1), log_keep)
     normed = rms_norm(y.transpose(1, 2).flatten(2), w["norm.weight"], shape.eps)
     return w.linear("out_proj", activate_mul(w.linear("output_gate", x), normed, "sigmoid"))

@@ -52,7 +52,7 @@ class TrainedModel:
         """(sequences, tokens, vocabulary) from ids (sequences, tokens). `parameters`: others in place of the own."""
         w = Weights(self.parameters if parameters is None else parameters)
         x = w["model.embed_tokens.weight"][tokens]
-        run = SequencePass(tokens.shape[1], self.device, self.eps, self.theta, len(self.plans))
+        run = SequencePass(torch.arange(tokens.shape[1], device=self.device), self.eps, self.theta, len(self.plans))
         for layer, plan in enumerate(self.plans):
             x = self._layer(w.at("model").at("layers").at(layer), x, plan, run, layer)
         x = self._normed(x, w.at("model"), "norm")
@@ -73,7 +73,7 @@ class TrainedModel:
         return normed
 
 
-def _gated(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
+def gated_feed(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
     kind = activation(shape.activation)
     return w.linear("down_proj", activate_mul(w.linear("gate_proj", x), w.linear("up_proj", x), kind))
 
@@ -91,11 +91,11 @@ def _experts(w: Weights, x: Tensor, shape: FeedShape) -> Tensor:
         for matrix in ("gate", "up", "down")
     )
     y = expert_mlp(rows, chosen, weights, gate, up, down, None, None, None, activation(shape.activation))
-    return (y + _gated(w.at("shared_expert"), rows, shape) if shape.shared else y).view_as(x)
+    return (y + gated_feed(w.at("shared_expert"), rows, shape) if shape.shared else y).view_as(x)
 
 
 FEEDS: dict[str, Callable[[Weights, Tensor, Any], Tensor]] = {
-    "gated": _gated,
+    "gated": gated_feed,
     "dense": _dense,
     "experts": _experts,
 }
