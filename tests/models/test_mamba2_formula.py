@@ -98,6 +98,7 @@ def test_the_kernels_of_a_gpu_compute_the_formula_in_the_interpreter(groups: int
 
 def triton_provider(name: str) -> Any:
     from bankfull.ops import OPERATIONS
+    from bankfull.ops.triton import providers  # noqa: F401  (registers its providers)
 
     return OPERATIONS[name].providers["triton"].run
 
