@@ -116,9 +116,10 @@ def based(w: Weights, x: Tensor, shape: BasedShape, run: SequencePass, layer: in
 def lightning(w: Weights, x: Tensor, shape: LightningShape, run: SequencePass, layer: int) -> Tensor:
     """The matrix has the rows of query, key and value side by side for each head."""
     qkv = activate(w.linear("qkv_proj", x), "silu").unflatten(-1, (shape.heads, -1))
+    q, k, v = qkv.transpose(1, 2).chunk(3, -1)
     slopes = lightning_slopes(shape.heads, layer, run.layers).to(x)
     log_keep = -slopes[:, None].expand(shape.heads, x.shape[1])
-    y, _ = decayed_attention(*qkv.transpose(1, 2).chunk(3, -1), log_keep)
+    y, _ = decayed_attention(q, k, v, log_keep)
     normed = rms_norm(y.transpose(1, 2).flatten(2), w["norm.weight"], shape.eps)
     return w.linear("out_proj", activate_mul(w.linear("output_gate", x), normed, "sigmoid"))
 
