@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bankfull.building import build_weights, plan_build, ran_out_of_memory
+from bankfull.combinations import refuse_impossible
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.adaptive import halved
 from bankfull.decode.plain import Plain
@@ -32,13 +33,7 @@ from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.memory import Sizes, plan_memory, shown
-from bankfull.runtime.refused import (
-    refuse_eviction_without_use,
-    refuse_feed_ranks_without_use,
-    refuse_other_size,
-    refuse_pages_without_use,
-    refuse_short_context,
-)
+from bankfull.runtime.refused import refuse_eviction_without_use, refuse_other_size, refuse_short_context
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.runtime.tiering import add_tiers, begun_fingerprint, state_facts
 from bankfull.sched.canvas import Canvas
@@ -54,9 +49,6 @@ if TYPE_CHECKING:
     from bankfull.parallel.groups import Ranks
 
 log = logging.getLogger("bankfull")
-
-OFFERED = frozenset[str]()
-"""Features that a strategy may need beyond hidden states and logits: none so far."""
 
 
 @dataclass(slots=True)
@@ -124,15 +116,14 @@ class Assembly:
         strategy: Strategy | None,
         ranks: Ranks | None,
     ) -> None:
+        if ranks is None:
+            refuse_impossible(files, device, run, sched, state, strategy)
         self.run, self.max_len, self.device, self.ranks = run, max_len, device, ranks
         self.choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
         self.fingerprint = begun_fingerprint(files, state)
         pages = None if ranks is None else ranks.pages
         self.strategy = strategy or device_strategy(self.choice, files, run, device, pages) or Plain()
         self.files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
-        if missing := ", ".join(sorted(self.strategy.needs - OFFERED)):
-            name = type(self.strategy).__name__
-            raise ConfigError(f"{name} needs {missing}, which is not offered; choose another strategy.")
         if run.threads is not None:
             native.set_threads(run.threads)
         if device.kind == "cpu" and run.providers == "auto":
@@ -164,16 +155,14 @@ class Assembly:
             )
         model = build_weights(self.files, build, device)
         if ranks is not None and ranks.sides is not None:
-            refuse_feed_ranks_without_use(model, run.mesh)
             model = with_remote_feeds(build, model, ranks.sides)
         self.build, self.model = build, model
-        self.strategy = suited_strategy(model, self.strategy, run, self.choice)
+        self.strategy = suited_strategy(model, self.strategy, run)
         self.state = suited_state(model, self.state)
         self.sched = suited_steps(model, self.sched, self._asked_tokens, self.max_len)
         self.strategy.prepare(model)
         self.phases.end("weights")
         refuse_other_size(model, self.strategy)
-        refuse_pages_without_use(layout_of(model.states(), self.state.page_tokens), run.kv_dtype)
         self.layout = layout_of(joined_states(model.states(), self.strategy.states()), self.state.page_tokens)
         if build.stage is not None:
             self.layout = self.layout.held(build.stage.first, build.stage.last)
@@ -227,8 +216,7 @@ class Assembly:
             frames, slots, rows, length = ranks.least((sizes.frames, sizes.slots, sizes.rows, sizes.max_len))
             sizes = Sizes(frames, slots, rows, length, sizes.notices)
         refuse_short_context(sizes.max_len, self.strategy)
-        whole = layout_of(self.model.states(), self.state.page_tokens)
-        refuse_eviction_without_use(whole, self.build.kv_evict, sizes.max_len)
+        refuse_eviction_without_use(self.build.kv_evict, sizes.max_len)
         for notice in sizes.notices:
             log.warning(notice)
         self.sizes, self.sched = sizes, replace(sched, rows=sizes.rows)

@@ -7,8 +7,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from bankfull.choices import ACTIVATIONS, DTYPES, PAGE_TYPES, TIERS
+from bankfull.declared import Trait, check_name
 from bankfull.errors import ConfigError
 from bankfull.ranks.mesh import ALONE, MeshSpec
+from bankfull.scheduling import BATCHING, BY_OPTION, CONTINUOUS, FCFS
 from bankfull.speculation import SPECULATIVE, SpeculativeChoice
 
 
@@ -36,10 +39,10 @@ class SchedConfig:
     step_ms: float = 0.0
     """Target milliseconds of a step while any sequence decodes: prompts are cut into chunks to meet it, predicted from
     the last steps on this machine (four times as long while none decodes); 0 = only step_tokens limits chunks."""
-    policy: str = "fcfs"
-    """Name in `sched.policies.POLICIES`."""
-    batching: str = "continuous"
-    """Admission gate: name in `sched.gates.GATES`."""
+    policy: str = FCFS
+    """Name in `scheduling.POLICIES`."""
+    batching: str = CONTINUOUS
+    """Admission gate: name in `scheduling.BATCHING`."""
     batch_size: int = 8
     """Sequences of a batch, for static and dynamic batching."""
     batch_timeout: float = 0.05
@@ -59,15 +62,6 @@ class SchedConfig:
     weights: tuple[tuple[str, float], ...] = ()
     """fair: names of tenants (API keys) and their weights; others have 1."""
 
-    NEEDS: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
-        "batch_size": ("batching", ("static", "dynamic")),
-        "batch_timeout": ("batching", ("dynamic",)),
-        "quantum_ms": ("policy", ("mlfq", "skip-join-mlfq")),
-        "starvation": ("policy", ("mlfq", "skip-join-mlfq", "lpm")),
-        "weights": ("policy", ("fair",)),
-    }
-    """Options that only some policies or gates read."""
-
     def __post_init__(self) -> None:
         for name in ("rows", "step_tokens", "prefill_tokens", "prefill_rows", "decode_rows"):
             if getattr(self, name) != 0:
@@ -80,18 +74,15 @@ class SchedConfig:
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
                 raise ConfigError(f"The weight {weight!r} of {tenant!r} must be a number above 0.")
         _positive(self, "batch_size", "max_waiting")
-        for name in ("policy", "batching"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a name.")
         if not 0 <= self.step_ms < float("inf"):
             raise ConfigError(f"step_ms={self.step_ms!r} must be a finite number of milliseconds, or 0 for no bound.")
         if not 0 <= self.batch_timeout < float("inf"):
             raise ConfigError(f"batch_timeout={self.batch_timeout!r} must be a finite number of seconds, 0 or more.")
-        if self.batching != "continuous" and self.policy != "fcfs":
-            raise ConfigError(
-                f"batching={self.batching!r} runs whole batches in the order of arrival, which policy={self.policy!r} "
-                "would change; use policy='fcfs' or batching='continuous'."
-            )
+        for name, table in BY_OPTION.items():
+            check_name(name, getattr(self, name), table)
+        BATCHING[self.batching].refuse(
+            f"batching={self.batching!r}", {Trait.ARRIVAL_ORDER: self.policy == FCFS}, policy=self.policy
+        )
 
     @property
     def prompt_limits(self) -> tuple[int, int]:
@@ -145,8 +136,13 @@ class StateConfig:
         age = self.kv_disk_age
         if age is not None and not (isinstance(age, int | float) and 0 < age < float("inf")):
             raise ConfigError(f"kv_disk_age={age!r} must be a number of hours above 0.")
-        if not self.prefix_cache and (self.kv_host is not None or self.kv_disk is not None):
-            raise ConfigError("kv_host and kv_disk need the prefix cache, whose keys name their content; switch it on.")
+        for name in self.tiers:
+            TIERS[name].refuse(name, {Trait.PREFIX_CACHE: self.prefix_cache})
+
+    @property
+    def tiers(self) -> list[str]:
+        """Names of the tiers that are asked for."""
+        return [name for name in TIERS if getattr(self, name) is not None]
 
     def disk(self) -> tuple[int, str] | None:
         """Bytes and directory of the disk tier; an empty directory means the usual one."""
@@ -231,16 +227,12 @@ class RunConfig:
     stored: str | None = None
     """The method that the checkpoint must be quantized with, or gguf; None: whatever it is."""
     kv_dtype: str = "auto"
-    """Type of keys and values in the KV cache; auto = the model's, or bfloat16 where activations are quantized. int8,
-    fp8 and int4 are lossy."""
+    """Type of keys and values in the KV cache: name in `choices.PAGE_TYPES`."""
     kv_evict: str | None = None
     """Tokens that full attention still sees and keeps, the first and the last ones: "sinks:4,window:1024" (lossy). None
     = all."""
     activations: str = "auto"
-    """Type of activations in matrix products: float (the computation's dtype), bf16 (dense weights become bfloat16,
-    too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, without a second
-    copy of the weights), these three on a CPU only; token (rounded per token to the 8-bit type of weights with one
-    scale per row; lossy); auto: `precision.choose_activations`."""
+    """Type of activations in matrix products: name in `choices.ACTIVATIONS`; auto: `precision.choose_activations`."""
     threads: int | None = None
     """CPU threads that compute, for all models of this process; None = BANKFULL_THREADS, else all that it may use."""
     seed: int | None = None
@@ -273,15 +265,9 @@ class RunConfig:
             raise ConfigError(f"depth={self.depth!r} must be 0 (the host waits) or 1 (the host runs one step behind).")
         if self.threads is not None:
             _positive(self, "threads")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
-        if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8", "fp8", "int4"):
-            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown; use auto, float32, bfloat16, int8, fp8 or int4.")
+        for name, table in (("dtype", DTYPES), ("kv_dtype", PAGE_TYPES), ("activations", ACTIVATIONS)):
+            check_name(name, getattr(self, name), table)
         self.evicts()
-        if self.activations not in ("auto", "int8", "int8-few", "token", "bf16", "float"):
-            raise ConfigError(
-                f"activations={self.activations!r} is unknown; use auto, int8, int8-few, token, bf16 or float."
-            )
         if not isinstance(self.quantize, str | None):
             raise ConfigError(f"quantize={self.quantize!r} is not the name of a weight type; use 'int8' or 'int4'.")
         if not isinstance(self.speculative, str):

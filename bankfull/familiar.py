@@ -12,6 +12,7 @@ from typing import Any
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import BankfullError, ConfigError, RequestError
+from bankfull.scheduling import readers
 
 Own = dict[str, Any]
 Reading = Callable[[str, Any], Own]
@@ -65,10 +66,10 @@ def configure(given: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateCo
 def _refuse_unread(scheduling: Own) -> None:
     """Options of scheduling that the chosen policy or gate would not read."""
     usual = SchedConfig()
-    for name, (owner, readers) in SchedConfig.NEEDS.items():
-        if name in scheduling and scheduling.get(owner, getattr(usual, owner)) not in readers:
+    for name, owner, reading in readers():
+        if name in scheduling and scheduling.get(owner, getattr(usual, owner)) not in reading:
             raise ConfigError(
-                f"{name}={_shown(scheduling[name])} has no effect here; it needs {owner}={' or '.join(readers)}."
+                f"{name}={_shown(scheduling[name])} has no effect here; it needs {owner}={' or '.join(reading)}."
             )
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from bankfull.choices import ACTIVATIONS
 from bankfull.config import RunConfig
+from bankfull.declared import Trait
 from bankfull.errors import ConfigError
 from bankfull.ops import native
 from bankfull.ops.pages.rounded import ROUNDED
@@ -71,30 +73,16 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> Activa
     as in other engines. Else float, the exact mode of a wider dtype."""
     # Codes that are held as bfloat16 are multiplied as dense weights are.
     blocks = [] if run.expand else [name for name in block_types(files.source) if name != BF16_ROW]
-    if run.activations in ("int8", "int8-few") and not blocks:
-        raise ConfigError(
-            f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is "
-            "multiplied (a CPU multiplies fp8 as bfloat16); use 'bf16' or 'float', or quantize the model."
-        )
     by_row = not set(BY_ROW).isdisjoint(blocks)
-    if run.activations == "token" and not by_row:
-        raise ConfigError(
-            f"activations='token' has no use here: no matrix of {files.path.name} is in 8 bits with one scale per "
-            "row when it is multiplied (a CPU multiplies fp8 as bfloat16); quantize the model to 'int8:row', or to "
-            "'fp8' on a GPU, or leave activations out."
-        )
-    if device != "cpu" and run.providers == "auto" and run.activations in ("bf16", "int8", "int8-few"):
-        raise ConfigError(
-            f"activations={run.activations!r} is for a CPU: no kernel of a GPU rounds so; leave activations out, use "
-            "dtype='bfloat16', or 'token' with weights in 8 bits that have one scale per row."
-        )
     cpu = device == "cpu" and run.providers == "auto" and native.status() is None
     beside = cpu and bool(blocks) and keeps_outliers(files.source)
-    if beside and run.activations == "bf16":
-        raise ConfigError(
-            f"activations='bf16' has no use here: {files.path.name} keeps columns beside int8 matrices (LLM.int8()), "
-            "whose other activations are int8; leave activations out."
-        )
+    traits = {
+        Trait.BLOCKS: bool(blocks),
+        Trait.BY_ROW: by_row,
+        Trait.GPU: device != "cpu" and run.providers == "auto",
+        Trait.OUTLIERS: beside,
+    }
+    ACTIVATIONS[run.activations].refuse(f"activations={run.activations!r}", traits, file=files.path.name)
     if run.activations != "auto":
         return RULES[run.activations]
     wanted = is_rounded_to_fp8(files) or rounds_per_token(files.config)

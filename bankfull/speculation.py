@@ -7,8 +7,9 @@ The configuration, the command line's help, the refusals of layouts and docs/spe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from bankfull.declared import Declared, Trait, meanings
 from bankfull.errors import ConfigError
 
 Value = int | bool | str
@@ -43,24 +44,22 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftWay:
-    drafts_from: str
-    """Where its draft tokens come from."""
+class DraftWay(Declared):
+    """`about` is where its draft tokens come from."""
+
     options: Mapping[str, Option] = field(default_factory=dict)
-    needs: str = ""
+    named: str = ""
     """What is named behind a colon; empty: nothing."""
     bundled: bool = False
     """Whether the package has it for the default model, if nothing is named."""
-    reads_hidden: bool = True
-    """Whether drafts come from the target's last hidden states, which only its last stage has."""
-    runs_top_layers: bool = False
-    """Whether it runs layers of the target beside the target's own step."""
+    chained_by: str = ""
+    """The option with which it proposes chains; otherwise trees. Empty: it always proposes what it declares."""
 
     def spelled(self, name: str) -> str:
         """The way as the command line takes it."""
-        if not self.needs:
+        if not self.named:
             return name
-        what = "MODEL" if self.needs == MODEL else "DIR"
+        what = "MODEL" if self.named == MODEL else "DIR"
         return f"{name}[:{what}]" if self.bundled else f"{name}:{what}"
 
 
@@ -75,46 +74,67 @@ _RULE = "which drafts are accepted: `same` keeps the tokens of plain decoding"
 _LOSSY = "`typical` is lossy"
 
 
+_BY_CHAIN = f"tree={CHAIN}"
+_DENOISED = {
+    Trait.DIFFUSION: "{asked} is not for a diffusion model, which predicts several tokens in each step already; leave "
+    "it out."
+}
+_FROM_HIDDEN = _DENOISED | {
+    Trait.STAGES: "{asked} proposes drafts from hidden states, which the first of the {stages} stages does not have; "
+    "use suffix or ngram."
+}
+_CHAINS_ONLY = "A model with recurrent state verifies chains of draft tokens only, and "
+TREE = _CHAINS_ONLY + "{{asked}} proposes a tree; {out}."
+_FROM_LAYERS = _FROM_HIDDEN | {
+    Trait.RANKS: "{asked} runs streams through the model's top layers, which the layout {layout} spreads over ranks; "
+    "use suffix, ngram, lookahead, medusa, eagle or a draft model.",
+    Trait.RECURRENT: f"{_CHAINS_ONLY}keeps no keys and values that streams could read; choose another way of "
+    "speculative decoding.",
+}
+
+
 def _tree(usual: str) -> Option:
     return Option(usual, "the shape of the drafts", (usual, CHAIN))
 
 
 SPECULATIVE: dict[str, DraftWay] = {
-    "off": DraftWay(drafts_from="nothing", reads_hidden=False),
-    "auto": DraftWay(
-        drafts_from="`suffix` on a CPU, where its expected gain exceeds 5%, without recurrent state", reads_hidden=False
-    ),
+    "off": DraftWay(about="nothing"),
+    "auto": DraftWay(about="`suffix` on a CPU, where its expected gain exceeds 5%, without recurrent state"),
     "ngram": DraftWay(
-        drafts_from="the last occurrence of the newest tokens",
+        about="the last occurrence of the newest tokens",
         options={
             "width": Option(8, _WIDTH),
             "least": _LEAST,
             "most": Option(4, "tokens of a match, at most"),
             "adaptive": _ADAPTIVE,
         },
-        reads_hidden=False,
+        refuses=_DENOISED,
     ),
     "suffix": DraftWay(
-        drafts_from="the longest suffix of the sequence that occurred before",
+        about="the longest suffix of the sequence that occurred before",
         options={"width": Option(12, _WIDTH), "least": _LEAST, "adaptive": _ADAPTIVE},
-        reads_hidden=False,
+        refuses=_DENOISED,
     ),
     "jacobi": DraftWay(
-        drafts_from="the model's own guesses for the next places",
+        about="the model's own guesses for the next places",
         options={"width": Option(4, _WIDTH), "adaptive": _ADAPTIVE},
+        refuses=_FROM_HIDDEN,
     ),
     "lookahead": DraftWay(
-        drafts_from="n-grams that the model generates in a window beside the text",
+        about="n-grams that the model generates in a window beside the text",
         options={
             "window": Option(4, "columns of the window"),
             "ngram": Option(3, "tokens of an n-gram"),
             "guesses": Option(4, "n-grams of the pool in a step"),
             "adaptive": _ADAPTIVE,
         },
+        refuses=_FROM_HIDDEN | {Trait.RECURRENT: TREE.format(out="choose speculative=jacobi")},
     ),
     "draft": DraftWay(
-        drafts_from="a smaller model with the same vocabulary",
-        needs=MODEL,
+        about="a smaller model with the same vocabulary",
+        named=MODEL,
+        refuses=_FROM_HIDDEN,
+        chained_by="breadth=1",
         options={
             "depth": Option(4, "draft tokens along the best path"),
             "breadth": Option(1, "draft tokens at each of its places"),
@@ -128,8 +148,10 @@ SPECULATIVE: dict[str, DraftWay] = {
         },
     ),
     "medusa": DraftWay(
-        drafts_from="trained heads on the last hidden state",
-        needs=HEADS,
+        about="trained heads on the last hidden state",
+        named=HEADS,
+        refuses=_FROM_HIDDEN,
+        chained_by=_BY_CHAIN,
         bundled=True,
         options={
             "nodes": Option(8, _NODES),
@@ -141,8 +163,10 @@ SPECULATIVE: dict[str, DraftWay] = {
         },
     ),
     "eagle": DraftWay(
-        drafts_from="a trained layer that continues the hidden states",
-        needs=HEADS,
+        about="a trained layer that continues the hidden states",
+        named=HEADS,
+        refuses=_FROM_HIDDEN,
+        chained_by=_BY_CHAIN,
         bundled=True,
         options={
             "depth": Option(4, "draft tokens along the best path"),
@@ -153,22 +177,29 @@ SPECULATIVE: dict[str, DraftWay] = {
         },
     ),
     "mtp": DraftWay(
-        drafts_from="the checkpoint's own module for multi-token prediction",
+        about="the checkpoint's own module for multi-token prediction",
         options={"width": Option(2, _WIDTH), "adaptive": _ADAPTIVE},
+        needs={
+            Trait.PREDICTION_MODULE: "{asked} needs a checkpoint with a multi-token-prediction module (deepseek_v3), "
+            "and these files do not contain one; use the original checkpoint, or choose another way."
+        },
+        refuses=_FROM_HIDDEN,
     ),
     "streaming": DraftWay(
-        drafts_from="trained streams in the top layers, a tree of one shape",
-        needs=STREAMS,
+        about="trained streams in the top layers, a tree of one shape",
+        named=STREAMS,
+        refuses=_FROM_LAYERS,
         options={"nodes": Option(8, _NODES), "tree": _tree("sparse"), "adaptive": _ADAPTIVE},
-        runs_top_layers=True,
     ),
     "tree-streaming": DraftWay(
-        drafts_from="the same streams, a tree of each row's own shape",
-        needs=STREAMS,
+        about="the same streams, a tree of each row's own shape",
+        named=STREAMS,
+        refuses=_FROM_LAYERS,
         options={"nodes": Option(8, _NODES), "adaptive": _ADAPTIVE},
-        runs_top_layers=True,
     ),
-    CHAIN: DraftWay(drafts_from="`suffix` where it finds something, else the way that is named: chain:NAME:DIR"),
+    CHAIN: DraftWay(
+        about="`suffix` where it finds something, else the way that is named: chain:NAME:DIR", refuses=_FROM_HIDDEN
+    ),
 }
 
 
@@ -185,6 +216,16 @@ class SpeculativeChoice:
     @property
     def way(self) -> DraftWay:
         return SPECULATIVE[self.name]
+
+    def declarations(self) -> Iterator[tuple[str, Declared]]:
+        """What this choice declares, and what the way of a chain does, as they were asked for."""
+        key, _, value = self.way.chained_by.partition("=")
+        asked, way = f"speculative={self.name}", self.way
+        if key and str(self.options[key]) != value:
+            way = replace(way, refuses={**way.refuses, Trait.RECURRENT: TREE.format(out=f"add {way.chained_by}")})
+        yield asked, way
+        if self.then is not None:
+            yield from self.then.declarations()
 
     def number(self, key: str) -> int:
         return int(self.options[key])
@@ -206,7 +247,7 @@ class SpeculativeChoice:
         shown = f"speculative={text[:80]!r}"
         if name == CHAIN:
             then = SpeculativeChoice.parse(",".join((model or "off", *given)))
-            if not then.way.needs:
+            if not then.way.named:
                 raise ConfigError(f"{shown} must name what drafts where lookup finds nothing: chain:medusa:PATH.")
             if then.options.get("rule") == "rejection":
                 raise ConfigError(
@@ -215,8 +256,8 @@ class SpeculativeChoice:
             return SpeculativeChoice(name, then.options, model, then)
         if (way := SPECULATIVE.get(name)) is None:
             raise ConfigError(f"{shown} is unknown; use {', '.join(SPECULATIVE)}.")
-        if bool(model) != bool(way.needs) and (model or not way.bundled):
-            needed = f"needs {way.needs}: {name}:PATH"
+        if bool(model) != bool(way.named) and (model or not way.bundled):
+            needed = f"needs {way.named}: {name}:PATH"
             reason = f"takes no model; leave out {model[:40]!r}" if model else needed
             raise ConfigError(f"{shown} {reason}.")
         options = {key: option.usual for key, option in way.options.items()}
@@ -233,12 +274,11 @@ class SpeculativeChoice:
 
 def summary() -> str:
     """All ways in one text, for the help of an option."""
-    told = []
+    told = {}
     for name, way in SPECULATIVE.items():
         options = f" ({', '.join(way.options)})" if way.options else ""
-        if name != "off":
-            told.append(f"{way.spelled(name)}: {way.drafts_from.replace('`', '')}{options}")
-    return "; ".join(told)
+        told[way.spelled(name)] = replace(way, about=way.about + options)
+    return meanings(told)
 
 
 def option_rows() -> Iterator[tuple[str, str]]:

@@ -26,10 +26,10 @@ from bankfull.decode.medusa import Medusa
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import OwnModel, Strategy
 from bankfull.decode.streaming import Streaming, TreeStreaming
-from bankfull.errors import ConfigError, ModelError
+from bankfull.errors import ConfigError
 from bankfull.runtime import naive
 from bankfull.sched.pace import Pace
-from bankfull.sched.policies import POLICIES
+from bankfull.scheduling import POLICIES
 from tests.decode.test_eagle import random_eagle, strategy_of
 from tests.decode.test_medusa import random_heads
 from tests.decode.test_mtp import prediction
@@ -110,7 +110,7 @@ def refusal(shape: object, strategy: object) -> tuple[type[Exception], str] | No
     if shape in ("shared", "latent") and strategy in ("streaming", "tree-streaming"):
         return ConfigError, "needs layers of grouped-query attention"
     if strategy == "mtp" and shape != "latent":
-        return ModelError, "do not contain one"
+        return ConfigError, "do not contain one"
     return None
 
 

@@ -180,6 +180,7 @@ class Pair:
 
 def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.building import plan_build
+    from bankfull.combinations import refuse_impossible
     from bankfull.config import RunConfig, StateConfig
     from bankfull.errors import ConfigError
     from bankfull.models.registry import build_model
@@ -189,7 +190,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.quality.windows import WINDOW
     from bankfull.quantize.at_load import refuse_unknown, requantized, suited_sparsity
     from bankfull.runtime.device import open_device
-    from bankfull.runtime.refused import refuse_eviction_without_use, refuse_pages_without_use
+    from bankfull.runtime.refused import refuse_eviction_without_use
     from bankfull.state.spec import layout_of
     from bankfull.text.load import load_tokenizer
     from bankfull.weights.locate import locate
@@ -214,6 +215,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     against = model if options.against is None else options.against
     # Opened twice: a source tracks the tensors that one model has read.
     files, reference_files = open_model(locate(model)), open_model(locate(against))
+    refuse_impossible(files, device, run)
     tokenizer, _ = load_tokenizer(files)
     if options.against is not None:
         _refuse_other_vocabulary(tokenizer, load_tokenizer(reference_files)[0], model, against)
@@ -227,10 +229,9 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     build = plan_build(files, run, device, longest)
     built = build_model(files.config, build)
     layout = layout_of(built.states(), StateConfig().page_tokens)
-    refuse_pages_without_use(layout, options.kv_dtype)
     reference = dequantized(reference_files, device.torch, longest)
     window = options.window or min(WINDOW, built.max_positions, reference.max_positions)
-    refuse_eviction_without_use(layout, build.kv_evict, window)
+    refuse_eviction_without_use(build.kv_evict, window)
     facts = {
         "model": model,
         "reference": options.against or f"{model}, dequantized",

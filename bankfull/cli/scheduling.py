@@ -7,7 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from bankfull.declared import meanings
 from bankfull.errors import ConfigError
+from bankfull.scheduling import BATCHING, POLICIES, readers
+
+_READ = {option: ", ".join(reading) for option, _, reading in readers()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +21,14 @@ class SchedulingOptions:
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Which request runs first: fcfs (order of arrival), priority (by number, with equal shares of keys), "
-            "mlfq (queues with doubling quanta), skip-join-mlfq (a long prompt starts in a lower queue), srpt (fewest "
-            "remaining tokens first, from --max-tokens), lpm (longest cached prefix first), fair (equal service of "
-            "keys, or by --weights) or orca (fcfs with memory reserved for the largest length).",
+            help=f"Which request runs first. {meanings(POLICIES)}.",
             show_default="priority in serve and plan; fcfs elsewhere and with --batching",
         ),
     ] = None
     batching: Annotated[
         str | None,
         typer.Option(
-            help="continuous (a request joins at any step), static (--batch-size requests start and end together) or "
-            "dynamic (static, but an incomplete batch starts after --batch-timeout). The last two need fcfs.",
+            help=f"When a request may join the batch. {meanings(BATCHING)}.",
             show_default="continuous",
         ),
     ] = None
@@ -56,7 +56,7 @@ class SchedulingOptions:
     quantum_ms: Annotated[
         float | None,
         typer.Option(
-            help="mlfq, skip-join-mlfq: quantum of the first queue in milliseconds; each next one is twice as long.",
+            help=f"{_READ['quantum_ms']}: quantum of the first queue in milliseconds; each next one is twice as long.",
             show_default="10",
         ),
     ] = None
@@ -64,7 +64,7 @@ class SchedulingOptions:
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="mlfq, skip-join-mlfq, lpm: a request that has waited so long moves to the front.",
+            help=f"{_READ['starvation']}: a request that has waited so long moves to the front.",
             show_default="3",
         ),
     ] = None
@@ -72,20 +72,13 @@ class SchedulingOptions:
         str | None,
         typer.Option(
             metavar="KEY=WEIGHT[,KEY=WEIGHT]",
-            help="fair: API keys by name and their shares of the service, relative to others (1).",
+            help=f"{_READ['weights']}: API keys by name and their shares of the service, relative to others (1).",
             show_default="all 1",
         ),
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """The given options, under the names of `LLM`. Names of policies and gates are checked here, before a model is
-        loaded."""
-        from bankfull.sched.gates import GATES
-        from bankfull.sched.policies import POLICIES
-
-        for option, value, known in (("policy", self.policy, POLICIES), ("batching", self.batching, GATES)):
-            if value is not None and value not in known:
-                raise ConfigError(f"--{option} {value[:40]!r} is unknown; use one of {', '.join(known)}.")
+        """The given options, under the names of `LLM`."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}
         for name in ("prefill_tokens", "prefill_rows", "decode_rows"):

@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from bankfull.choices import DENOISING
 from bankfull.config import DiffusionChoice
+from bankfull.declared import Trait
 from bankfull.decode.strategy import Draft, DraftTree, Sampling, Scores, Strategy, Verdict, View, stack
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder, MaskedDiffusion
@@ -73,11 +75,8 @@ class Denoising(Strategy):
         self.watch: Watch | None = None
 
     def prepare(self, target: Decoder) -> None:
-        if target.diffusion is None:
-            raise ConfigError(
-                f"diffusion={self.choice.text!r} needs a diffusion model, and this model predicts the next token; "
-                "leave the option out."
-            )
+        DENOISING.refuse(f"diffusion={self.choice.text!r}", {Trait.DIFFUSION: target.diffusion is not None})
+        assert target.diffusion is not None
         self.mask, self.canvas = target.diffusion.mask, canvas_shape(target.diffusion, self.choice)
 
     def width(self, load: int) -> int:

@@ -31,7 +31,6 @@ from bankfull.layers.eagle import DraftLogits, EagleHead
 from bankfull.ops.attention.body import TREE_TOKENS
 from bankfull.sample.logits import sample_ranked
 from bankfull.sample.table import PLAIN
-from bankfull.state.spec import Recurrent
 from bankfull.types import Work
 
 DYNAMIC, CHAIN = "dynamic", "chain"
@@ -91,11 +90,6 @@ class Eagle(Strategy):
         return head
 
     def prepare(self, target: Decoder) -> None:
-        if self.trees and any(isinstance(state, Recurrent) for states in target.states() for state in states):
-            raise ConfigError(
-                "A model with recurrent state verifies chains of draft tokens only, and this head proposes a tree; "
-                f"add tree={CHAIN}."
-            )
         self._head = self._build(target)
         self.share = size_of(self._head.model) / size_of(target)
         self.taps = self._head.taps

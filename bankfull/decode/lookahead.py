@@ -28,8 +28,6 @@ from bankfull.decode.ngram_pool import NgramPool
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
 from bankfull.decode.verify import verify
 from bankfull.errors import ConfigError
-from bankfull.layers.decoder import Decoder
-from bankfull.state.spec import Recurrent
 
 WINDOW, NGRAM, GUESSES = 4, 3, 4
 
@@ -48,13 +46,6 @@ class Lookahead(Strategy):
         """Rows whose sequence has no window yet."""
         self._window: Tensor | None = None
         self._pool: NgramPool | None = None
-
-    def prepare(self, target: Decoder) -> None:
-        if self.trees and any(isinstance(state, Recurrent) for states in target.states() for state in states):
-            raise ConfigError(
-                "A model with recurrent state verifies chains of draft tokens only, and lookahead proposes a tree; "
-                "choose speculative=jacobi."
-            )
 
     def width(self, load: int) -> int:
         return len(self._parents)

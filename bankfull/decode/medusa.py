@@ -23,7 +23,6 @@ from bankfull.layers.adapted import own_matrix
 from bankfull.layers.decoder import Decoder, Head
 from bankfull.layers.linear import Projection
 from bankfull.spread.gathered import GatheredLinear, gathered_linear
-from bankfull.state.spec import Recurrent
 from bankfull.weights.medusa import Block, MedusaHeads
 from bankfull.weights.qtensor import QTensor
 
@@ -116,11 +115,6 @@ class Medusa(Strategy):
 
     def prepare(self, target: Decoder) -> None:
         self.heads.suit(target.hidden, target.vocab)
-        if self.trees and any(isinstance(state, Recurrent) for states in target.states() for state in states):
-            raise ConfigError(
-                "A model with recurrent state verifies chains of draft tokens only, and these heads propose a tree; "
-                f"add tree={CHAIN}."
-            )
         self._stack = MedusaStack(target.head, self.heads, self.tree.depth)
 
     def width(self, load: int) -> int:

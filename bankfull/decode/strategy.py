@@ -298,8 +298,6 @@ class Strategy(Protocol):
     """Subclass it: members that a strategy does not need have defaults. A step calls `follow`, `verify`, `observe` and
     `propose` in this order, all in the device's order of work; none of them waits for the device."""
 
-    needs: frozenset[str] = frozenset()
-    """Names of features that it needs of the model and the state; checked when the engine is built."""
     idle: bool = False
     """Whether it proposes nothing and learns nothing, so that a captured step may choose tokens without it."""
     exact: bool = False

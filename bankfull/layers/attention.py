@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.choices import EVICTION
+from bankfull.declared import Trait
 from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
@@ -167,8 +169,7 @@ def evicting(heads: Heads, evict: Mask | None) -> Heads:
     mask of their own forget tokens already."""
     if evict is None or heads.sight is not None:
         return heads
-    if heads.block:
-        raise ModelError("kv_evict needs causal attention, and tokens of this model see later ones; leave it out.")
+    EVICTION.refuse("kv_evict", {Trait.DIFFUSION: bool(heads.block)})
     return replace(heads, mask=evict)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.errors import ModelError
+from bankfull.choices import EVICTION, PAGE_TYPES
+from bankfull.declared import Trait
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
@@ -91,12 +92,10 @@ class LatentAttention:
         """`bias`: of the projections to latents and of the output. `interleaved`: whether the checkpoint's RoPE rotates
         adjacent numbers; then the rows of its projections are reordered once, so that halves rotate."""
         if is_rounded(build.pages):
-            raise ModelError(
-                f"Latent attention keeps its KV cache in floating point, and kv_dtype is {pages_name(build.pages)}; "
-                "use kv_dtype=bfloat16."
-            )
+            name = pages_name(build.pages)
+            PAGE_TYPES[name].refuse(f"kv_dtype={name}", {Trait.LATENT: True})
         if build.kv_evict is not None:
-            raise ModelError("kv_evict has no use here: latent attention sees and keeps all tokens; leave it out.")
+            EVICTION.refuse("kv_evict", {Trait.LATENT: True})
         assert rope is not None, "latent attention always has a RoPE key"
         self.shape = shape
         self.rope: str | None = rope

@@ -8,39 +8,39 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bankfull.errors import ModelError
+from bankfull.declared import Trait
 from bankfull.layers.batch import Batch
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.eagle import DraftLogits, EagleHead
 from bankfull.layers.norm import RMSNorm
 from bankfull.models.deepseek import block_of, fields_of, prediction_modules
 from bankfull.models.registry import Config, rank_config
+from bankfull.speculation import SPECULATIVE
 from bankfull.spread.gathered import gathered_linear
 from bankfull.spread.tokens import spread_tokens
+from bankfull.weights.source import TensorSource
 
 FAMILIES_WITH_MODULES = ("deepseek_v3",)
+
+
+def has_module(config: Config, source: TensorSource) -> bool:
+    """Whether the files of a model contain a module that this engine runs."""
+    if config.get("model_type") not in FAMILIES_WITH_MODULES:
+        return False
+    fields = fields_of(config)
+    return prediction_modules(fields) > 0 and source.has(f"model.layers.{fields.layers()}.eh_proj.weight")
 
 
 def build_mtp(config: Config, target: Decoder) -> EagleHead:
     """The checkpoint's first module, with the target model's embedding, RoPE, head, kernels and dtypes."""
     build = replace(target.head.build.together, prefix="")
-    kind, layer = config.get("model_type"), len(target.blocks)
+    layer = len(target.blocks)
     layers = build.at("model").at("layers")
     at = layers.at(layer)
-    if kind not in FAMILIES_WITH_MODULES:
-        families = ", ".join(FAMILIES_WITH_MODULES)
-        raise ModelError(
-            f"speculative='mtp' needs a checkpoint with a multi-token-prediction module ({families}), and this model "
-            f"is a {kind!r}; choose another way of speculative decoding."
-        )
+    SPECULATIVE["mtp"].refuse("speculative='mtp'", {Trait.PREDICTION_MODULE: has_module(config, build.source)})
     if build.shard is not None:
         config = rank_config(config, *build.split, build.experts is not None).own
     fields = fields_of(config)
-    if not prediction_modules(fields) or not at.has("eh_proj.weight"):
-        raise ModelError(
-            "speculative='mtp' needs the checkpoint's multi-token-prediction module, and these files do not contain "
-            f"one (model.layers.{layer}.eh_proj.weight); use the original checkpoint, or choose another way."
-        )
     hidden, eps = target.hidden, fields.number("rms_norm_eps")
     of_embedding, of_hidden = (RMSNorm(at.at(name), hidden, eps) for name in ("enorm", "hnorm"))
     join = gathered_linear(at.at("eh_proj"), 2 * hidden, hidden)

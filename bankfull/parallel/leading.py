@@ -18,9 +18,9 @@ import torch
 
 import bankfull
 from bankfull.assembly import Assembled, assemble
+from bankfull.combinations import refuse_impossible
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError, RankLost
-from bankfull.models.registry import Config, family_of, rank_config, stages_of
 from bankfull.parallel.groups import Bounds, Ranks, join
 from bankfull.parallel.hosting import rank_command
 from bankfull.parallel.hot import HotExperts
@@ -51,7 +51,6 @@ from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.host import usable_cores
 from bankfull.runtime.joint_moves import JointMoves, RankMoves
 from bankfull.scratch import ScratchFolder
-from bankfull.speculation import SpeculativeChoice
 from bankfull.state.manager import StateManager
 from bankfull.types import StepPlan, StepResult
 from bankfull.weights.fingerprint import weights_fingerprint
@@ -75,7 +74,7 @@ def assemble_leader(
 ) -> Assembled:
     """Rank 0 of a model over several ranks, which it starts."""
     run = replace(run, device=device.kind)
-    refuse_layout(run, state, files.config)
+    refuse_impossible(files, device, run, sched, state)
 
     def own_part(run: RunConfig, ranks: Ranks) -> Assembled:
         return assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)
@@ -83,36 +82,6 @@ def assemble_leader(
     assembled, followers = lead(name, files.path, run, sched, state, max_len, device, own_part)
     followers.attach(assembled.engine.runner, assembled.engine.scheduler.state)
     return assembled
-
-
-def refuse_layout(run: RunConfig, state: StateConfig, config: Config) -> None:
-    """Refuse what a model over several ranks cannot do yet, and sizes that do not divide, before a rank is started."""
-    mesh, speculative = run.mesh, SpeculativeChoice.parse(run.speculative)
-    named = speculative.then or speculative
-    if mesh.pp > 1 and speculative.way.reads_hidden:
-        raise ConfigError(
-            f"speculative={speculative.name} proposes drafts from hidden states, which the first of the {mesh.pp} "
-            "stages does not have; use suffix or ngram."
-        )
-    if (state.kv_host or state.kv_disk) and mesh.page_ranks > 1:
-        raise ConfigError(
-            f"kv_host and kv_disk give each rank its part of every page, but {mesh} deals whole pages out to ranks; "
-            "use tp, pp or sp=ulysses, or leave out the tiers."
-        )
-    if named.way.runs_top_layers:
-        raise ConfigError(
-            f"speculative={named.name} runs streams through the model's top layers, which the layout {mesh} spreads "
-            "over ranks; use suffix, ngram, lookahead, medusa, eagle or a draft model."
-        )
-    if run.ray is not None and run.device != "cpu":
-        raise ConfigError(
-            f"ray={run.ray!r} places ranks on CPUs only: rank 0 runs outside of Ray, which may give its GPU to another "
-            "rank; leave ray out, or serve the model with --replicas 1 and --ray."
-        )
-    family_of(config)
-    if mesh.tp > 1 or mesh.ffn:
-        rank_config(config, mesh.tp, mesh.feed_tp, mesh.ep > 1)
-    stages_of(config, mesh.pp)
 
 
 def lead(

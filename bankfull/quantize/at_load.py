@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from bankfull.choices import ROUNDING, SPARSE
 from bankfull.config import RunConfig
+from bankfull.declared import Declared, Trait
 from bankfull.errors import ConfigError
 from bankfull.quantize import outliers
 from bankfull.runtime.device import Device
@@ -30,23 +32,21 @@ def is_rounded(run: RunConfig) -> bool:
 
 def suited_sparsity(files: ModelFiles, run: RunConfig, device: str, dtype: torch.dtype) -> ModelFiles:
     """The model with 2:4 sparse matrices where a kind of device has kernels for them."""
-    if run.quantize == sparse_source.WANTED and (types := block_types(files.source)):
-        raise ConfigError(
-            f"{files.path.name} is quantized ({', '.join(types)}), so that quantize={run.quantize!r} has no use; leave "
-            "it out."
-        )
+    if run.quantize == sparse_source.WANTED:
+        _refuse_quantized(SPARSE, files, run.quantize)
     kernels = run.providers == "auto" and not run.expand
     return sparse_source.served(files, device, dtype, kernels=kernels, wanted=run.quantize)
+
+
+def _refuse_quantized(asked: Declared, files: ModelFiles, wanted: str) -> None:
+    types = ", ".join(block_types(files.source))
+    asked.refuse(f"quantize={wanted[:40]!r}", {Trait.QUANTIZED: bool(types)}, file=files.path.name, types=types)
 
 
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
     """The same model, with its matrices quantized when they are read, on the device that uses them."""
     refuse_unknown(wanted, device.kind)
-    if types := block_types(files.source):
-        raise ConfigError(
-            f"{files.path.name} is quantized already ({', '.join(types)}), so that quantize={wanted[:40]!r} would lose "
-            "accuracy twice; leave the option out, or give an unquantized checkpoint."
-        )
+    _refuse_quantized(ROUNDING, files, wanted)
     quantized, kept = requantized(files, wanted, device)
     if kept:
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")

@@ -11,7 +11,6 @@ from bankfull.decode.strategy import Strategy
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
 from bankfull.ops.attention.body import WHOLE_SEQUENCE
-from bankfull.speculation import SpeculativeChoice
 
 log = logging.getLogger("bankfull")
 
@@ -21,19 +20,10 @@ LARGEST_PAGE = 64
 """Tokens of a page at most, where a page must hold whole blocks."""
 
 
-def suited_strategy(model: Decoder, strategy: Strategy, run: RunConfig, choice: SpeculativeChoice) -> Strategy:
-    """The given strategy, or denoising for a diffusion model; options that do not fit the model are refused."""
-    if isinstance(strategy, Denoising):
+def suited_strategy(model: Decoder, strategy: Strategy, run: RunConfig) -> Strategy:
+    """The given strategy, or denoising for a diffusion model."""
+    if isinstance(strategy, Denoising) or model.diffusion is None:
         return strategy
-    if model.diffusion is None:
-        if run.diffusion:
-            Denoising(DiffusionChoice.parse(run.diffusion)).prepare(model)
-        return strategy
-    if choice.name not in ("auto", "off"):
-        raise ConfigError(
-            f"speculative={choice.name!r} is not for a diffusion model, which predicts several tokens in each step "
-            "already; leave it out."
-        )
     denoising = Denoising(DiffusionChoice.parse(run.diffusion))
     if denoising.choice.cache == "block":
         log.warning("cache=block is lossy: known tokens keep the state that they had beside other tokens.")
@@ -59,12 +49,6 @@ def suited_steps(model: Decoder, sched: SchedConfig, asked: int, max_len: int | 
     """Steps that hold a whole sequence where the model needs it. `asked`: the user's step_tokens, 0 = none."""
     if model.diffusion is None:
         return sched
-    for name in ("prefill_tokens", "prefill_rows"):
-        if getattr(sched, name):
-            raise ConfigError(
-                f"{name}={getattr(sched, name)} is not for a diffusion model, whose steps compute whole blocks of "
-                "tokens; leave it out."
-            )
     block = model.diffusion.block
     if block == WHOLE_SEQUENCE:
         longest = min(max_len or model.max_positions, LONGEST_STEP)

@@ -1,13 +1,11 @@
-"""Options that do not suit a model, refused in one sentence each."""
+"""Sizes and files that do not suit a model, refused in one sentence each."""
 
 from __future__ import annotations
 
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import ConfigError
 from bankfull.layers.decoder import Decoder
-from bankfull.ranks.mesh import MeshSpec
 from bankfull.state.mask import Mask
-from bankfull.state.spec import Layout
 from bankfull.weights.source import ModelFiles
 
 
@@ -39,28 +37,10 @@ def refuse_short_context(max_len: int, strategy: Strategy) -> None:
         )
 
 
-def refuse_eviction_without_use(layout: Layout, evict: Mask | None, longest: int) -> None:
+def refuse_eviction_without_use(evict: Mask | None, longest: int) -> None:
     """`longest`: tokens of the longest sequence."""
-    if evict is None:
-        return
-    asked = f"kv_evict='sinks:{evict.global_tokens},window:{evict.window}'"
-    if not any(group.window == evict for group in layout.paged):
-        raise ConfigError(f"{asked} has no use here: no layer of this model has full attention; leave it out.")
-    if evict.global_tokens + evict.window >= longest:
+    if evict is not None and evict.global_tokens + evict.window >= longest:
         raise ConfigError(
-            f"{asked} keeps {evict.global_tokens + evict.window} tokens, and a sequence has at most {longest}: nothing "
-            "would be evicted; give a smaller window."
-        )
-
-
-def refuse_pages_without_use(layout: Layout, kv_dtype: str) -> None:
-    if kv_dtype != "auto" and not layout.paged:
-        raise ConfigError(f"kv_dtype={kv_dtype!r} has no use here: this model keeps no keys and values; leave it out.")
-
-
-def refuse_feed_ranks_without_use(model: Decoder, mesh: MeshSpec) -> None:
-    if mesh.ffn and not any(block.feed is not None for block in model.blocks):
-        where = "a stage of this model" if mesh.pp > 1 else "this model"
-        raise ConfigError(
-            f"The layout {mesh} gives feed-forward layers ranks of their own, but {where} has none; leave out ffn."
+            f"kv_evict='sinks:{evict.global_tokens},window:{evict.window}' keeps {evict.global_tokens + evict.window} "
+            f"tokens, and a sequence has at most {longest}: nothing would be evicted; give a smaller window."
         )

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bankfull.build_digest import build_digest
+from bankfull.choices import TIERS
 from bankfull.config import RunConfig, StateConfig, parse_bytes
+from bankfull.declared import Trait
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
 from bankfull.paths import cache_dir
@@ -104,10 +106,7 @@ def add_tiers(
     lower: list[LowerTier] = []
     host = None
     if (size := parse_bytes("kv_host", config.kv_host)) is not None:
-        if device.ship is None:
-            raise ConfigError(
-                "kv_host has no use here: the state is in host memory already; give memory more, or use kv_disk."
-            )
+        TIERS["kv_host"].refuse("kv_host", {Trait.HOST_MEMORY: device.ship is None})
         pages, slots = places_of(sizes.whole, manager, size, "kv_host")
         if sizes.bytes_here(pages, slots) > HOST_SHARE * sizes.free:
             free = shown(sizes.free)

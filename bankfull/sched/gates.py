@@ -91,14 +91,11 @@ GATES: dict[str, Callable[[SchedConfig], Gate]] = {
 
 
 def gate_of(config: SchedConfig) -> Gate:
-    gate = GATES.get(config.batching)
-    if gate is None:
-        raise ConfigError(f"batching={config.batching!r} is unknown; use one of {', '.join(GATES)}.")
     if config.batching != "continuous" and config.rows and config.batch_size > config.rows:
         raise ConfigError(
             f"batch_size={config.batch_size} is more than the {config.rows} rows of a step; lower it, or raise rows."
         )
-    return gate(config)
+    return GATES[config.batching](config)
 
 
 class WaitingQueue(OrderedSequences):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from bankfull.errors import ConfigError
+from bankfull.choices import SPARSE
+from bankfull.declared import Trait
 from bankfull.weights.formats import two_of_four
 from bankfull.weights.formats.dense import BY_DTYPE
 from bankfull.weights.qtensor import QTensor, Scheme
@@ -105,10 +106,8 @@ def served(files: ModelFiles, device: str, dtype: torch.dtype, *, kernels: bool,
         expands = "the options ask for dense weights"
     elif dtype not in KERNEL_DTYPES:
         expands = "kernels read them in bfloat16 and float16 only"
-    if wanted == WANTED and expands:
-        raise ConfigError(
-            f"quantize={WANTED!r} has no use here, because {expands}; leave it out: zeros are multiplied as they are."
-        )
+    if wanted == WANTED:
+        SPARSE.refuse(f"quantize={WANTED!r}", {Trait.SPARSE_KERNELS: not expands}, reason=expands)
     if wanted != WANTED and not any(files.source.scheme(name).is_sparse for name in files.source.names()):
         return files
     return replace(files, source=SparseSource(files.source, dtype, expands, wanted == WANTED))

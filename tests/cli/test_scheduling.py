@@ -12,7 +12,7 @@ from bankfull.cli.scheduling import SchedulingOptions
 from bankfull.config import SchedConfig
 from bankfull.errors import ConfigError
 from bankfull.plan.configurations import SCHEDULING, SERVED, scheduling_words
-from bankfull.sched.policies import POLICIES
+from bankfull.scheduling import POLICIES
 from tests.tiny import speaking_folder
 
 from .conftest import Cli

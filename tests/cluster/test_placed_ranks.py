@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from bankfull import LLM, SamplingParams
+from bankfull.choices import RAY
 from bankfull.cli.app import run_command
-from bankfull.config import RunConfig, StateConfig
+from bankfull.config import RunConfig
+from bankfull.declared import Trait
 from bankfull.errors import ConfigError, RankLost
-from bankfull.parallel.leading import refuse_layout
 from tests.cluster.kit import processes, until
 from tests.cluster.ray_nodes import RayNodes, running_nodes
 from tests.tiny import speaking_folder
@@ -114,4 +115,4 @@ def test_an_address_without_a_layout_or_of_another_kind_is_refused(options: dict
 def test_ranks_on_gpus_are_refused() -> None:
     run = RunConfig(device="cuda", parallel="tp=2", ray="head:6379")
     with pytest.raises(ConfigError, match=r"^ray='head:6379' places ranks on CPUs only: .*--replicas 1 and --ray"):
-        refuse_layout(run, StateConfig(), {})
+        RAY.refuse(f"ray={run.ray!r}", {Trait.GPU: True})

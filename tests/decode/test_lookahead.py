@@ -11,17 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull import LLM
-from bankfull.config import SchedConfig, StateConfig
+from bankfull.combinations import refuse_impossible
+from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.lookahead import Jacobi, Lookahead, last_level, window_parents
 from bankfull.decode.ngram_pool import NgramPool
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Strategy, Verdict, View
 from bankfull.errors import ConfigError
+from bankfull.runtime.device import Cpu
 from bankfull.sample.params import SamplingParams
+from bankfull.weights.source import open_model
 from tests.kit import GREEDY, Bench, device_of
 from tests.quick import examples
 from tests.test_drafts import GRAMMAR, PARAMS, Ladder
-from tests.tiny import VOCAB, kit_of, model_of, speaking_folder
+from tests.tiny import VOCAB, folder_of, kit_of, model_of, speaking_folder
 from tests.train.looping import looping_folder
 
 NEW = 24
@@ -310,4 +313,4 @@ def test_windows_that_no_step_can_verify_are_refused(choice: str, sentence: str)
 
 def test_a_tree_is_refused_for_recurrent_state() -> None:
     with pytest.raises(ConfigError, match=r"recurrent state verifies chains.*choose speculative=jacobi"):
-        bench_of(Lookahead(), "mamba", 0)
+        refuse_impossible(open_model(folder_of("mamba")), Cpu(), RunConfig(speculative="lookahead"))

@@ -11,16 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bankfull.combinations import refuse_impossible
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.medusa import Medusa, MedusaStack
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Strategy
-from bankfull.errors import BankfullError, ConfigError, ModelError
+from bankfull.errors import ConfigError, ModelError
 from bankfull.loading import load
+from bankfull.runtime.device import Cpu
 from bankfull.sample.params import SamplingParams
 from bankfull.weights.medusa import CONFIG, TREE, WEIGHTS, MedusaHeads, read_heads, write_heads
+from bankfull.weights.source import open_model
 from tests.kit import Bench, device_of
-from tests.tiny import VOCAB, kit_of, model_of, speaking_folder
+from tests.tiny import VOCAB, folder_of, kit_of, model_of, speaking_folder
 
 HIDDEN = 32
 NEW = 24
@@ -297,5 +300,5 @@ def test_tokens_and_logprobs_are_those_without_heads(shape: str, tree: str, own:
 
 
 def test_trees_are_refused_for_recurrent_state() -> None:
-    with pytest.raises(BankfullError, match=r"recurrent state verifies chains of draft tokens only.*add tree=chain"):
-        generated(Medusa(random_heads()), "mamba", 0)
+    with pytest.raises(ConfigError, match=r"recurrent state verifies chains of draft tokens only.*add tree=chain"):
+        refuse_impossible(open_model(folder_of("mamba")), Cpu(), RunConfig(speculative="medusa"))

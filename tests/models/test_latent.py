@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bankfull.errors import ModelError
+from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
 from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.metered import MeteredModel
@@ -45,7 +45,7 @@ def test_expansion_beside_decodes_changes_no_token(monkeypatch: pytest.MonkeyPat
 def test_an_int8_cache_is_refused_in_one_sentence() -> None:
     files = open_model(folder_of("latent"))
     build = Build(files.source, kit_for("cpu"), torch.float32, torch.device("cpu"), kv_dtype=torch.int8)
-    with pytest.raises(ModelError, match="kv_dtype is int8; use kv_dtype=bfloat16"):
+    with pytest.raises(ConfigError, match="floating point, which kv_dtype=int8 would round; use kv_dtype=bfloat16"):
         build_model(files.config, build)
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bankfull.config import RunConfig, StateConfig
+from bankfull.combinations import refuse_uneven
 from bankfull.errors import ConfigError, ModelError
 from bankfull.models import registry
 from bankfull.models.fields import ConfigFields
 from bankfull.models.llama import build_llama
 from bankfull.models.registry import Config, family_of, rank_config
 from bankfull.models.unsupported import why_unsupported
-from bankfull.parallel.leading import refuse_layout
+from bankfull.ranks.mesh import MeshSpec
 from bankfull.weights.source import open_model
 from tests.models import cases_latent, cases_recurrent
 from tests.models.cases import FAMILIES
@@ -107,8 +107,8 @@ def test_a_family_whose_split_nobody_has_said_runs_in_stages_and_refuses_tensor_
     monkeypatch.setitem(sys.modules, "bankfull.models.toy", SimpleNamespace(FAMILY=registry.Family(build_llama)))
     for layout in ("tp=2", "ffn=2"):
         with pytest.raises(ConfigError, match=r"Architecture 'toy' cannot be split .* use pp, or say in its Family"):
-            refuse_layout(RunConfig(parallel=layout), StateConfig(), config)
-    refuse_layout(RunConfig(parallel="pp=2"), StateConfig(), config)
+            refuse_uneven(MeshSpec.parse(layout), config)
+    refuse_uneven(MeshSpec(pp=2), config)
 
 
 @pytest.mark.few(36)

@@ -15,18 +15,21 @@ import pytest
 
 from bankfull import LLM, SamplingParams
 from bankfull.cli.app import run_command
+from bankfull.combinations import refuse_impossible
+from bankfull.config import RunConfig
 from bankfull.errors import ConfigError, RankLost
 from bankfull.parallel import hot, leading
 from bankfull.parallel.groups import Bounds
 from bankfull.parallel.leading import Followers
 from bankfull.parallel.messages import RankReady, encoded
 from bankfull.ranks.mesh import MeshSpec
-from bankfull.runtime.refused import refuse_feed_ranks_without_use
+from bankfull.runtime.device import Cpu
 from bankfull.serve.engine.exchange_end import ExchangeEnd
 from bankfull.serve.engine.wire import ExchangeEnds
+from bankfull.weights.source import open_model
 from tests.cluster.listening import sockets_of
 from tests.models.diffusion import make_speaking
-from tests.tiny import folder_of, reference_of, speaking_folder
+from tests.tiny import folder_of, speaking_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["The river runs", "The engine", "its channel, and"]
@@ -355,4 +358,4 @@ def test_a_layout_that_cannot_run_is_refused(options: dict[str, object], sentenc
 
 def test_ranks_for_feed_forward_layers_that_a_model_does_not_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="ffn=1 gives feed-forward layers ranks of their own, but this model has"):
-        refuse_feed_ranks_without_use(reference_of("mamba"), MeshSpec(ffn=1))
+        refuse_impossible(open_model(folder_of("mamba")), Cpu(), RunConfig(parallel="ffn=1"))

@@ -27,7 +27,7 @@ from bankfull.plan.simulate import ReplicaSpec
 from bankfull.plan.step_times import StepTimes, TimeBreakdown
 from bankfull.plan.traffic import TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
-from bankfull.sched.policies import POLICIES as SCHEDULING
+from bankfull.scheduling import POLICIES as SCHEDULING
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.traffic.arrivals import Arrivals

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bankfull.sched.policies import POLICIES
 from bankfull.sched.scheduler import Scheduler
+from bankfull.scheduling import POLICIES
 from bankfull.types import Output
 from tests.sched.driver import Clock, request, result, scheduler
 

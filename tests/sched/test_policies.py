@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
-from bankfull.sched.policies import POLICIES, policy_of
 from bankfull.sched.policies.fcfs import FirstCome
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.sched.sequence import Sequence
+from bankfull.scheduling import POLICIES, SchedulingWay
 from bankfull.types import StepPlan
 from tests.sched.driver import drain, request, scheduler, step
 from tests.sim.scenario import scenario_of
@@ -32,7 +34,9 @@ class LeastServed(FirstCome):
 
 @pytest.fixture
 def least_served(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(POLICIES, "least-served", LeastServed)
+    monkeypatch.setitem(sys.modules, "bankfull.sched.policies.least_served", sys.modules[__name__])
+    way = SchedulingWay("fewest generated tokens first", made_by="least_served.LeastServed")
+    monkeypatch.setitem(POLICIES, "least-served", way)
     return "least-served"
 
 
@@ -55,16 +59,10 @@ def test_priority_goes_before_arrival_and_arrival_breaks_ties() -> None:
     assert entered("priority", 1, 0, BATCH_PRIORITY, 1, 0) == [1, 4, 0, 3, 2]
 
 
-@pytest.mark.parametrize("config", [SchedConfig(policy="random"), SchedConfig(batching="random")])
-def test_an_unknown_name_is_refused_with_the_known_ones(config: SchedConfig) -> None:
-    with pytest.raises(ConfigError, match=r"'random' is unknown; use one of (fcfs, pri|continuous, st)"):
-        policy_of(config)
-
-
-@pytest.mark.parametrize("wrong", [{"policy": ["fcfs"]}, {"batching": 3}])
-def test_a_name_is_a_string(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="must be a name"):
-        SchedConfig(**wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [{"policy": "random"}, {"batching": "x"}, {"policy": ["fcfs"]}, {"batching": 3}])
+def test_an_unknown_name_is_refused_with_the_known_ones(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"is unknown; use (fcfs, pri|continuous, st)"):
+        SchedConfig(**wrong)
 
 
 def test_no_decoding_sequence_gives_way_to_a_prompt_that_the_step_has_no_tokens_for() -> None:

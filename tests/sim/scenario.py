@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from bankfull.config import SchedConfig, StateConfig
-from bankfull.sched.policies import POLICIES
 from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.scheduling import POLICIES
 from bankfull.state.mask import Mask
 from bankfull.state.spec import Layout, Paged, Recurrent, Shared, StateSpec, TensorSpec, layout_of
 from bankfull.types import Request, Tier

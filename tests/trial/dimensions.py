@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bankfull.sched.policies import POLICIES
+from bankfull.scheduling import POLICIES
 from tests.trial import formats
 from tests.trial.setup import Setup, suits_late
 from tests.trial.strategies import FOR_TINY, STRATEGIES

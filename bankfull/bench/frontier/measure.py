@@ -22,7 +22,6 @@ from bankfull.ops.pages.rounded import pages_name
 from bankfull.quality.evaluate import KeptReference, Quality, dequantized, evaluate_kept, keep_reference
 from bankfull.quality.recall import RecallPrompt, recall, recall_prompts
 from bankfull.runtime.device import Device
-from bankfull.runtime.refused import refuse_pages_without_use
 from bankfull.sample.params import SamplingParams
 from bankfull.text.load import load_tokenizer
 from bankfull.text.tokenizer import Tokenizer
@@ -109,7 +108,6 @@ def figures_of(judge: Judge, way: RunWay, device: Device, reps: int) -> WayFigur
             raise ModelError(f"{way.path} has another vocabulary than {judge.model}, so they cannot be compared.")
     sched = SchedConfig(rows=1, step_tokens=judge.window)
     assembled = assemble(files, way.run(str(device.torch)), sched, StateConfig(), max_len=judge.window, device=device)
-    refuse_pages_without_use(assembled.layout, way.kv_dtype)
     quality = evaluate_kept(assembled.model, judge.kept)
     recalled = recall(assembled.model, judge.prompts, device.torch)
     decode, prefill = speed_of(assembled, judge.tokenizer, reps) if reps else (None, None)

@@ -17,7 +17,7 @@ from bankfull.limits.units import duration, scaled
 from bankfull.plan.policies.jobs import JobTraffic
 from bankfull.plan.policies.simulator import JobRun, saturation, state_of
 from bankfull.plan.policies.step_model import StepModel
-from bankfull.sched.policies import POLICIES
+from bankfull.scheduling import POLICIES
 
 BATCHES = {"static": "static", "dynamic": "dynamic"}
 """Request-level batching, as contenders beside the policies: name -> `SchedConfig.batching`."""

@@ -1,34 +1,16 @@
-"""Every scheduling policy, by the value of `SchedConfig.policy`. A new policy is one file here and one line below."""
+"""Every scheduling policy: one file each, found by its line in `scheduling.POLICIES`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from typing import cast
 
 from bankfull.config import SchedConfig
-from bankfull.errors import ConfigError
-from bankfull.sched.policies.fair import Fair
-from bankfull.sched.policies.fcfs import FirstCome, Orca
-from bankfull.sched.policies.lpm import LongestPrefix
-from bankfull.sched.policies.mlfq import Mlfq, SkipJoinMlfq
-from bankfull.sched.policies.priority import Priority
-from bankfull.sched.policies.srpt import Srpt
 from bankfull.sched.policy import Policy
-
-POLICIES: dict[str, Callable[[SchedConfig], Policy]] = {
-    "fcfs": FirstCome,
-    "priority": Priority,
-    "mlfq": Mlfq,
-    "skip-join-mlfq": SkipJoinMlfq,
-    "srpt": Srpt,
-    "lpm": LongestPrefix,
-    "fair": Fair,
-    "orca": Orca,
-}
+from bankfull.scheduling import POLICIES
 
 
 def policy_of(config: SchedConfig) -> Policy:
     """The policy that `config` names, behind the admission gate that it names."""
-    policy = POLICIES.get(config.policy)
-    if policy is None:
-        raise ConfigError(f"policy={config.policy!r} is unknown; use one of {', '.join(POLICIES)}.")
-    return policy(config)
+    file, maker = POLICIES[config.policy].made_by.split(".")
+    return cast(Policy, getattr(import_module(f"{__name__}.{file}"), maker)(config))

@@ -1,0 +1,133 @@
+"""Impossible combinations, found before weights are read: what the given options declare, against the traits of the
+model, its files, the device and the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from bankfull.choices import DENOISING, EVICTION, FEED_RANKS, PAGE_TYPES, PROMPT_LIMITS, RAY, TIERS
+from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, StateConfig
+from bankfull.declared import Declared, Trait, Traits
+from bankfull.decode.diffusion import canvas_shape
+from bankfull.decode.strategy import Strategy
+from bankfull.layers.attention import Attention
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.layers.latent import LatentAttention
+from bankfull.models.mtp import has_module
+from bankfull.models.registry import Config, build_model, family_of, rank_config, stages_of
+from bankfull.ops.registry import Kit
+from bankfull.ranks.mesh import MeshSpec
+from bankfull.runtime.device import Device
+from bankfull.speculation import TREE, SpeculativeChoice
+from bankfull.state.spec import Paged, Recurrent
+from bankfull.weights.blank_source import META, FileShapes
+from bankfull.weights.source import ModelFiles
+
+OF_OPTIONS = frozenset(
+    {
+        Trait.HOST_MEMORY,
+        Trait.GPU,
+        Trait.RANKS,
+        Trait.STAGES,
+        Trait.DEALT_PAGES,
+        Trait.PREFIX_CACHE,
+        Trait.ARRIVAL_ORDER,
+    }
+)
+"""Traits that are known without the model."""
+
+
+def refuse_impossible(
+    files: ModelFiles,
+    device: Device,
+    run: RunConfig,
+    sched: SchedConfig | None = None,
+    state: StateConfig | None = None,
+    strategy: Strategy | None = None,
+) -> None:
+    """Raises ConfigError for what the options cannot do with each other, on the device, or with the model. No weights
+    are read, and the model's layers are made, without data, only if an option depends on them. `strategy`: instead of
+    the configuration's."""
+    sched, state, mesh = sched or SchedConfig(), state or StateConfig(), run.mesh
+    asked = list(declarations(run, sched, state, strategy))
+    traits = {
+        Trait.GPU: device.kind != "cpu",
+        Trait.HOST_MEMORY: device.ship is None,
+        Trait.RANKS: mesh.ranks > 1,
+        Trait.STAGES: mesh.pp > 1,
+        Trait.DEALT_PAGES: mesh.page_ranks > 1,
+        Trait.PREFIX_CACHE: state.prefix_cache,
+    }
+    _refuse(asked, traits, mesh)
+    if mesh.ranks > 1:
+        refuse_uneven(mesh, files.config)
+    if all(declared.traits <= OF_OPTIONS for _, declared in asked):
+        return
+    model = without_data(files)
+    traits = traits_of(model, mesh) | {Trait.PREDICTION_MODULE: has_module(files.config, files.source)}
+    _refuse(asked, traits, mesh)
+    if model.diffusion is not None:
+        canvas_shape(model.diffusion, DiffusionChoice.parse(run.diffusion))
+
+
+def _refuse(asked: list[tuple[str, Declared]], traits: Traits, mesh: MeshSpec) -> None:
+    for shown, declared in asked:
+        declared.refuse(shown, traits, layout=mesh, stages=mesh.pp)
+
+
+def declarations(
+    run: RunConfig, sched: SchedConfig, state: StateConfig, strategy: Strategy | None = None
+) -> Iterator[tuple[str, Declared]]:
+    """What is asked for, as it was asked for, and what it declares."""
+    if strategy is None:
+        yield from SpeculativeChoice.parse(run.speculative).declarations()
+    elif strategy.trees:
+        refuses = {Trait.RECURRENT: TREE.format(out="choose a strategy without trees")}
+        yield type(strategy).__name__, Declared("a strategy of the program's own", refuses=refuses)
+    yield f"kv_dtype={run.kv_dtype!r}", PAGE_TYPES[run.kv_dtype]
+    if run.kv_evict is not None:
+        yield f"kv_evict={run.kv_evict!r}", EVICTION
+    if run.diffusion:
+        yield f"diffusion={run.diffusion!r}", DENOISING
+    if run.ray is not None:
+        yield f"ray={run.ray!r}", RAY
+    if run.mesh.ffn:
+        yield f"parallel={run.parallel!r}", FEED_RANKS
+    for name, limit in PROMPT_LIMITS.items():
+        if given := getattr(sched, name):
+            yield f"{name}={given}", limit
+    for name in state.tiers:
+        yield name, TIERS[name]
+
+
+def without_data(files: ModelFiles) -> Decoder:
+    """The model's layers over tensors that have shapes only. Refuses files that do not belong to the configuration."""
+    return build_model(files.config, Build(FileShapes(files.source), Kit("cpu", ()), torch.float32, META))
+
+
+def traits_of(model: Decoder, mesh: MeshSpec) -> dict[Trait, bool]:
+    """What the layers tell. `mesh`: whose stages are asked for feed-forward layers."""
+    states = [state for of_layer in model.states() for state in of_layer]
+    pages = [state for state in states if isinstance(state, Paged)]
+    heads = [mixer.heads.size for mixer in model.mixers if isinstance(mixer, Attention)]
+    stages = [model.blocks[first:end] for first, end in mesh.stages(len(model.blocks))]
+    return {
+        Trait.PAGES: bool(pages),
+        Trait.FULL_ATTENTION: any(state.window is None for state in pages),
+        Trait.FEED_FORWARD: all(any(block.feed is not None for block in stage) for stage in stages),
+        Trait.LATENT: any(isinstance(mixer, LatentAttention) for mixer in model.mixers),
+        Trait.ODD_HEADS: any(size % 8 for size in heads),
+        Trait.RECURRENT: any(isinstance(state, Recurrent) for state in states),
+        Trait.DIFFUSION: model.diffusion is not None,
+    }
+
+
+def refuse_uneven(mesh: MeshSpec, config: Config) -> None:
+    """Refuse a layout that does not divide the model, or that its family does not split."""
+    family_of(config)
+    if mesh.tp > 1 or mesh.ffn:
+        rank_config(config, mesh.tp, mesh.feed_tp, mesh.ep > 1)
+    stages_of(config, mesh.pp)
