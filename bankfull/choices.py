@@ -117,7 +117,7 @@ TIERS: Table = {
         _KEYS,
         _PARTS
         | {
-            Trait.HOST_MEMORY: "{asked} has no use here: the state is in host memory already; give memory more, or use "
+            Trait.HOST_MEMORY: "kv_host has no use here: the state is in host memory already; give memory more, or use "
             "kv_disk."
         },
     ),
@@ -129,18 +129,11 @@ DENOISING = Declared(
     "denoising of a diffusion model",
     {Trait.DIFFUSION: "{asked} needs a diffusion model, and this model predicts the next token; leave the option out."},
 )
-_WHOLE_BLOCKS = {
-    Trait.DIFFUSION: "{asked} is not for a diffusion model, whose steps compute whole blocks of tokens; leave it out."
-}
-PROMPT_LIMITS: Table = {
-    "prefill_tokens": Declared("most prompt tokens in one step", refuses=_WHOLE_BLOCKS),
-    "prefill_rows": Declared("most sequences whose prompts are computed in one step", refuses=_WHOLE_BLOCKS),
-}
-FEED_RANKS = Declared(
-    "feed-forward layers on ranks of their own",
-    {
-        Trait.FEED_FORWARD: "The layout {layout} gives feed-forward layers ranks of their own, but this model has none "
-        "in some stage; leave out ffn."
+_ONE_BY_ONE = Declared(
+    "prompts of a step",
+    refuses={
+        Trait.DIFFUSION: "{asked} is not for a diffusion model, whose steps compute whole blocks of tokens; leave it "
+        "out."
     },
 )
 RAY = Declared(
@@ -150,3 +143,12 @@ RAY = Declared(
         "rank; leave ray out, or serve the model with --replicas 1 and --ray."
     },
 )
+GIVEN: Table = {
+    "kv_evict": EVICTION,
+    "diffusion": DENOISING,
+    "prefill_tokens": _ONE_BY_ONE,
+    "prefill_rows": _ONE_BY_ONE,
+    "ray": RAY,
+    **TIERS,
+}
+"""Options that declare the same for all of their values."""

@@ -3,11 +3,11 @@ model, its files, the device and the layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from bankfull.choices import DENOISING, EVICTION, FEED_RANKS, PAGE_TYPES, PROMPT_LIMITS, RAY, TIERS
+from bankfull.choices import ACTIVATIONS, GIVEN, PAGE_TYPES, ROUNDING, SPARSE
 from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, StateConfig
 from bankfull.declared import Declared, Trait, Traits
 from bankfull.decode.diffusion import canvas_shape
@@ -19,12 +19,14 @@ from bankfull.layers.latent import LatentAttention
 from bankfull.models.mtp import has_module
 from bankfull.models.registry import Config, build_model, family_of, rank_config, stages_of
 from bankfull.ops.registry import Kit
-from bankfull.ranks.mesh import MeshSpec
+from bankfull.ranks.mesh import ALONE, LAYOUTS, MeshSpec
 from bankfull.runtime.device import Device
-from bankfull.speculation import TREE, SpeculativeChoice
+from bankfull.scheduling import BATCHING
+from bankfull.speculation import SPECULATIVE, TREE, SpeculativeChoice
 from bankfull.state.spec import Paged, Recurrent
 from bankfull.weights.blank_source import META, FileShapes
 from bankfull.weights.source import ModelFiles
+from bankfull.weights.sparse_source import WANTED
 
 OF_OPTIONS = frozenset(
     {
@@ -53,27 +55,18 @@ def refuse_impossible(
     the configuration's."""
     sched, state, mesh = sched or SchedConfig(), state or StateConfig(), run.mesh
     asked = list(declarations(run, sched, state, strategy))
-    traits = {
-        Trait.GPU: device.kind != "cpu",
-        Trait.HOST_MEMORY: device.ship is None,
-        Trait.RANKS: mesh.ranks > 1,
-        Trait.STAGES: mesh.pp > 1,
-        Trait.DEALT_PAGES: mesh.page_ranks > 1,
-        Trait.PREFIX_CACHE: state.prefix_cache,
-    }
-    _refuse(asked, traits, mesh)
+    refuse(asked, option_traits(device, run, state), mesh)
     if mesh.ranks > 1:
         refuse_uneven(mesh, files.config)
     if all(declared.traits <= OF_OPTIONS for _, declared in asked):
         return
     model = without_data(files)
-    traits = traits_of(model, mesh) | {Trait.PREDICTION_MODULE: has_module(files.config, files.source)}
-    _refuse(asked, traits, mesh)
+    refuse(asked, model_traits(model, mesh) | file_traits(files), mesh)
     if model.diffusion is not None:
         canvas_shape(model.diffusion, DiffusionChoice.parse(run.diffusion))
 
 
-def _refuse(asked: list[tuple[str, Declared]], traits: Traits, mesh: MeshSpec) -> None:
+def refuse(asked: Iterable[tuple[str, Declared]], traits: Traits, mesh: MeshSpec) -> None:
     for shown, declared in asked:
         declared.refuse(shown, traits, layout=mesh, stages=mesh.pp)
 
@@ -88,19 +81,42 @@ def declarations(
         refuses = {Trait.RECURRENT: TREE.format(out="choose a strategy without trees")}
         yield type(strategy).__name__, Declared("a strategy of the program's own", refuses=refuses)
     yield f"kv_dtype={run.kv_dtype!r}", PAGE_TYPES[run.kv_dtype]
-    if run.kv_evict is not None:
-        yield f"kv_evict={run.kv_evict!r}", EVICTION
-    if run.diffusion:
-        yield f"diffusion={run.diffusion!r}", DENOISING
-    if run.ray is not None:
-        yield f"ray={run.ray!r}", RAY
-    if run.mesh.ffn:
-        yield f"parallel={run.parallel!r}", FEED_RANKS
-    for name, limit in PROMPT_LIMITS.items():
-        if given := getattr(sched, name):
-            yield f"{name}={given}", limit
-    for name in state.tiers:
-        yield name, TIERS[name]
+    for name, axis in LAYOUTS.items():
+        if (ranks := getattr(run.mesh, name)) != getattr(ALONE, name):
+            yield f"{name}={ranks}", axis
+    for name, declared in GIVEN.items():
+        owner = next(owner for owner in (run, sched, state) if hasattr(owner, name))
+        if value := getattr(owner, name):
+            yield f"{name}={value!r}", declared
+
+
+def every_declaration() -> Iterator[tuple[str, Declared]]:
+    """All values that need or refuse something, as options of `LLM`, with what they declare."""
+    found: list[tuple[str, Declared]] = []
+    for option, table in (("kv_dtype", PAGE_TYPES), ("activations", ACTIVATIONS), ("batching", BATCHING)):
+        found += [(f"{option}={name}", declared) for name, declared in table.items()]
+    found += [("quantize", ROUNDING), (f"quantize={WANTED}", SPARSE), *GIVEN.items()]
+    found += [(f"parallel={name}", axis) for name, axis in LAYOUTS.items()]
+    for name, way in SPECULATIVE.items():
+        found += SpeculativeChoice(name, {key: option.usual for key, option in way.options.items()}).declarations()
+    return ((asked, declared) for asked, declared in found if declared.traits)
+
+
+def option_traits(device: Device, run: RunConfig, state: StateConfig) -> dict[Trait, bool]:
+    """Those of `OF_OPTIONS` that options of different owners depend on."""
+    mesh = run.mesh
+    return {
+        Trait.GPU: device.kind != "cpu",
+        Trait.HOST_MEMORY: device.ship is None,
+        Trait.RANKS: mesh.ranks > 1,
+        Trait.STAGES: mesh.pp > 1,
+        Trait.DEALT_PAGES: mesh.page_ranks > 1,
+        Trait.PREFIX_CACHE: state.prefix_cache,
+    }
+
+
+def file_traits(files: ModelFiles) -> dict[Trait, bool]:
+    return {Trait.PREDICTION_MODULE: has_module(files.config, files.source)}
 
 
 def without_data(files: ModelFiles) -> Decoder:
@@ -108,7 +124,7 @@ def without_data(files: ModelFiles) -> Decoder:
     return build_model(files.config, Build(FileShapes(files.source), Kit("cpu", ()), torch.float32, META))
 
 
-def traits_of(model: Decoder, mesh: MeshSpec) -> dict[Trait, bool]:
+def model_traits(model: Decoder, mesh: MeshSpec) -> dict[Trait, bool]:
     """What the layers tell. `mesh`: whose stages are asked for feed-forward layers."""
     states = [state for of_layer in model.states() for state in of_layer]
     pages = [state for state in states if isinstance(state, Paged)]

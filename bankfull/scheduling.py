@@ -30,15 +30,23 @@ _QUEUES = ("quantum_ms", "starvation")
 
 POLICIES: dict[str, SchedulingWay] = {
     FCFS: SchedulingWay("order of arrival", made_by="fcfs.FirstCome"),
-    "priority": SchedulingWay("by number, with equal shares of keys", made_by="priority.Priority"),
-    "mlfq": SchedulingWay("queues with doubling quanta", made_by="mlfq.Mlfq", reads=_QUEUES),
-    "skip-join-mlfq": SchedulingWay(
-        "mlfq in which a long prompt starts in a lower queue", made_by="mlfq.SkipJoinMlfq", reads=_QUEUES
+    "priority": SchedulingWay(
+        "priority number, with equal shares of rows, pages and tokens for API keys", made_by="priority.Priority"
     ),
-    "srpt": SchedulingWay("fewest remaining tokens first, from max_tokens", made_by="srpt.Srpt"),
-    "lpm": SchedulingWay("longest cached prefix first", made_by="lpm.LongestPrefix", reads=("starvation",)),
-    "fair": SchedulingWay("equal service of keys, or by their weights", made_by="fair.Fair", reads=("weights",)),
-    "orca": SchedulingWay("fcfs with memory reserved for the largest length", made_by="fcfs.Orca"),
+    "mlfq": SchedulingWay(
+        "queues with doubling quanta, every job starts in the first", made_by="mlfq.Mlfq", reads=_QUEUES
+    ),
+    "skip-join-mlfq": SchedulingWay(
+        "the same, a job starts in the first queue whose quantum covers its predicted prefill",
+        made_by="mlfq.SkipJoinMlfq",
+        reads=_QUEUES,
+    ),
+    "srpt": SchedulingWay("fewest remaining tokens, taken from max_tokens", made_by="srpt.Srpt"),
+    "lpm": SchedulingWay("longest cached prefix", made_by="lpm.LongestPrefix", reads=("starvation",)),
+    "fair": SchedulingWay(
+        "least service of the API key so far, over its weight", made_by="fair.Fair", reads=("weights",)
+    ),
+    "orca": SchedulingWay("order of arrival, with memory reserved for the largest length", made_by="fcfs.Orca"),
 }
 """By the value of `SchedConfig.policy`."""
 

@@ -19,6 +19,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from bankfull.combinations import every_declaration
+from bankfull.config import SchedConfig
+from bankfull.sched.policies import policy_of
+from bankfull.scheduling import POLICIES, readers
 from bankfull.speculation import option_rows
 
 ROOT = Path(__file__).parent.parent
@@ -146,7 +150,40 @@ def speculative_options() -> str:
     return "\n".join([_line(["way", "options with their usual values"]), "|---|---|", *rows])
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"speculative-options": speculative_options}
+def policies() -> str:
+    """Scheduling policies: their order, whether running sequences give way, and the options that only some read."""
+    told = {option: f"`--{option.replace('_', '-')}`" for option, _, _ in readers()}
+    rows = [
+        _line(
+            [
+                f"`{name}`",
+                way.about,
+                "yes" if policy_of(SchedConfig(policy=name)).preemptive else "no",
+                ", ".join(told[option] for option in way.reads) or NOTHING,
+            ]
+        )
+        for name, way in POLICIES.items()
+    ]
+    return "\n".join([_line(["`--policy`", "order", "preempts", "reads"]), "|---|---|---|---|", *rows])
+
+
+def combinations() -> str:
+    """What each value of an option needs and refuses; values that declare the same share a row."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for asked, declared in every_declaration():
+        needs, refuses = (
+            ", ".join(trait.value for trait in traits) or NOTHING for traits in (declared.needs, declared.refuses)
+        )
+        alike.setdefault((needs, refuses), []).append(f"`{asked}`")
+    rows = [_line([", ".join(asked), *told]) for told, asked in alike.items()]
+    return "\n".join([_line(["option", "needs", "is not for"]), "|---|---|---|", *rows])
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "combinations": combinations,
+    "policies": policies,
+    "speculative-options": speculative_options,
+}
 
 
 def _cell(form: str, row: Row) -> str:

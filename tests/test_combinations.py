@@ -14,24 +14,14 @@ import transformers
 
 from bankfull import assembly, precision
 from bankfull.assembly import assemble
-from bankfull.choices import (
-    ACTIVATIONS,
-    DENOISING,
-    EVICTION,
-    FEED_RANKS,
-    PAGE_TYPES,
-    PROMPT_LIMITS,
-    RAY,
-    ROUNDING,
-    SPARSE,
-    TIERS,
-)
-from bankfull.combinations import declarations, refuse_impossible
+from bankfull.choices import ACTIVATIONS, GIVEN, PAGE_TYPES, ROUNDING, SPARSE
+from bankfull.combinations import declarations, every_declaration, refuse_impossible
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.declared import Declared, Trait, judged
 from bankfull.errors import ConfigError
 from bankfull.familiar import configure
 from bankfull.precision import choose_activations
+from bankfull.ranks.mesh import LAYOUTS
 from bankfull.runtime.device import Cpu
 from bankfull.sched.gates import GATES
 from bankfull.sched.policies import policy_of
@@ -46,6 +36,8 @@ from tests.tiny import config_of, folder_of
 Options = dict[str, Any]
 SPELLED = {name: f"{name}:DIR" for name in ("draft", "medusa", "eagle", "streaming", "tree-streaming")}
 SPELLED["chain"] = "chain:medusa:DIR"
+VALUES: Options = {"kv_evict": "sinks:2,window:9", "diffusion": "threshold=0.5", "ray": "head:6379"}
+VALUES |= {"prefill_tokens": 3, "prefill_rows": 3, "kv_host": "1MiB", "kv_disk": "1MiB"}
 
 
 def asked() -> Iterator[tuple[Options, Declared]]:
@@ -54,14 +46,11 @@ def asked() -> Iterator[tuple[Options, Declared]]:
         yield from (({name: value}, declared) for value, declared in judged(table))
     for name, declared in judged(SPECULATIVE):
         yield {"speculative": SPELLED.get(name, name)}, declared
-    yield from (({name: "1MiB"}, declared) for name, declared in judged(TIERS))
-    yield from (({name: 3}, declared) for name, declared in judged(PROMPT_LIMITS))
-    yield {"kv_evict": "sinks:2,window:9"}, EVICTION
+    yield from (({name: VALUES[name]}, declared) for name, declared in judged(GIVEN) if name != "ray")
+    yield {"parallel": "tp=2", "ray": VALUES["ray"]}, GIVEN["ray"]
+    yield from (({"parallel": f"{name}=1"}, declared) for name, declared in judged(LAYOUTS))
     yield {"quantize": "int8"}, ROUNDING
     yield {"quantize": "2:4"}, SPARSE
-    yield {"diffusion": "threshold=0.5"}, DENOISING
-    yield {"parallel": "ffn=1"}, FEED_RANKS
-    yield {"parallel": "tp=2", "ray": "head:6379"}, RAY
 
 
 HERE = Cpu()
@@ -155,6 +144,12 @@ def test_what_is_declared_is_refused_before_a_weight_is_read(
         assemble(files, run, sched, state, device=place.device)
     said = re.sub(r"\\{[^}]*\\}", "[^{}\n]+", re.escape(reason))
     assert re.fullmatch(said, str(refused.value)) and reason.endswith(".")
+
+
+def test_the_table_of_combinations_has_all_that_can_be_asked_for() -> None:
+    told = {id(declared) for _, declared in every_declaration()}
+    ways = {id(way) for way in SPECULATIVE.values()}  # with the options that they have by default
+    assert {id(declared) for _, declared in asked()} - ways <= told
 
 
 def test_usual_options_ask_for_nothing() -> None:

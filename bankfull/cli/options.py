@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 import typer
 
 from bankfull import speculation
+from bankfull.choices import ACTIVATIONS, DTYPES, PAGE_TYPES, TIERS
 from bankfull.cli.scheduling import USUAL_SCHEDULING, SchedulingOptions
+from bankfull.declared import meanings
 from bankfull.errors import ConfigError
+from bankfull.ranks.mesh import LAYOUTS
 
 if TYPE_CHECKING:
     from bankfull.llm import LLM
@@ -24,16 +27,8 @@ Model = Annotated[
     str,
     typer.Option("-m", "--model", help="A directory, a .gguf file, a hub id (org/name), or a short name (smollm2)."),
 ]
-Dtype = Annotated[
-    str, typer.Option(help="auto, float32 (exact: no intermediate rounding), bfloat16, float16 or float64.")
-]
-KvDtype = Annotated[
-    str,
-    typer.Option(
-        help="Format of the KV cache: auto, float32, bfloat16, int8 or fp8 (about half of bfloat16; lossy), or int4 "
-        "(about a quarter of bfloat16; lossier)."
-    ),
-]
+Dtype = Annotated[str, typer.Option(help=f"Dtype of the computation. {meanings(DTYPES)}.")]
+KvDtype = Annotated[str, typer.Option(help=f"Format of the KV cache. {meanings(PAGE_TYPES)}.")]
 KvEvict = Annotated[
     str | None,
     typer.Option(
@@ -43,18 +38,7 @@ KvEvict = Annotated[
         show_default="keep all",
     ),
 ]
-Activations = Annotated[
-    str,
-    typer.Option(
-        help="Format of activations in matrix products. On a CPU: int8 (quantized weights only; lossy; a second copy "
-        "of the weights, one byte each, makes large batches faster), int8-few (int8 for few rows, bf16 for many, no "
-        "copy) or bf16 (dense weights become bfloat16, too). Everywhere: token (per token, in the 8-bit type of "
-        "weights with one scale per row: int8:row, fp8; lossy) or float. auto, on a GPU: token for checkpoints made "
-        "for it and --quantize fp8; on a CPU: int8 for quantized weights (int8-few if the copy would take more than a "
-        "quarter of the free memory) except fp8, bf16 for a checkpoint in bfloat16, and float, which is exact, with "
-        "--dtype float32."
-    ),
-]
+Activations = Annotated[str, typer.Option(help=f"Format of activations in matrix products. {meanings(ACTIVATIONS)}.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NoLimit = Annotated[bool, typer.Option("--no-limit", help="Do not compare the speed with this machine's limit.")]
 ForecastSpeculative = Annotated[
@@ -102,7 +86,7 @@ class EngineOptions:
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Pinned host memory for state that leaves a GPU: cached prefixes and preempted sequences (8GiB).",
+            help=f"Size (8GiB) of {TIERS['kv_host'].about}.",
             show_default="none",
         ),
     ] = None
@@ -110,8 +94,8 @@ class EngineOptions:
         str | None,
         typer.Option(
             metavar="SIZE[:PATH]",
-            help="Disk space for cached prefixes, which then survive a restart (100GiB, 100GiB:/var/cache/kv). The "
-            "files are private to the user; `bankfull cache` lists and deletes them.",
+            help=f"Size (100GiB, 100GiB:/var/cache/kv) of {TIERS['kv_disk'].about}. The files are private to the "
+            "user; `bankfull cache` lists and deletes them.",
             show_default="none",
         ),
     ] = None
@@ -170,11 +154,8 @@ class EngineOptions:
         str,
         typer.Option(
             metavar="AXIS=RANKS[,AXIS=RANKS]",
-            help="Split the model over ranks, each a process with its own device or its share of the cores: tp "
-            "(heads, widths and the vocabulary), pp (layers, in stages), cp (tokens and KV pages), ep (experts, over "
-            "the tp and cp ranks), hot (copies of the experts used most), ffn (feed-forward layers, on ranks of their "
-            "own), sp=on (tokens, between layers that tp splits) and sp=ulysses (cp ranks exchange tokens for heads), "
-            "as in tp=2,pp=2,ep=2.",
+            help="Split the model over ranks, each a process with its own device or its share of the cores, as in "
+            f"tp=2,pp=2,ep=2. {meanings(LAYOUTS)}.",
             show_default="one rank",
         ),
     ] = ""

@@ -8,12 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
+from bankfull.declared import Declared, Trait
 from bankfull.errors import ConfigError
 
+LAYOUTS: Mapping[str, Declared] = {
+    "tp": Declared("heads, widths and the vocabulary"),
+    "pp": Declared("layers, in stages"),
+    "cp": Declared("tokens and KV pages"),
+    "ep": Declared("experts, over the tp and cp ranks"),
+    "hot": Declared("copies of the experts used most"),
+    "ffn": Declared(
+        "feed-forward layers, on ranks of their own",
+        {
+            Trait.FEED_FORWARD: "The layout {layout} gives feed-forward layers ranks of their own, but this model has "
+            "none, or has none in one of the stages; leave out ffn."
+        },
+    ),
+    "sp": Declared(
+        "on: tokens, between layers that tp splits; ulysses: cp ranks exchange tokens for heads around attention"
+    ),
+}
+"""Keys of a layout, and what each of them splits."""
 FEED_WIDTH = "feed-forward width"
 """Name of the width of dense feed-forward layers in `MeshFacts.widths`."""
 
@@ -184,12 +203,11 @@ class MeshSpec:
         """The layout from `tp=2,pp=2,cp=2,ep=4,sp=on`, in any order."""
         if not isinstance(text, str) or not text.strip():
             raise ConfigError("The layout is empty; name what is split, as in tp=2,pp=2.")
-        shown, known = f"The layout {text[:80]!r}", [one.name for one in fields(MeshSpec)]
-        values: dict[str, str] = {}
+        shown, values = f"The layout {text[:80]!r}", dict[str, str]()
         for part in text.split(","):
             key, equals, value = (side.strip() for side in part.partition("="))
-            if key not in known:
-                raise ConfigError(f"{shown} has no axis {key[:40]!r}; its axes are {', '.join(known)}.")
+            if key not in LAYOUTS:
+                raise ConfigError(f"{shown} has no axis {key[:40]!r}; its axes are {', '.join(LAYOUTS)}.")
             if not equals:
                 raise ConfigError(f"{shown} gives no value for {key}; write {key}={'on' if key == 'sp' else 2}.")
             if key in values:

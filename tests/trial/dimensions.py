@@ -6,10 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from bankfull.combinations import declarations, file_traits, model_traits, option_traits, refuse, without_data
+from bankfull.declared import Trait
+from bankfull.errors import ConfigError
+from bankfull.ranks.mesh import ALONE
+from bankfull.runtime.device import Cpu
 from bankfull.scheduling import POLICIES
+from bankfull.weights.source import open_model
 from tests.trial import formats
+from tests.trial.case import Case
+from tests.trial.models import model_of
 from tests.trial.setup import Setup, suits_late
 from tests.trial.strategies import FOR_TINY, STRATEGIES
 
@@ -37,28 +46,18 @@ class Option:
 
 
 OPTIONS: dict[str, Option] = {}
-RECURRENT = (
-    "mamba",
-    "jamba",
-    "granitemoehybrid",
-    "falcon",
-    "hybrid",
-    "lightning",
-    "minimax",
-    "delta",
-    "next",
-    "s4",
-    "based",
-    "experts-of-mamba",
-    "parallel",
-)
-TREES = ("tree", "lookahead", "medusa", "medusa-typical", "eagle-tree", "streaming", "tree-streaming")
+DECLARED = ("strategy", "prefill_rows", "prefill_tokens", "tiers")
+"""Dimensions whose refusals are asked of `bankfull.combinations`."""
+TREE_SEED = 4
+"""With it, drafters that propose chains or trees by a case's seed propose trees."""
 
 
 def refused_for_certain(model: str, name: str, value: Value, options: Mapping[str, Value]) -> bool:
     """Pairs of which one is enough now and then: the table of combinations has them. `options`: those drawn before."""
-    kind, _, case = model.partition(":")
-    if "layout" in options and _refused_on_ranks(name, value, str(options["layout"])):
+    kind, layout = model.partition(":")[0], str(options.get("layout", ""))
+    if name in DECLARED and _impossible(model, name, value, layout):
+        return True
+    if layout and _refused_on_ranks(name, value, layout):
         return True
     if name == "service" and value == "separate" and kind == "diffusion":
         return True
@@ -70,18 +69,36 @@ def refused_for_certain(model: str, name: str, value: Value, options: Mapping[st
         rows = options.get("quantize") == "int8:row" or options.get("format") in formats.BY_ROW
         blocks = options.get("quantize", options.get("format", "fp8"))
         return (value == "token" and not rows) or (value == "int8" and "fp8" in blocks)
-    if kind == "diffusion":
-        return name in ("strategy", "layout", "prefill_rows", "prefill_tokens") and value != OPTIONS[name].usual
-    if name == "strategy" and value == "mtp":
-        return model != "tiny:latent"
-    return name == "strategy" and value in TREES and any(part in case for part in RECURRENT)
+    return kind == "diffusion" and name in ("strategy", "layout") and value != OPTIONS[name].usual
+
+
+@cache
+def _traits(model: str) -> dict[Trait, bool]:
+    files = open_model(model_of(model).folder)
+    return model_traits(without_data(files), ALONE) | file_traits(files)
+
+
+@cache
+def _impossible(model: str, name: str, value: Value, layout: str) -> bool:
+    """Whether one value is refused for what it declares. A tier of host memory is made by hand here."""
+    setup = Setup(Case(TREE_SEED, model, {}), model_of(model))
+    OPTIONS[name].use(setup, value)
+    setup.run["parallel"] = layout
+    run, sched, state = setup.configs()
+    strategy = None if setup.strategy is None else setup.strategy([[1, 2, 3]])
+    traits = _traits(model) | option_traits(Cpu(), run, state)
+    try:
+        refuse(declarations(run, sched, state, strategy), traits, run.mesh)
+    except ConfigError:
+        return True
+    return False
 
 
 def _refused_on_ranks(name: str, value: Value, layout: str) -> bool:
-    """Host memory has no use on a CPU, and tiers keep parts of pages, which are dealt out as a whole with cp."""
+    """Host memory has no use on a CPU."""
     if name == "depth":
         return value == 1 and not suits_late(layout)
-    return name == "tiers" and (value in ("host", "both") or (bool(value) and "cp" in layout))
+    return name == "tiers" and value in ("host", "both")
 
 
 def _declare(
