@@ -44,8 +44,9 @@ OWNERS = {
     },
     "parallel/leading.py": {"Popen": (1, "rank 0: the end of a rank ends its engine, which starts all")},
     "parallel/placing.py": {"Popen": (1, "RayPlaces: its end ends the ranks that it has placed")},
+    "parallel/rank.py": {"Thread": (1, "the rank's process, which it ends; the end of a rank ends its engine")},
     "parallel/reaching.py": {"ThreadPoolExecutor": (1, "RankHosts.connect, which waits for it")},
-    "tasks.py": {"create_task": (1, "OwnTasks, which tells its owner of a failure and ends them")},
+    "tasks.py": {"create_task": (1, "the owner of OwnTasks, which is told and logs it; ManagedSet ends")},
     "state/disk_budget.py": {"Thread": (1, "DiskBudget: its end leaves the size as it is")},
     "weights/file_digests.py": {"ThreadPoolExecutor": (1, "digest_of, which waits for it")},
     "weights/fingerprint.py": {"Thread": (1, "begun_fingerprint, whose reader waits for it and gets its error")},
@@ -118,6 +119,7 @@ SERVED = (
     "sample",
     "serve",
     "state",
+    "tasks.py",
     "text",
     "weights",
 )
