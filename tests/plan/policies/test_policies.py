@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,10 +22,10 @@ from bankfull.plan.policies.measure import measure, memory_tokens, scheduled
 from bankfull.plan.policies.simulator import JobEngine, JobRun, saturation
 from bankfull.plan.policies.step_model import StepModel, StepRecord, fit
 from bankfull.plan.simulate import RequestTimes
-from bankfull.sched.policies import POLICIES
 from bankfull.sched.policies.mlfq import SkipJoinMlfq
 from bankfull.sched.policies.srpt import Srpt
 from bankfull.sched.sequence import Sequence
+from bankfull.scheduling import POLICIES, SchedulingWay
 from bankfull.types import StepPlan
 from tests.quick import examples
 from tests.tiny import speaking_folder
@@ -79,7 +80,9 @@ class Alternating(Srpt):
 
 
 def test_a_policy_that_strides_do_not_know_is_simulated_as_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "alternating", Alternating)
+    monkeypatch.setitem(sys.modules, "bankfull.sched.policies.alternating", sys.modules[__name__])
+    way = SchedulingWay("in turns", made_by="alternating.Alternating")
+    monkeypatch.setitem(POLICIES, "alternating", way)
     traffic, sched = JobTraffic(jobs=40, shortest=4, longest=200), SchedConfig(rows=2, policy="alternating")
     fast, slow = (JobEngine(sched, MODEL, traffic, stepped=stepped).run(traffic.draw(5.0)) for stepped in (False, True))
     assert (fast.times, fast.ends, fast.steps) == (slow.times, slow.ends, slow.steps) and fast.preemptions > 0
