@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bankfull.cluster import managed_set
+from bankfull.cluster import admin, managed_set
 from bankfull.cluster.cluster_pools import ClusterPools, PoolOptions, cluster_pools
 from bankfull.cluster.messages import ClusterFailed, ClusterUp, FromManager, ReplicaPlaced, StartCluster
 from bankfull.errors import ConfigError
@@ -96,7 +96,7 @@ def placed(number: int, port: int = 0) -> ReplicaPlaced:
 def run(what: Callable[[Pools], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(managed_set, "ManagerProcess", ScriptedManager)
     monkeypatch.setattr(managed_set, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(managed_set.AdminSocket, "start", _nothing)
+    monkeypatch.setattr(admin.AdminSocket, "start", _nothing)
     ScriptedManager.made = []
 
     async def bounded() -> None:
