@@ -13,7 +13,6 @@ from bankfull.ops.products.triton import embedding as _embedding  # noqa: F401
 from bankfull.ops.products.triton import linear as _linear  # noqa: F401
 from bankfull.ops.products.triton import outliers as _outliers  # noqa: F401
 from bankfull.ops.products.triton import w8a8 as _w8a8  # noqa: F401
-from bankfull.ops.products.triton.quantized import embedding as _quantized_embedding  # noqa: F401
 from bankfull.ops.products.triton.quantized import linear as _quantized  # noqa: F401
 from bankfull.ops.products.triton.sparse24 import linear as _sparse24  # noqa: F401
 from bankfull.ops.recurrence.triton import delta as _delta  # noqa: F401

@@ -1,4 +1,4 @@
-"""Embedding lookup that dequantizes rows of a quantized table as it was stored.
+"""Elements of a quantized table of vectors, dequantized as they were stored.
 
 A step reads few rows, so nothing is repacked: each thread extracts its element's bits, and adjacent ones share cache
 lines. Results are bitwise equal to `dequantize`.
@@ -6,23 +6,18 @@ lines. Results are bitwise equal to `dequantize`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.products.body import embedding
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import DTYPES
 from bankfull.weights.formats import rows
 from bankfull.weights.formats.groups import GROUPS, KINDS, LOW_BITS, WITH_ZEROS, bits_of, name_of
 from bankfull.weights.formats.mxfp4 import MXFP4
 from bankfull.weights.qtensor import QTensor
 
-WIDEST = 1024
-"""Columns per program."""
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", MXFP4)
 GROUPED = {name_of(kind, group): kind for kind in (*KINDS, *LOW_BITS, *WITH_ZEROS) for group in GROUPS}
 """Schemes of integers with a scale per group, and their kinds."""
@@ -129,129 +124,96 @@ def of_256(block, i, inside, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def coded(
-    codes,
-    scales,
-    zeros,
-    row,
-    at,
-    columns,
-    inside,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Separate codes and scales; GROUP 0: one scale per row. ZEROS: a zero point per group."""
-    if BITS < 8:
-        if BITS == 4:
-            code = (byte(codes + row * (columns // 2) + at // 2, inside) >> (at % 2 * 4)) & 15
+def coded(table, row, at, inside, STORED: tl.constexpr):
+    """Separate codes and scales."""
+    columns = table.columns
+    if STORED.bits < 8:
+        if STORED.bits == 4:
+            code = (byte(table.data + row * (columns // 2) + at // 2, inside) >> (at % 2 * 4)) & 15
         else:
-            # Each 32 columns have BITS planes of 4 bytes.
-            plane = codes + row * (columns // 8 * BITS) + at // 32 * (4 * BITS) + at % 32 // 8
+            # Each 32 columns have a plane of 4 bytes for every bit.
+            bits: tl.constexpr = STORED.bits
+            plane = table.data + row * (columns // 8 * bits) + at // 32 * (4 * bits) + at % 32 // 8
             code = (byte(plane, inside) >> (at % 8)) & 1
-            for bit in tl.static_range(1, BITS):
+            for bit in tl.static_range(1, bits):
                 code = code | (((byte(plane + 4 * bit, inside) >> (at % 8)) & 1) << bit)
-        if ZEROS:
-            code -= byte(zeros + row * (columns // GROUP) + at // GROUP, inside)
+        if table.zeros is not None:
+            code -= byte(table.zeros + row * (columns // STORED.group) + at // STORED.group, inside)
         else:
-            code -= 1 << (BITS - 1)
+            code -= 1 << (STORED.bits - 1)
         number = code.to(tl.float32)
-    elif FLOATS:
+    elif STORED.floats:
         # As a float16 that is 256 times too small.
-        bits = byte(codes + row * columns + at, inside)
+        bits = byte(table.data + row * columns + at, inside)
         bits = ((bits & 128) << 8) | ((bits & 127) << 7)
         number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
-        number = signed(byte(codes + row * columns + at, inside))
-    if GROUP:
-        scale = tl.load(scales + row * (columns // GROUP) + at // GROUP, inside, 0.0).to(tl.float32)
+        number = signed(byte(table.data + row * columns + at, inside))
+    if STORED.group:
+        scale = tl.load(table.scales + row * (columns // STORED.group) + at // STORED.group, inside, 0.0).to(tl.float32)
     else:
-        scale = tl.load(scales + row)
+        scale = tl.load(table.scales + row)
     return scale * number
 
 
 @triton.jit
-def embedding_kernel(
-    ids,
-    table,
-    scales,
-    zeros,
-    y,
-    count,
-    columns,
-    row_bytes,
-    scale,
-    SCHEME: tl.constexpr,
-    SIZE: tl.constexpr,
-    BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """SIZE: elements per scale, or per block of BYTES; 0: one scale per row."""
-    wait_for_inputs(OVERLAP)
-    start_next(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < columns
-    # Clamp: an invalid id must not read out of bounds; its result is undefined.
-    row = tl.minimum(tl.maximum(tl.load(ids + token).to(tl.int64), 0), count - 1)
-    if BYTES == 0:
-        found = coded(table, scales, zeros, row, at, columns, inside, BITS, FLOATS, ZEROS, SIZE)
+def stored_numbers(table, row, at, inside, STORED: tl.constexpr):
+    """Elements `at` of a row of a table."""
+    if STORED.scheme == "":
+        found = tl.load(table.data + row * table.stride + at, inside, 0.0)
+    elif STORED.block_bytes == 0:
+        found = coded(table, row, at, inside, STORED)
     else:
-        block = table + row * row_bytes + at // SIZE * BYTES
-        if SCHEME == "mxfp4":
+        scheme: tl.constexpr = STORED.scheme
+        block = table.data + row * table.stride + at // STORED.group * STORED.block_bytes
+        if scheme == "mxfp4":
             found = of_mxfp4(block, at % 32, inside)
-        elif SIZE == 32:
-            found = of_32(block, at % 32, inside, SCHEME)
+        elif STORED.group == 32:
+            found = of_32(block, at % 32, inside, scheme)
         else:
-            found = of_256(block, at % 256, inside, SCHEME)
-    found = found.to(y.dtype.element_ty)
-    if SCALED:
-        found = (found.to(tl.float32) * scale).to(y.dtype.element_ty)
-    tl.store(y + token * columns + at, found, inside)
+            found = of_256(block, at % 256, inside, scheme)
+    return found
 
 
-def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
-    if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.is_dense or len(weight.shape) != 2:
-        return False
+class StoredTable(NamedTuple):
+    """The tensors of a table of vectors, as the kernel takes them."""
+
+    data: Tensor
+    """Dense numbers, or bytes: codes, or blocks of these with their scales."""
+    scales: Tensor | None
+    zeros: Tensor | None
+    """A zero point per group."""
+    rows: int
+    columns: int
+    stride: int
+    """Elements of `data` from a row to the next one."""
+
+
+class StoredForm(NamedTuple):
+    """Compile-time constants of a table."""
+
+    scheme: str = ""
+    """Empty for dense numbers."""
+    group: int = 0
+    """Columns per scale, or per block; 0: one scale per row."""
+    block_bytes: int = 0
+    """Bytes of a block; 0 where codes and scales are apart."""
+    bits: int = 8
+    floats: bool = False
+
+
+def reads(weight: QTensor) -> bool:
     known = weight.scheme.name in BLOCKS or weight.scheme.name in CODED
     return known and min(weight.shape) > 0 and all(part.is_contiguous() for part in weight.parts.values())
 
 
-@embedding.provider("triton-q", on="cuda", accepts=_accepts)
-def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    if dtype not in DTYPES:
-        return embedding.body(ids, table, dtype, scale)
-    scheme, (count, columns) = table.scheme, table.shape
-    coded_apart = "codes" in table.parts
-    stored = table.parts["codes" if coded_apart else "blocks"].view(torch.uint8)
-    y = torch.empty(*ids.shape, columns, dtype=dtype, device=stored.device)
-    block = min(WIDEST, power_of_two(columns))
-    if y.numel():
-        embedding_kernel[(ids.numel(), triton.cdiv(columns, block))](
-            ids.contiguous(),
-            stored,
-            table.parts["scales"] if coded_apart else stored,
-            table.parts.get("zeros", stored),
-            y,
-            count,
-            columns,
-            stored.shape[1],
-            float(scale),
-            SCHEME=scheme.name,
-            SIZE=0 if scheme.is_by_row else scheme.block,
-            BYTES=0 if coded_apart else scheme.block_bytes,
-            BITS=bits_of(GROUPED[scheme.name]) if scheme.name in GROUPED else 8,
-            FLOATS=coded_apart and table.parts["codes"].is_floating_point(),
-            ZEROS="zeros" in table.parts,
-            SCALED=scale != 1.0,
-            BLOCK=block,
-            num_warps=4,
-            **overlapped(y),
-        )
-    return y
+def stored_table(weight: QTensor) -> tuple[StoredTable, StoredForm]:
+    scheme, parts, (rows, columns) = weight.scheme, weight.parts, weight.shape
+    is_apart = "codes" in parts
+    data = parts["codes" if is_apart else "blocks"].view(torch.uint8)
+    bits = bits_of(GROUPED[scheme.name]) if scheme.name in GROUPED else 8
+    table = StoredTable(data, parts.get("scales"), parts.get("zeros"), rows, columns, data.shape[1])
+    if not is_apart:
+        return table, StoredForm(scheme.name, scheme.block, scheme.block_bytes)
+    group = 0 if scheme.is_by_row else scheme.block
+    return table, StoredForm(scheme.name, group, 0, bits, parts["codes"].is_floating_point())
