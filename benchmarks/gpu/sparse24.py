@@ -146,7 +146,7 @@ def ways(rows: int, x: Tensor, first: SparseWeight) -> Iterator[tuple[str, Calla
                 for warps in (1, 2, 4, 8):
                     if outputs * quads * 4 // (32 * warps) <= 64:
                         own_row = RowPlan(outputs, quads, warps)
-                        yield str(own_row), lambda w, p=own_row: one_row(x, w.words, w.positions, None, plan=p)
+                        yield str(own_row), lambda w, p=own_row: one_row(x, w.words, None, plan=p)
     elif rows <= MOST_ROWS:
         for outputs in (64, 128):
             for words in (16, 32, 64):
@@ -154,9 +154,9 @@ def ways(rows: int, x: Tensor, first: SparseWeight) -> Iterator[tuple[str, Calla
                     for splits in (1, 2, 4, 8):
                         if not first.shape[1] // 4 % (splits * words):
                             own_tile = TilePlan(outputs, words, stages, splits)
-                            yield str(own_tile), lambda w, p=own_tile: tiles(x, w.words, w.positions, None, plan=p)
+                            yield str(own_tile), lambda w, p=own_tile: tiles(x, w.words, None, plan=p)
     else:
-        yield "expanded", lambda w: expanded_product(x, w.words, w.positions, None)
+        yield "expanded", lambda w: expanded_product(x, w.words, None)
 
 
 def int8_compared(rows: int) -> None:

@@ -40,7 +40,7 @@ def test_our_kernels_and_the_library_share_the_kept_numbers() -> None:
     made = prepare(weight_of(SCHEMES["bf16_2of4"], OUTER, INNER))
     assert made.packed is not None
     assert made.words is not None, "cuSPARSELt keeps numbers in another order: decoding is left to it"
-    assert made.words.data_ptr() == made.packed.data_ptr()
+    assert made.words.pairs.data_ptr() == made.packed.data_ptr()
     assert made.nbytes == OUTER * INNER * 2 * 10 // 16
 
 

@@ -18,6 +18,7 @@ from bankfull.ops.products.triton.sparse24 import linear as sparse24
 from bankfull.ops.products.triton.sparse24.layout import SparseWeight, positions_in, prepare
 from bankfull.ops.products.triton.sparse24.rows import RowPlan, one_row
 from bankfull.ops.products.triton.sparse24.tiles import TilePlan, expand, expanded_product, tiles
+from bankfull.ops.products.triton.sparse24.words import SparseWords
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.sparse_source import compressed
@@ -39,9 +40,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def parts(weight: QTensor) -> tuple[Tensor, Tensor]:
+def words_of(weight: QTensor) -> SparseWords:
     """As our kernels read them."""
-    return weight.parts["values"].view(torch.int32), weight.parts["positions"].view(torch.int16)
+    return SparseWords.of(weight.parts["values"].view(torch.int32), weight.parts["positions"].view(torch.int16))
 
 
 def unnormed(rows: int, columns: int, dtype: torch.dtype) -> Unnormed:
@@ -60,12 +61,12 @@ def test_every_number_comes_out_of_the_kernels_as_it_was_stored(name: str) -> No
     """Each row of an identity selects a column."""
     dtype, weight = DTYPES[name], weight_of(name, 19, 128)
     wanted, whole = weight.dequantize(dtype), torch.empty(19, 128, dtype=dtype, device=DEVICE)
-    assert torch.equal(expand(*parts(weight), 0, 19, whole), wanted)
-    assert torch.equal(expand(*parts(weight), 5, 9, whole), wanted[5:14])
+    assert torch.equal(expand(words_of(weight), 0, 19, whole), wanted)
+    assert torch.equal(expand(words_of(weight), 5, 9, whole), wanted[5:14])
     one = torch.eye(128, dtype=dtype, device=DEVICE)
-    assert torch.equal(tiles(one, *parts(weight), None), wanted.t())
+    assert torch.equal(tiles(one, words_of(weight), None), wanted.t())
     for column in (0, 1, 62, 63, 64, 127):
-        assert torch.equal(one_row(one[column : column + 1], *parts(weight), None)[0], wanted[:, column])
+        assert torch.equal(one_row(one[column : column + 1], words_of(weight), None)[0], wanted[:, column])
 
 
 @examples(40, deadline=None)
@@ -82,7 +83,7 @@ def test_a_row_of_any_shape_is_multiplied_in_any_plan(
 ) -> None:
     weight = weight_of("bf16_2of4", outer, 64 * blocks, seed)
     x, shift = normal(1, 64 * blocks, seed=seed), normal(outer, seed=1) if bias else None
-    found = one_row(x, *parts(weight), shift, plan=RowPlan(outputs, quads))
+    found = one_row(x, words_of(weight), shift, plan=RowPlan(outputs, quads))
     assert_close(found, linear.body(x, weight, shift))
 
 
@@ -100,8 +101,8 @@ def test_tiles_cover_any_shape(seed: int, rows: int, outer: int, blocks: int, sp
     x, shift = normal(rows, 64 * blocks * splits, seed=seed), normal(outer, seed=1) if bias else None
     plan = TilePlan(words=16, splits=splits)
     wanted = linear.body(x, weight, shift)
-    assert_close(tiles(x, *parts(weight), shift, plan=plan), wanted)
-    assert_close(expanded_product(x, *parts(weight), shift), wanted)
+    assert_close(tiles(x, words_of(weight), shift, plan=plan), wanted)
+    assert_close(expanded_product(x, words_of(weight), shift), wanted)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -207,10 +208,12 @@ def pruned(outer: int, inner: int, seed: int = 0) -> tuple[Tensor, QTensor]:
 def test_our_kernels_and_the_library_share_the_kept_numbers(host: HostLibrary) -> None:
     dense, weight = pruned(64, 128)
     made = prepare(weight)
-    assert made.packed is not None and made.words is not None and made.positions is not None
-    assert made.words.untyped_storage().data_ptr() == made.packed.untyped_storage().data_ptr()
+    assert made.packed is not None and made.words is not None
+    assert made.words.pairs.untyped_storage().data_ptr() == made.packed.untyped_storage().data_ptr()
     assert made.nbytes == dense.nbytes * 10 // 16
-    assert not torch.equal(made.positions.view(torch.uint8), weight.parts["positions"]), "the library keeps other zeros"
+    assert not torch.equal(made.words.positions.view(torch.uint8), weight.parts["positions"]), (
+        "the library keeps other zeros"
+    )
     for rows in (1, 2, 64):
         x = normal(rows, 128)
         assert_close(sparse24.run_linear(x, made), linear.body(x, weight))
@@ -234,7 +237,7 @@ def test_kept_numbers_in_another_order_are_left_to_the_library(
     host.reverses = True
     dense, weight = pruned(64, 128)
     made = prepare(weight)
-    assert made.words is None and made.positions is None and made.nbytes == dense.nbytes * 9 // 16
+    assert made.words is None and made.nbytes == dense.nbytes * 9 // 16
     for rows in (1, 5, 70):
         x = normal(rows, 128)
         assert_close(sparse24.run_linear(x, made), linear.body(x, weight))

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from bankfull.ops.experts.triton.integer_rows import all_activations, load_whole_rows, row_sums
 from bankfull.ops.experts.triton.rows import gate_values
+from bankfull.ops.products.triton.quantized.layout import Words
 from bankfull.ops.products.triton.quantized.rows import neighbours
 from bankfull.ops.triton.launch import start_next, wait_for_inputs
 
@@ -22,128 +23,45 @@ def integer_gate_kernel(
     x,
     x_stride,
     chosen,
-    gate_words,
-    gate_high,
-    gate_scales,
-    gate_minima,
-    gate_outer,
-    up_words,
-    up_high,
-    up_scales,
-    up_minima,
-    up_outer,
+    gate,
+    up,
     gate_bias,
     up_bias,
     hidden,
     outputs,
-    groups,
     PER_TOKEN: tl.constexpr,
     CHUNKS: tl.constexpr,
     R: tl.constexpr,
     WARPS: tl.constexpr,
     W: tl.constexpr,
-    L: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """hidden[pair] = f(gate(x)) * up(x), R outputs at a time; WARPS adjacent ones belong to different warps."""
     start_next(OVERLAP)
+    # Both have as many groups, which the compiler cannot know.
+    up = Words(up.codes, up.high, up.scales, up.minima, up.outer_scales, gate.outputs, gate.columns, gate.groups)
     pair = tl.program_id(0)
-    run: tl.constexpr = neighbours(L)
+    run: tl.constexpr = neighbours(FORM.length)
     lanes = tl.arange(0, R)
     wait_for_inputs(OVERLAP)
     first = tl.load(chosen + pair).to(tl.int64) * outputs
     own = tl.program_id(1) * R + lanes
-    opening = load_whole_rows(
-        gate_words,
-        gate_high,
-        gate_scales,
-        gate_minima,
-        gate_outer,
-        first + own,
-        own < outputs,
-        groups,
-        BITS,
-        NESTED,
-        MINIMA,
-        GROUP,
-        CHUNKS,
-        R,
-        W,
-        L,
-    )
-    passing = load_whole_rows(
-        up_words,
-        up_high,
-        up_scales,
-        up_minima,
-        up_outer,
-        first + own,
-        own < outputs,
-        groups,
-        BITS,
-        NESTED,
-        MINIMA,
-        GROUP,
-        CHUNKS,
-        R,
-        W,
-        L,
-    )
+    opening = load_whole_rows(gate, first + own, own < outputs, FORM, CHUNKS, R, W)
+    passing = load_whole_rows(up, first + own, own < outputs, FORM, CHUNKS, R, W)
     # Every warp loads all activations, as a row of its own.
     row = tl.zeros([WARPS], tl.int64) + (pair // PER_TOKEN).to(tl.int64) * x_stride
-    upper, lower, factors, whole = all_activations(
-        x, row, row >= 0, groups, BITS, FLOATS, GROUP, CHUNKS, R // WARPS, WARPS, W, L
-    )
+    upper, lower, factors, whole = all_activations(x, row, row >= 0, gate.groups, FORM, CHUNKS, R // WARPS, WARPS, W)
     dtype: tl.constexpr = hidden.dtype.element_ty
     for tile in range(tl.program_id(1), tl.cdiv(outputs, R), tl.num_programs(1)):
         now = tile * R + lanes
         own = (tile + tl.num_programs(1)) * R + lanes
-        next_opening = load_whole_rows(
-            gate_words,
-            gate_high,
-            gate_scales,
-            gate_minima,
-            gate_outer,
-            first + own,
-            own < outputs,
-            groups,
-            BITS,
-            NESTED,
-            MINIMA,
-            GROUP,
-            CHUNKS,
-            R,
-            W,
-            L,
-        )
-        next_passing = load_whole_rows(
-            up_words,
-            up_high,
-            up_scales,
-            up_minima,
-            up_outer,
-            first + own,
-            own < outputs,
-            groups,
-            BITS,
-            NESTED,
-            MINIMA,
-            GROUP,
-            CHUNKS,
-            R,
-            W,
-            L,
-        )
-        left = row_sums(upper, lower, factors, whole, opening, BITS, ZERO, FLOATS, NESTED, MINIMA, CHUNKS, R, W, run)
-        right = row_sums(upper, lower, factors, whole, passing, BITS, ZERO, FLOATS, NESTED, MINIMA, CHUNKS, R, W, run)
+        next_opening = load_whole_rows(gate, first + own, own < outputs, FORM, CHUNKS, R, W)
+        next_passing = load_whole_rows(up, first + own, own < outputs, FORM, CHUNKS, R, W)
+        left = row_sums(upper, lower, factors, whole, opening, FORM, CHUNKS, R, W, run)
+        right = row_sums(upper, lower, factors, whole, passing, FORM, CHUNKS, R, W, run)
         if BIAS:
             left += tl.load(gate_bias + first + now, mask=now < outputs, other=0.0).to(tl.float32)
             right += tl.load(up_bias + first + now, mask=now < outputs, other=0.0).to(tl.float32)
@@ -159,27 +77,16 @@ def integer_down_kernel(
     chosen,
     weights,
     words,
-    high,
-    scales,
-    minima,
-    outer_scales,
     bias,
     y,
     outputs,
     columns,
-    groups,
     PER_TOKEN: tl.constexpr,
     CHUNKS: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     W: tl.constexpr,
-    L: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -187,7 +94,7 @@ def integer_down_kernel(
     warp has the activations of its own expert. B is at least PER_TOKEN."""
     start_next(OVERLAP)
     token = tl.program_id(0)
-    run: tl.constexpr = neighbours(L)
+    run: tl.constexpr = neighbours(FORM.length)
     slots = tl.arange(0, B)
     lanes = tl.arange(0, A * B)
     some = tl.arange(0, A)
@@ -197,52 +104,16 @@ def integer_down_kernel(
     pair = (token * PER_TOKEN + slot).to(tl.int64)
     first = tl.load(chosen + pair, mask=used, other=0).to(tl.int64) * outputs
     own = tl.program_id(1) * A + lanes // B
-    held = load_whole_rows(
-        words,
-        high,
-        scales,
-        minima,
-        outer_scales,
-        first + own,
-        used & (own < outputs),
-        groups,
-        BITS,
-        NESTED,
-        MINIMA,
-        GROUP,
-        CHUNKS,
-        A * B,
-        W,
-        L,
-    )
+    held = load_whole_rows(words, first + own, used & (own < outputs), FORM, CHUNKS, A * B, W)
     factor = tl.load(weights + pair, mask=used, other=0.0)
     rows = (token * PER_TOKEN + slots).to(tl.int64) * columns
-    upper, lower, factors, whole = all_activations(
-        hidden, rows, slots < PER_TOKEN, groups, BITS, FLOATS, GROUP, CHUNKS, A, B, W, L
-    )
+    upper, lower, factors, whole = all_activations(hidden, rows, slots < PER_TOKEN, words.groups, FORM, CHUNKS, A, B, W)
     dtype: tl.constexpr = y.dtype.element_ty
     for tile in range(tl.program_id(1), tl.cdiv(outputs, A), tl.num_programs(1)):
         now = tile * A + lanes // B
         own = (tile + tl.num_programs(1)) * A + lanes // B
-        later = load_whole_rows(
-            words,
-            high,
-            scales,
-            minima,
-            outer_scales,
-            first + own,
-            used & (own < outputs),
-            groups,
-            BITS,
-            NESTED,
-            MINIMA,
-            GROUP,
-            CHUNKS,
-            A * B,
-            W,
-            L,
-        )
-        out = row_sums(upper, lower, factors, whole, held, BITS, ZERO, FLOATS, NESTED, MINIMA, CHUNKS, A * B, W, run)
+        later = load_whole_rows(words, first + own, used & (own < outputs), FORM, CHUNKS, A * B, W)
+        out = row_sums(upper, lower, factors, whole, held, FORM, CHUNKS, A * B, W, run)
         if BIAS:
             out += tl.load(bias + first + now, mask=used & (now < outputs), other=0.0).to(tl.float32)
         out = out.to(dtype).to(tl.float32) * factor

@@ -29,26 +29,17 @@ def widened(both, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_activations(
-    x,
-    row,
-    used,
-    groups,
-    FIRST: tl.constexpr,
-    GROUP: tl.constexpr,
-    B: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-):
+def load_activations(x, row, used, groups, FIRST: tl.constexpr, FORM: tl.constexpr, B: tl.constexpr, W: tl.constexpr):
     """The activations of each run of words from FIRST on, for the rows at offsets `row` [B]: float32 [B, W / RUN],
     first the pairs of codes 0 of the run's words, then those of codes 1, ..."""
+    L: tl.constexpr = FORM.length
     run: tl.constexpr = neighbours(L)
     word = FIRST + tl.arange(0, W)
-    pair = word // L * (GROUP // 2) + word % L
+    pair = word // L * (FORM.group // 2) + word % L
     inside = used[:, None] & (word < groups * L)[None, :]
     at = (x + row).to(tl.pointer_type(tl.uint32))[:, None] + pair[None, :]
     found = ()
-    for i in tl.static_range(GROUP // L // 2):
+    for i in tl.static_range(FORM.group // L // 2):
         each = split_runs(tl.load(at + i * L, inside, 0), B, W, run)
         for k in tl.static_range(run):
             even, odd = widened(each[k], x.dtype.element_ty)
@@ -66,7 +57,7 @@ def of_word(numbers, K: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def prepared(line, BITS: tl.constexpr, FLOATS: tl.constexpr, RUN: tl.constexpr):
+def prepared(line, FORM: tl.constexpr, RUN: tl.constexpr):
     """Activations for `run_sums`: planes of their upper and lower bytes, the power of two of each run in units of the
     integer sums, and the runs' sums."""
     most = tl.abs(line[0])
@@ -81,98 +72,57 @@ def prepared(line, BITS: tl.constexpr, FLOATS: tl.constexpr, RUN: tl.constexpr):
     upper = ()
     lower = ()
     for k in tl.static_range(RUN):
-        high = planes(of_word(numbers, k, RUN), 1, FLOATS)
-        low = planes(of_word(numbers, k, RUN), 0, FLOATS)
+        high = planes(of_word(numbers, k, RUN), 1, FORM.floats)
+        low = planes(of_word(numbers, k, RUN), 0, FORM.floats)
         for j in tl.static_range(len(high)):
             upper = append(upper, high[j])
             lower = append(lower, low[j])
-    if BITS <= 3:
+    if FORM.bits <= 3:
         factors = factors * 0.0625
-    if FLOATS:  # codes are doubled
+    if FORM.floats:  # codes are doubled
         factors = factors * 0.5
         whole = whole * 0.5
     return upper, lower, factors, whole
 
 
 @triton.jit
-def load_rows(
-    words,
-    high,
-    scales,
-    minima,
-    outer_scales,
-    row,
-    exist,
-    groups,
-    FIRST: tl.constexpr,
-    BITS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-):
+def load_rows(words, row, exist, FIRST: tl.constexpr, FORM: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """Words [R, W] of the rows `row` from FIRST on, the words of their third bits, and the stored scales of each run
     [W / RUN, R]. Runs come first, and contiguity is hidden, so that a thread loads the scales of its own runs."""
+    L: tl.constexpr = FORM.length
+    groups = words.groups
     run: tl.constexpr = neighbours(L)
     word = FIRST + tl.arange(0, W)
     inside = exist[:, None] & (word < groups * L)[None, :]
     at = row[:, None] * (groups * L) + word[None, :]
     # Read once per token, so not kept in the cache.
-    codes = tl.load(words + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+    codes = tl.load(words.codes + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     thirds = codes
-    if BITS == 3:
+    if FORM.bits == 3:
         four: tl.constexpr = min(4, W)
         two = FIRST // 2 + tl.arange(0, W // four)[:, None, None] * (four // 2) + tl.arange(0, four // 2)[None, None, :]
         inside = exist[None, :, None] & (two < groups * L // 2)
         at = row[None, :, None] * (groups * L // 2) + two
-        thirds = tl.load(high + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+        thirds = tl.load(words.high + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     group = tl.max_contiguous((FIRST + tl.arange(0, W // run) * run) // L, 1)[:, None]
-    scale, minimum, outer = stored_scales(
-        scales,
-        minima,
-        outer_scales,
-        row[None, :],
-        group,
-        groups,
-        exist[None, :] & (group < groups),
-        NESTED,
-        MINIMA,
-        GROUP,
-    )
+    scale, minimum, outer = stored_scales(words, row[None, :], group, exist[None, :] & (group < groups), FORM)
     return codes, thirds, scale, minimum, outer
 
 
 @triton.jit
 def run_sums(
-    upper,
-    lower,
-    factors,
-    whole,
-    codes,
-    thirds,
-    scale,
-    minimum,
-    outer,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    RUN: tl.constexpr,
+    upper, lower, factors, whole, held, FORM: tl.constexpr, R: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr
 ):
     """The sum of each run of words, [R, W / RUN]."""
-    factor, least = scales_of(tl.trans(scale), tl.trans(minimum), tl.trans(outer), NESTED, MINIMA)
-    exact = integer_sums(upper, lower, codes, thirds, BITS, FLOATS, R, W, RUN)
+    codes, thirds, scale, minimum, outer = held
+    factor, least = scales_of(tl.trans(scale), tl.trans(minimum), tl.trans(outer), FORM)
+    exact = integer_sums(upper, lower, codes, thirds, FORM, R, W, RUN)
     found = exact.to(tl.float32) * factors
-    if ZERO != 0 or FLOATS:
-        zero: tl.constexpr = FLOAT_ZERO if FLOATS else ZERO
+    if FORM.zero != 0 or FORM.floats:
+        zero: tl.constexpr = FLOAT_ZERO if FORM.floats else FORM.zero
         found -= zero * whole
     found = found * factor
-    if MINIMA != 0:
+    if FORM.minima != 0:
         found += least * whole
     return found
 
@@ -186,46 +136,11 @@ def some_of(items, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_whole_rows(
-    words,
-    high,
-    scales,
-    minima,
-    outer_scales,
-    row,
-    exist,
-    groups,
-    BITS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-):
-    """`load_rows` of every chunk, concatenated."""
+def load_whole_rows(words, row, exist, FORM: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """`load_rows` of every chunk."""
     found = ()
     for c in tl.static_range(CHUNKS):
-        codes, thirds, scale, minimum, outer = load_rows(
-            words,
-            high,
-            scales,
-            minima,
-            outer_scales,
-            row,
-            exist,
-            groups,
-            c * W,
-            BITS,
-            NESTED,
-            MINIMA,
-            GROUP,
-            R,
-            W,
-            L,
-        )
-        found = append(append(append(append(append(found, codes), thirds), scale), minimum), outer)
+        found = append(found, load_rows(words, row, exist, c * W, FORM, R, W))
     return found
 
 
@@ -236,11 +151,7 @@ def row_sums(
     factors,
     whole,
     held,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
+    FORM: tl.constexpr,
     CHUNKS: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
@@ -250,25 +161,9 @@ def row_sums(
     planes_per_chunk: tl.constexpr = len(upper) // CHUNKS
     total = tl.zeros([R, W // RUN], tl.float32)
     for c in tl.static_range(CHUNKS):
-        total += run_sums(
-            some_of(upper, c * planes_per_chunk, planes_per_chunk),
-            some_of(lower, c * planes_per_chunk, planes_per_chunk),
-            factors[c],
-            whole[c],
-            held[5 * c],
-            held[5 * c + 1],
-            held[5 * c + 2],
-            held[5 * c + 3],
-            held[5 * c + 4],
-            BITS,
-            ZERO,
-            FLOATS,
-            NESTED,
-            MINIMA,
-            R,
-            W,
-            RUN,
-        )
+        high = some_of(upper, c * planes_per_chunk, planes_per_chunk)
+        low = some_of(lower, c * planes_per_chunk, planes_per_chunk)
+        total += run_sums(high, low, factors[c], whole[c], held[c], FORM, R, W, RUN)
     return tl.sum(total, 1)
 
 
@@ -287,24 +182,21 @@ def all_activations(
     row,
     used,
     groups,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
     CHUNKS: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     W: tl.constexpr,
-    L: tl.constexpr,
 ):
     """`prepared` activations of every chunk, concatenated; for A rows of weights each."""
-    run: tl.constexpr = neighbours(L)
+    run: tl.constexpr = neighbours(FORM.length)
     upper = ()
     lower = ()
     factors = ()
     whole = ()
     for c in tl.static_range(CHUNKS):
-        line = load_activations(x, row, used, groups, c * W, GROUP, B, W, L)
-        high, low, powers, sums = prepared(line, BITS, FLOATS, run)
+        line = load_activations(x, row, used, groups, c * W, FORM, B, W)
+        high, low, powers, sums = prepared(line, FORM, run)
         for i in tl.static_range(len(high)):
             upper = append(upper, for_rows(high[i], A, B, W // run))
             lower = append(lower, for_rows(low[i], A, B, W // run))

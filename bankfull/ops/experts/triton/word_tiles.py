@@ -13,47 +13,40 @@ import triton.language as tl
 from bankfull.ops.experts.triton.rows import gate_values
 from bankfull.ops.experts.triton.tiles import slots_of
 from bankfull.ops.products.triton.quantized.codes import power, third_bits
+from bankfull.ops.products.triton.quantized.layout import Words
 from bankfull.ops.products.triton.quantized.tiles import group_scales, pair_of_weights, per_word
 from bankfull.ops.triton.launch import start_next, wait_for_inputs
 
 
 @triton.jit
-def load_codes(
-    words,
-    high,
-    row,
-    first,
-    groups,
-    BITS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BN: tl.constexpr,
-    T: tl.constexpr,
-    L: tl.constexpr,
-):
+def load_codes(words, row, first, FORM: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr, T: tl.constexpr):
     """Words of T groups from `first` on, and the upper bits of their codes. EVEN: T divides the groups of an output;
     else what is past the end is zero."""
+    L: tl.constexpr = FORM.length
+    groups = words.groups
     word = tl.arange(0, T * L)
-    at = words + row[:, None] * (groups * L) + first * L + word[None, :]
+    at = words.codes + row[:, None] * (groups * L) + first * L + word[None, :]
     codes = tl.load(at) if EVEN else tl.load(at, (word < (groups - first) * L)[None, :], 0)
     codes = codes.to(tl.uint32, bitcast=True)
     upper = codes
-    if BITS == 6:
-        at = high + row[:, None] * (groups * L) + first * L + word[None, :]
+    if FORM.bits == 6:
+        at = words.high + row[:, None] * (groups * L) + first * L + word[None, :]
         upper = tl.load(at) if EVEN else tl.load(at, (word < (groups - first) * L)[None, :], 0)
         upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
-    elif BITS == 3:
+    elif FORM.bits == 3:
         two = tl.arange(0, T * L // 2)
-        at = high + row[:, None] * (groups * L // 2) + first * L // 2 + two[None, :]
+        at = words.high + row[:, None] * (groups * L // 2) + first * L // 2 + two[None, :]
         upper = tl.load(at) if EVEN else tl.load(at, (two < (groups - first) * L // 2)[None, :], 0)
         upper = third_bits(upper, BN, T * L)
     return codes, upper
 
 
 @triton.jit
-def own_columns(T: tl.constexpr, L: tl.constexpr, GROUP: tl.constexpr):
+def own_columns(T: tl.constexpr, FORM: tl.constexpr):
     """Columns of codes 0 of T groups; those of codes i are 2 L i higher."""
+    L: tl.constexpr = FORM.length
     behind = tl.arange(0, 2 * T * L)
-    return behind // (2 * L) * GROUP + behind % (2 * L)
+    return behind // (2 * L) * FORM.group + behind % (2 * L)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -65,43 +58,30 @@ def word_gate_kernel(
     ends,
     block_expert,
     block_first,
-    gate_words,
-    gate_high,
-    gate_scales,
-    gate_minima,
-    gate_outer,
-    up_words,
-    up_high,
-    up_scales,
-    up_minima,
-    up_outer,
+    gate,
+    up,
     gate_bias,
     up_bias,
     hidden,
     tokens,
     outputs,
-    groups,
     PER_TOKEN: tl.constexpr,
     SLOTS: tl.constexpr,
     MANY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     T: tl.constexpr,
-    L: tl.constexpr,
     EVEN: tl.constexpr,
     DOWN: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """hidden = f(gate(x)) * up(x): of each pair, or with MANY of each place among the sorted pairs."""
     start_next(OVERLAP)
+    # Both have as many groups, which the compiler cannot know.
+    up = Words(up.codes, up.high, up.scales, up.minima, up.outer_scales, gate.outputs, gate.columns, gate.groups)
     own = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.arange(0, BM)
     wait_for_inputs(OVERLAP)
@@ -120,84 +100,35 @@ def word_gate_kernel(
         is_used = tl.max(used.to(tl.int32)) > 0
     if is_used:
         dtype: tl.constexpr = hidden.dtype.element_ty
-        pairs: tl.constexpr = GROUP // L // 2
+        L: tl.constexpr = FORM.length
+        groups = gate.groups
         first_row = expert.to(tl.int64) * outputs
         # Outputs past the end wrap around and are dropped at the end, so that their loads need no mask.
         weight_row = first_row + own % outputs
-        column = own_columns(T, L, GROUP)
+        column = own_columns(T, FORM)
         at = x + source[None, :].to(tl.int64) * x_stride + column[:, None]
         opened = tl.zeros((BN, BM), tl.float32)
         other = tl.zeros((BN, BM), tl.float32)
         # Loaded one iteration ahead: these loads are too small for Triton's pipelining.
         group = tl.arange(0, T)
-        factor, shift = group_scales(
-            gate_scales,
-            gate_minima,
-            gate_outer,
-            weight_row[:, None],
-            group,
-            groups,
-            ZERO,
-            NESTED,
-            MINIMA,
-            GROUP,
-            DOWN,
-        )
-        up_factor, up_shift = group_scales(
-            up_scales,
-            up_minima,
-            up_outer,
-            weight_row[:, None],
-            group,
-            groups,
-            ZERO,
-            NESTED,
-            MINIMA,
-            GROUP,
-            DOWN,
-        )
+        factor, shift = group_scales(gate, weight_row[:, None], group, FORM, DOWN)
+        up_factor, up_shift = group_scales(up, weight_row[:, None], group, FORM, DOWN)
         for first in range(0, groups, T):
-            codes, upper = load_codes(gate_words, gate_high, weight_row, first, groups, BITS, EVEN, BN, T, L)
-            up_codes, up_upper = load_codes(up_words, up_high, weight_row, first, groups, BITS, EVEN, BN, T, L)
+            codes, upper = load_codes(gate, weight_row, first, FORM, EVEN, BN, T)
+            up_codes, up_upper = load_codes(up, weight_row, first, FORM, EVEN, BN, T)
             gate_factor, gate_shift = per_word(factor, BN, T, L), per_word(shift, BN, T, L)
             other_factor, other_shift = per_word(up_factor, BN, T, L), per_word(up_shift, BN, T, L)
             group += T
-            factor, shift = group_scales(
-                gate_scales,
-                gate_minima,
-                gate_outer,
-                weight_row[:, None],
-                group,
-                groups,
-                ZERO,
-                NESTED,
-                MINIMA,
-                GROUP,
-                DOWN,
-            )
-            up_factor, up_shift = group_scales(
-                up_scales,
-                up_minima,
-                up_outer,
-                weight_row[:, None],
-                group,
-                groups,
-                ZERO,
-                NESTED,
-                MINIMA,
-                GROUP,
-                DOWN,
-            )
-            for i in tl.static_range(pairs):
+            factor, shift = group_scales(gate, weight_row[:, None], group, FORM, DOWN)
+            up_factor, up_shift = group_scales(up, weight_row[:, None], group, FORM, DOWN)
+            for i in tl.static_range(FORM.group // L // 2):
                 near = used[None, :]
                 if not EVEN:
-                    near = near & (first * GROUP + column < groups * GROUP)[:, None]
-                lines = tl.load(at + first * GROUP + i * 2 * L, near, 0.0)
-                part = pair_of_weights(codes, upper, gate_factor, gate_shift, i, pairs, BITS, FLOATS, DOWN, dtype)
+                    near = near & (first * FORM.group + column < groups * FORM.group)[:, None]
+                lines = tl.load(at + first * FORM.group + i * 2 * L, near, 0.0)
+                part = pair_of_weights(codes, upper, gate_factor, gate_shift, i, FORM, DOWN, dtype)
                 opened = tl.dot(part, lines, opened, input_precision="ieee")
-                part = pair_of_weights(
-                    up_codes, up_upper, other_factor, other_shift, i, pairs, BITS, FLOATS, DOWN, dtype
-                )
+                part = pair_of_weights(up_codes, up_upper, other_factor, other_shift, i, FORM, DOWN, dtype)
                 other = tl.dot(part, lines, other, input_precision="ieee")
         exist = own < outputs
         left = opened * power(DOWN)
@@ -219,31 +150,20 @@ def word_down_kernel(
     block_expert,
     block_first,
     words,
-    high,
-    scales,
-    minima,
-    outer_scales,
     bias,
     out,
     tokens,
     outputs,
     columns,
-    groups,
     PER_TOKEN: tl.constexpr,
     SLOTS: tl.constexpr,
     MANY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     T: tl.constexpr,
-    L: tl.constexpr,
     EVEN: tl.constexpr,
     DOWN: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -267,48 +187,25 @@ def word_down_kernel(
         is_used = tl.max(used.to(tl.int32)) > 0
     if is_used:
         dtype: tl.constexpr = hidden.dtype.element_ty
-        pairs: tl.constexpr = GROUP // L // 2
+        L: tl.constexpr = FORM.length
+        groups = words.groups
         weight_row = expert.to(tl.int64) * outputs + own % outputs
-        column = own_columns(T, L, GROUP)
+        column = own_columns(T, FORM)
         at = hidden + source[None, :].to(tl.int64) * columns + column[:, None]
         total = tl.zeros((BN, BM), tl.float32)
         group = tl.arange(0, T)
-        factor, shift = group_scales(
-            scales,
-            minima,
-            outer_scales,
-            weight_row[:, None],
-            group,
-            groups,
-            ZERO,
-            NESTED,
-            MINIMA,
-            GROUP,
-            DOWN,
-        )
+        factor, shift = group_scales(words, weight_row[:, None], group, FORM, DOWN)
         for first in range(0, groups, T):
-            codes, upper = load_codes(words, high, weight_row, first, groups, BITS, EVEN, BN, T, L)
+            codes, upper = load_codes(words, weight_row, first, FORM, EVEN, BN, T)
             now_factor, now_shift = per_word(factor, BN, T, L), per_word(shift, BN, T, L)
             group += T
-            factor, shift = group_scales(
-                scales,
-                minima,
-                outer_scales,
-                weight_row[:, None],
-                group,
-                groups,
-                ZERO,
-                NESTED,
-                MINIMA,
-                GROUP,
-                DOWN,
-            )
-            for i in tl.static_range(pairs):
+            factor, shift = group_scales(words, weight_row[:, None], group, FORM, DOWN)
+            for i in tl.static_range(FORM.group // L // 2):
                 near = used[None, :]
                 if not EVEN:
-                    near = near & (first * GROUP + column < groups * GROUP)[:, None]
-                lines = tl.load(at + first * GROUP + i * 2 * L, near, 0.0)
-                part = pair_of_weights(codes, upper, now_factor, now_shift, i, pairs, BITS, FLOATS, DOWN, dtype)
+                    near = near & (first * FORM.group + column < groups * FORM.group)[:, None]
+                lines = tl.load(at + first * FORM.group + i * 2 * L, near, 0.0)
+                part = pair_of_weights(codes, upper, now_factor, now_shift, i, FORM, DOWN, dtype)
                 total = tl.dot(part, lines, total, input_precision="ieee")
         exist = own < outputs
         total = total * power(DOWN)

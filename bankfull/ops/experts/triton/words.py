@@ -76,17 +76,11 @@ def _is_supported(matrix: WordWeight, dtype: torch.dtype) -> bool:
     return _sharing(columns) <= MOST_SHARING and supports(matrix.form, columns, dtype)
 
 
-def _constants(matrix: WordWeight) -> dict[str, Any]:
-    """Groups divide the columns, and there is no format in words with one scale per row."""
-    constants = matrix.constants()
-    return {name: constants[name] for name in ("BITS", "ZERO", "FLOATS", "NESTED", "MINIMA", "GROUP")}
-
-
-def _chunks(matrix: WordWeight) -> dict[str, int]:
-    """Words of a group, words of a row that warps load at once, and how often they do."""
-    length, words = matrix.group // matrix.form.per_word, matrix.words.shape[1]
-    width = max(length, min(WORDS_PER_WARP * _sharing(matrix.shape[1]), power_of_two(words)))
-    return {"L": length, "W": width, "CHUNKS": -(-words // width)}
+def _chunks(matrix: WordWeight) -> dict[str, Any]:
+    """The layout, words of a row that warps load at once, and how often they do."""
+    width = min(WORDS_PER_WARP * _sharing(matrix.shape[1]), power_of_two(matrix.row_words))
+    width = max(matrix.form.length, width)
+    return {"FORM": matrix.form, "W": width, "CHUNKS": -(-matrix.row_words // width)}
 
 
 def _turns(tiles: int, programs: int) -> int:
@@ -106,17 +100,15 @@ def few_gate(own: Operands, plan: FewPlan | None = None) -> Tensor:
         own.x,
         own.x.stride(0),
         own.chosen,
-        *matrix.tensors(),
-        *own.up.matrix.tensors(),
+        matrix.words,
+        own.up.matrix.words,
         *own.gate_biases,
         middle,
         inner,
-        matrix.groups,
         PER_TOKEN=own.per_token,
         R=together,
         WARPS=plan.warps,
         **_chunks(matrix),
-        **_constants(matrix),
         BIAS=own.has_biases,
         KIND=own.kind,
         num_warps=plan.warps * _sharing(matrix.shape[1]),
@@ -138,17 +130,15 @@ def few_down(own: Operands, middle: Tensor, plan: FewPlan | None = None) -> Tens
         middle,
         own.chosen,
         own.weights,
-        *matrix.tensors(),
+        matrix.words,
         own.down_bias,
         y,
         hidden,
         inner,
-        matrix.groups,
         PER_TOKEN=own.per_token,
         A=plan.outputs,
         B=slots,
         **_chunks(matrix),
-        **_constants(matrix),
         BIAS=own.has_biases,
         num_warps=slots * _sharing(inner),
         num_stages=1,
@@ -167,18 +157,17 @@ class ExpertTilePlan:
 def _tile_constants(own: Operands, matrix: WordWeight, order: Order | None) -> dict[str, Any]:
     rows = max(16, power_of_two(own.tokens)) if order is None else order.rows
     # Two groups at once: the scale of a single one would send weights through shared memory. More rows need its space.
-    together = max(2 if rows <= 32 else 1, COLUMNS // matrix.group)
+    together = max(2 if rows <= 32 else 1, COLUMNS // matrix.form.group)
     return {
         "PER_TOKEN": own.per_token,
         "SLOTS": power_of_two(own.per_token),
         "MANY": order is not None,
         "BM": rows,
         "T": together,
-        "L": matrix.group // matrix.form.per_word,
-        "EVEN": matrix.groups % together == 0,
+        "FORM": matrix.form,
+        "EVEN": matrix.words.groups % together == 0,
         "DOWN": 0 if own.x.dtype == torch.float16 else DOWNSCALE,
         "BIAS": own.has_biases,
-        **_constants(matrix),
     }
 
 
@@ -193,13 +182,12 @@ def tile_gate(own: Operands, order: Order | None, plan: ExpertTilePlan | None = 
         own.x.stride(0),
         own.chosen,
         *((own.chosen,) * 4 if order is None else order.tensors),
-        *matrix.tensors(),
-        *own.up.matrix.tensors(),
+        matrix.words,
+        own.up.matrix.words,
         *own.gate_biases,
         middle,
         own.tokens,
         inner,
-        matrix.groups,
         BN=plan.outputs,
         KIND=own.kind,
         **_tile_constants(own, matrix, order),
@@ -220,13 +208,12 @@ def tile_down(own: Operands, order: Order | None, middle: Tensor, plan: ExpertTi
         middle,
         own.chosen,
         *((own.chosen,) * 4 if order is None else order.tensors),
-        *matrix.tensors(),
+        matrix.words,
         own.down_bias,
         out,
         own.tokens,
         hidden,
         inner,
-        matrix.groups,
         BN=plan.outputs,
         **_tile_constants(own, matrix, order),
         num_warps=plan.warps,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from bankfull.ops.products.body import (
 )
 from bankfull.ops.products.triton.linear_rows import persistent_gated_kernel, rows_kernel
 from bankfull.ops.products.triton.linear_tiles import gated_tiles_kernel, split_tiles_kernel, tiles_kernel
+from bankfull.ops.products.triton.operands import Input, Matrix, Output, Tile
 from bankfull.ops.products.triton.table import lookup
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, stream_of
 from bankfull.weights.qtensor import QTensor
@@ -91,70 +92,21 @@ def is_persistent(rows: int, outputs: int, width: int, bias: Tensor | None, kind
 
 
 def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: str | None) -> Tensor:
-    before = x if isinstance(x, Unnormed) else None
-    rows = x.x if isinstance(x, Unnormed) else x
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    count, columns = rows.shape
-    outputs = weight.shape[0] if kind is None else weight.shape[0] // 2
-    y = rows.new_empty(count, outputs)
-    delta = rows if before is None else before.delta
-    if delta.stride(-1) != 1:
-        delta = delta.contiguous()
-    width = power_of_two(columns)
-    joined, norm, eps, offset = (
-        (y, y, 0.0, 0.0) if before is None else (before.joined, before.weight, before.eps, before.offset)
-    )
+    rows, outputs = Input.of(x), weight.shape[0] if kind is None else weight.shape[0] // 2
+    count, columns = rows.x.shape
+    out, width = Output(bias, rows.x.new_empty(count, outputs)), power_of_two(columns)
     if is_persistent(count, outputs, width, bias, kind):
-        programs = min(PERSISTENT_PROGRAMS * multiprocessors(rows.device), -(-outputs // PERSISTENT_OUT))
-        persistent_gated_kernel[(programs,)](
-            rows,
-            delta,
-            joined,
-            norm,
-            eps,
-            offset,
-            weight,
-            weight.stride(0),
-            y,
-            outputs,
-            columns,
-            width,
-            PERSISTENT_OUT,
-            before is not None,
-            offset != 0.0,
-            kind,
-            num_warps=8,
-            **overlapped(rows),
-        )
-        return y
-    shape = rows_shape(count, outputs, columns, kind is not None, weight.element_size() > 2)
-    rows_kernel[(-(-outputs // shape.out),)](
-        rows,
-        rows.stride(0),
-        delta,
-        delta.stride(0),
-        joined,
-        norm,
-        eps,
-        offset,
-        weight,
-        weight.stride(0),
-        weight if bias is None else bias,
-        y,
-        outputs,
-        count,
-        columns,
-        width,
-        shape.out,
-        before is not None,
-        offset != 0.0,
-        bias is not None,
-        kind,
-        num_warps=shape.warps,
-        **overlapped(rows),
-    )
-    return y
+        tile = Tile(1, PERSISTENT_OUT, width)
+        kernel, warps = persistent_gated_kernel, 8
+        programs = min(PERSISTENT_PROGRAMS * multiprocessors(rows.x.device), -(-outputs // PERSISTENT_OUT))
+    else:
+        shape = rows_shape(count, outputs, columns, kind is not None, weight.element_size() > 2)
+        tile = Tile(count, shape.out, width)
+        kernel, warps = rows_kernel, shape.warps
+        programs = -(-outputs // shape.out)
+    operands = (rows, Matrix(weight, weight.stride(0)), out, outputs)
+    kernel[(programs,)](*operands, columns, kind, tile, num_warps=warps, **overlapped(rows.x))
+    return out.y
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +205,11 @@ def tile_rows(rows: int) -> int:
     return 16 if rows <= 16 else MOST_TILE_ROWS
 
 
-class SplitSums:
+class SplitSums(NamedTuple):
     """Partial sums and arrival counters of split-K tiles, of one stream."""
 
-    def __init__(self, device: torch.device, tiles: int, numbers: int) -> None:
-        self.partial = torch.empty(tiles * numbers, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
+    partial: Tensor
+    arrivals: Tensor
 
 
 _sums: dict[tuple[torch.device, int, int, int], SplitSums] = {}
@@ -268,7 +219,8 @@ def sums_of(device: torch.device, tiles: int, numbers: int) -> SplitSums:
     key = device, stream_of(device), tiles, numbers
     if key in _sums:
         return _sums[key]
-    sums = SplitSums(device, tiles, numbers)
+    partial = torch.empty(tiles * numbers, dtype=torch.float32, device=device)
+    sums = SplitSums(partial, torch.zeros(tiles, dtype=torch.int32, device=device))
     # During capture nothing runs, so the zeros exist only once the graph is replayed: do not share this allocation.
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         _sums[key] = sums
@@ -282,57 +234,22 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         raise ValueError(f"{plan.name} cannot multiply {len(x)} rows of {x.shape[1]} {x.dtype} columns on {x.device}")
     if plan is ROWS:
         return few_rows(x, weight, bias, None)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    (rows, columns), outputs = x.shape, weight.shape[0]
-    y = x.new_empty(rows, outputs)
+    given, matrix = Input.of(x), Matrix(weight, weight.stride(0))
+    rows, (outputs, columns) = len(x), weight.shape
+    out = Output(bias, x.new_empty(rows, outputs))
+    settings = {"num_warps": plan.warps, **overlapped(x)}
     if plan.splits:
-        tiles, height = outputs // plan.out, tile_rows(rows)
-        sums = sums_of(x.device, tiles, plan.splits * plan.out * height)
-        split_tiles_kernel[(tiles, plan.splits)](
-            x,
-            x.stride(0),
-            weight,
-            weight.stride(0),
-            weight if bias is None else bias,
-            y,
-            sums.partial,
-            sums.arrivals,
-            rows,
-            outputs,
-            columns // plan.splits,
-            height,
-            plan.out,
-            plan.depth,
-            plan.stages,
-            plan.splits,
-            plan.early,
-            bias is not None,
-            num_warps=plan.warps,
-            **overlapped(x),
-        )
-        return y
+        tile = Tile(tile_rows(rows), plan.out, plan.depth, plan.stages, plan.splits)
+        tiles, share = outputs // plan.out, columns // plan.splits
+        sums = sums_of(x.device, tiles, plan.splits * plan.out * tile.rows)
+        operands = (given, matrix, out, sums, rows, outputs, share)
+        split_tiles_kernel[(tiles, plan.splits)](*operands, plan.early, tile, **settings)
+        return out.y
+    tile = Tile(plan.rows, plan.out, plan.depth, stages_of(plan, x.dtype, x.device))
     even = columns % plan.depth == 0 and outputs % plan.out == 0
-    tiles_kernel[(-(-outputs // plan.out), -(-rows // plan.rows))](
-        x,
-        x.stride(0),
-        weight,
-        weight.stride(0),
-        weight if bias is None else bias,
-        y,
-        rows,
-        outputs,
-        columns,
-        plan.rows,
-        plan.out,
-        plan.depth,
-        stages_of(plan, x.dtype, x.device),
-        even,
-        bias is not None,
-        num_warps=plan.warps,
-        **overlapped(x),
-    )
-    return y
+    grid = (-(-outputs // plan.out), -(-rows // plan.rows))
+    tiles_kernel[grid](given, matrix, out, rows, outputs, columns, even, tile, **settings)
+    return out.y
 
 
 GATED_OUT, GATED_DEPTH, GATED_STAGES = 64, 128, 4
@@ -358,28 +275,12 @@ def fits_gated_tiles(
 
 
 def gated_tiles(x: Tensor, weight: Tensor, kind: str) -> Tensor:
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    (rows, columns), outputs = x.shape, weight.shape[0] // 2
-    y = x.new_empty(rows, outputs)
-    gated_tiles_kernel[(outputs // GATED_OUT,)](
-        x,
-        x.stride(0),
-        weight,
-        weight.stride(0),
-        y,
-        rows,
-        outputs,
-        columns,
-        tile_rows(rows),
-        GATED_OUT,
-        GATED_DEPTH,
-        GATED_STAGES,
-        kind,
-        num_warps=4,
-        **overlapped(x),
-    )
-    return y
+    outputs, columns = weight.shape[0] // 2, weight.shape[1]
+    out = Output(None, x.new_empty(len(x), outputs))
+    tile = Tile(tile_rows(len(x)), GATED_OUT, GATED_DEPTH, GATED_STAGES)
+    operands = (Input.of(x), Matrix(weight, weight.stride(0)), out, len(x), outputs, columns, kind, tile)
+    gated_tiles_kernel[(outputs // GATED_OUT,)](*operands, num_warps=4, **overlapped(x))
+    return out.y
 
 
 @linear.provider("triton", on="cuda", accepts=_accepts)

@@ -17,36 +17,23 @@ PLAIN = tl.constexpr(INTERPRETED)
 """In the interpreter, PTX instructions are replaced by plain Triton."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count"])
 def tiles_kernel(
-    x,
-    x_stride,
-    weight,
-    weight_stride,
-    bias,
-    y,
-    rows,
-    outputs,
-    columns,
-    ROWS: tl.constexpr,
-    OUT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    rows, weight, out, count, outputs, columns, EVEN: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """EVEN: tiles divide columns and outputs, so that only rows are masked."""
     start_next(OVERLAP)
+    ROWS: tl.constexpr = TILE.rows
+    OUT: tl.constexpr = TILE.out
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, DEPTH)
-    exist, used = own < outputs, row < rows
-    weights = weight + own[:, None].to(tl.int64) * weight_stride + column[None, :]
-    inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
+    column = tl.arange(0, TILE.depth)
+    exist, used = own < outputs, row < count
+    weights = weight.data + own[:, None].to(tl.int64) * weight.stride + column[None, :]
+    inputs = rows.x + row[:, None].to(tl.int64) * rows.stride + column[None, :]
     wait_for_inputs(OVERLAP)
     total = tl.zeros((ROWS, OUT), tl.float32)
-    for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
+    for at in tl.range(0, columns, TILE.depth, num_stages=TILE.stages):
         if EVEN:
             part = tl.load(weights + at)
             lines = tl.load(inputs + at, mask=used[:, None], other=0.0)
@@ -55,10 +42,10 @@ def tiles_kernel(
             part = tl.load(weights + at, mask=exist[:, None] & inside, other=0.0)
             lines = tl.load(inputs + at, mask=used[:, None] & inside, other=0.0)
         total = tl.dot(lines, tl.trans(part), total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias + own, mask=exist, other=0.0).to(tl.float32)[None, :]
-    places = y + row[:, None].to(tl.int64) * outputs + own[None, :]
-    tl.store(places, total.to(y.dtype.element_ty), mask=used[:, None] & exist[None, :])
+    if out.bias is not None:
+        total += tl.load(out.bias + own, mask=exist, other=0.0).to(tl.float32)[None, :]
+    places = out.y + row[:, None].to(tl.int64) * outputs + own[None, :]
+    tl.store(places, total.to(out.y.dtype.element_ty), mask=used[:, None] & exist[None, :])
 
 
 @triton.jit
@@ -96,96 +83,81 @@ def sum_of_splits(sums, arrived, SIZE: tl.constexpr, SPLITS: tl.constexpr):
     return whole
 
 
-@triton.jit(do_not_specialize=["rows"])
-def split_tiles_kernel(
-    x,
-    x_stride,
-    weight,
-    weight_stride,
-    bias,
-    y,
-    partial,
-    arrivals,
-    rows,
-    outputs,
-    share,
-    ROWS: tl.constexpr,
-    OUT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
-    BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Split-K with the weight as first operand, as in `gated_tiles_kernel`. SPLITS programs process `share` columns of
-    a tile each; the last one to finish adds their sums in a fixed order. Tiles divide the matrix evenly."""
-    start_next(OVERLAP)
+@triton.jit
+def store_split(total, out, sums, count, outputs, SPLITS: tl.constexpr):
+    """Store a tile [OUT, ROWS] of the program's index in the first dimension, of which there are SPLITS in the second.
+    The last one to finish adds their sums in a fixed order."""
+    OUT: tl.constexpr = total.shape[0]
+    ROWS: tl.constexpr = total.shape[1]
     tile, split = tl.program_id(0), tl.program_id(1)
-    within = tl.arange(0, OUT)
-    own = tile * OUT + within
-    row = tl.arange(0, ROWS)
-    column = split * share + tl.arange(0, DEPTH)
-    used = row < rows
-    starts = weight + own[:, None].to(tl.int64) * weight_stride
-    prefetch_l2(starts + split * share, EARLY)
-    weights = starts + column[None, :]
-    inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
-    wait_for_inputs(OVERLAP)
-    total = tl.zeros((OUT, ROWS), tl.float32)
-    for at in tl.range(0, share, DEPTH, num_stages=STAGES):
-        lines = tl.trans(tl.load(inputs + at, mask=used[:, None], other=0.0))
-        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), lines, total, input_precision="ieee")
-    places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
-    kind: tl.constexpr = y.dtype.element_ty
+    within, row = tl.arange(0, OUT), tl.arange(0, ROWS)
+    own, used = tile * OUT + within, row < count
+    places = out.y + row[None, :].to(tl.int64) * outputs + own[:, None]
+    kind: tl.constexpr = out.y.dtype.element_ty
     if SPLITS == 1:
-        if BIAS:
-            total += tl.load(bias + own).to(tl.float32)[:, None]
+        if out.bias is not None:
+            total += tl.load(out.bias + own).to(tl.float32)[:, None]
         tl.store(places, total.to(kind), mask=used[None, :])
     else:
-        sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
-        if is_last_split(total, sums, arrivals + tile, split, OUT * ROWS, SPLITS):
-            whole = sum_of_splits(sums, arrivals + tile, OUT * ROWS, SPLITS)
-            if BIAS:
-                whole += tl.load(bias + own).to(tl.float32)[:, None]
+        parts = sums.partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
+        if is_last_split(total, parts, sums.arrivals + tile, split, OUT * ROWS, SPLITS):
+            whole = sum_of_splits(parts, sums.arrivals + tile, OUT * ROWS, SPLITS)
+            if out.bias is not None:
+                whole += tl.load(out.bias + own).to(tl.float32)[:, None]
             tl.store(places, whole.to(kind), mask=used[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def gated_tiles_kernel(
-    x,
-    x_stride,
-    weight,
-    weight_stride,
-    y,
-    rows,
-    outputs,
-    columns,
-    ROWS: tl.constexpr,
-    OUT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    KIND: tl.constexpr,
-    OVERLAP: tl.constexpr,
+@triton.jit(do_not_specialize=["count"])
+def split_tiles_kernel(
+    rows, weight, out, sums, count, outputs, share, EARLY: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """f(gate) * up for a weight of 2 * `outputs` rows. The weight is the first operand, because tensor cores need at
-    least 64 rows there and allow few in the second. Tiles divide the matrix evenly."""
+    """Split-K with the weight as first operand, as in `gated_tiles_kernel`. Programs process `share` columns of a tile
+    each (`store_split`). EARLY: cache lines of each output that they prefetch before the input is ready. Tiles divide
+    the matrix evenly."""
     start_next(OVERLAP)
+    ROWS: tl.constexpr = TILE.rows
+    OUT: tl.constexpr = TILE.out
+    split = tl.program_id(1)
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, DEPTH)
-    used = row < rows
-    gate_weights = weight + own[:, None].to(tl.int64) * weight_stride + column[None, :]
-    up_weights = weight + (outputs + own)[:, None].to(tl.int64) * weight_stride + column[None, :]
-    inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
+    column = split * share + tl.arange(0, TILE.depth)
+    used = row < count
+    starts = weight.data + own[:, None].to(tl.int64) * weight.stride
+    prefetch_l2(starts + split * share, EARLY)
+    weights = starts + column[None, :]
+    inputs = rows.x + row[:, None].to(tl.int64) * rows.stride + column[None, :]
+    wait_for_inputs(OVERLAP)
+    total = tl.zeros((OUT, ROWS), tl.float32)
+    for at in tl.range(0, share, TILE.depth, num_stages=TILE.stages):
+        lines = tl.trans(tl.load(inputs + at, mask=used[:, None], other=0.0))
+        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), lines, total, input_precision="ieee")
+    store_split(total, out, sums, count, outputs, TILE.splits)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gated_tiles_kernel(
+    rows, weight, out, count, outputs, columns, KIND: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """f(gate) * up. The weight is the first operand, because tensor cores need at least 64 rows there and allow few in
+    the second. Tiles divide the matrix evenly."""
+    start_next(OVERLAP)
+    ROWS: tl.constexpr = TILE.rows
+    OUT: tl.constexpr = TILE.out
+    own = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, TILE.depth)
+    used = row < count
+    gate_weights = weight.data + own[:, None].to(tl.int64) * weight.stride + column[None, :]
+    up_weights = weight.data + (outputs + own)[:, None].to(tl.int64) * weight.stride + column[None, :]
+    inputs = rows.x + row[:, None].to(tl.int64) * rows.stride + column[None, :]
     wait_for_inputs(OVERLAP)
     gate = tl.zeros((OUT, ROWS), tl.float32)
     up = tl.zeros((OUT, ROWS), tl.float32)
-    for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
+    for at in tl.range(0, columns, TILE.depth, num_stages=TILE.stages):
         lines = tl.trans(tl.load(inputs + at, mask=used[:, None], other=0.0))
         gate = tl.dot(tl.load(gate_weights + at, eviction_policy="evict_first"), lines, gate, input_precision="ieee")
         up = tl.dot(tl.load(up_weights + at, eviction_policy="evict_first"), lines, up, input_precision="ieee")
-    dtype: tl.constexpr = y.dtype.element_ty
+    dtype: tl.constexpr = out.y.dtype.element_ty
     result = gated(gate, up, KIND, dtype)
-    places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
+    places = out.y + row[None, :].to(tl.int64) * outputs + own[:, None]
     tl.store(places, result.to(dtype), mask=used[None, :])

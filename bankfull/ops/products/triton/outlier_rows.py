@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bankfull.ops.norm.triton import weighted
-from bankfull.ops.products.triton.tile_outputs import outputs_per_side, tile_outputs
+from bankfull.ops.products.triton.tile_outputs import tile_outputs
 
 
 @triton.jit
@@ -23,32 +23,23 @@ def load_kept(kept, output, valid, first, start, KEPT: tl.constexpr, PLACES: tl.
 
 
 @triton.jit
-def load_kept_tile(
-    kept,
-    start,
-    tile,
-    outputs,
-    KEPT: tl.constexpr,
-    PLACES: tl.constexpr,
-    GATE: tl.constexpr,
-    EVEN: tl.constexpr,
-    R: tl.constexpr,
-):
-    """All columns of `kept` for the outputs of a tile (`tile_outputs`). EVEN: tiles divide the outputs. Offsets inside
-    of a tile are the same for every tile, so that only one address is computed for each."""
-    side: tl.constexpr = outputs_per_side(R, GATE)
+def load_kept_tile(kept, start, tile, outputs, PLACES: tl.constexpr, TILE: tl.constexpr):
+    """All columns of `kept` for the outputs of a tile (`tile_outputs`). Offsets inside of a tile are the same for every
+    tile, so that only one address is computed for each."""
+    R: tl.constexpr = TILE.outputs
+    side: tl.constexpr = TILE.side
     lanes = tl.arange(0, R)
     place = tl.arange(0, PLACES)
-    within = (lanes % side)[:, None] * KEPT + place[None, :]
-    if GATE != "":
-        within += (lanes // side)[:, None] * (outputs // 2 * KEPT)
-    if EVEN:
-        inside = (place < KEPT) & (tile * side < outputs // (R // side))
+    within = (lanes % side)[:, None] * TILE.kept + place[None, :]
+    if TILE.gate != "":
+        within += (lanes // side)[:, None] * (outputs // 2 * TILE.kept)
+    if TILE.even:
+        inside = (place < TILE.kept) & (tile * side < outputs // (R // side))
         inside = tl.broadcast_to(inside[None, :], [R, PLACES])
     else:
-        _, valid = tile_outputs(tile, outputs, R, GATE)
-        inside = valid[:, None] & (place < KEPT)[None, :]
-    return tl.load(kept + start + (tile * side).to(tl.int64) * KEPT + within, inside, 0.0)
+        _, valid = tile_outputs(tile, outputs, TILE)
+        inside = valid[:, None] & (place < TILE.kept)[None, :]
+    return tl.load(kept + start + (tile * side).to(tl.int64) * TILE.kept + within, inside, 0.0)
 
 
 @triton.jit
@@ -59,13 +50,14 @@ def load_numbers(columns, first, KEPT: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
-def gather(x, delta, norm, inverse, offset, column, NORM: tl.constexpr, SHIFTED: tl.constexpr):
-    """The activations of these columns, rounded like the others. NORM: of x + delta, whose `inverse` RMS is known."""
-    kind: tl.constexpr = x.dtype.element_ty
+def gather(rows, inverse, column):
+    """The activations of these columns of a row, rounded like the others; `inverse`: the inverse RMS of a row to be
+    normed."""
+    kind: tl.constexpr = rows.x.dtype.element_ty
     there = column >= 0
-    numbers = tl.load(x + column, there, 0.0).to(tl.float32)
-    if NORM:
-        stream = (numbers + tl.load(delta + column, there, 0.0).to(tl.float32)).to(kind).to(tl.float32)
-        gain = tl.load(norm + column, there, 0.0)
-        numbers = weighted(stream, inverse, gain, offset, SHIFTED, kind).to(kind).to(tl.float32)
+    numbers = tl.load(rows.x + column, there, 0.0).to(tl.float32)
+    if rows.gain is not None:
+        stream = (numbers + tl.load(rows.delta + column, there, 0.0).to(tl.float32)).to(kind).to(tl.float32)
+        gain = tl.load(rows.gain + column, there, 0.0)
+        numbers = weighted(stream, inverse, gain, rows.offset, rows.offset is not None, kind).to(kind).to(tl.float32)
     return numbers

@@ -22,12 +22,13 @@ from bankfull.ops.products.outliers import (
     outliers_of,
 )
 from bankfull.ops.products.triton import w8a8
+from bankfull.ops.products.triton.operands import Kept, aligned_rows, aligned_unnormed
 from bankfull.ops.products.triton.quantized import linear as quantized
 from bankfull.ops.products.triton.quantized import persistent as quantized_persistent
 from bankfull.ops.products.triton.quantized.layout import LAYOUTS, WordWeight, repack
 from bankfull.ops.products.triton.quantized.persistent import one_row
 from bankfull.ops.products.triton.quantized.rows import few_rows
-from bankfull.ops.products.triton.w8a8 import Kept, round_rows
+from bankfull.ops.products.triton.w8a8 import round_rows
 from bankfull.ops.shapes import check_linear
 from bankfull.ops.triton.launch import power_of_two
 from bankfull.weights.formats.rows import INT8_ROW
@@ -48,11 +49,6 @@ class OutlierWeight:
     """Whether activations in 16 bits are rounded to int8 for it, by kernels that know outliers."""
     kept: Kept | None
     """The outlier columns for these kernels; None if there are none."""
-
-    @property
-    def beside(self) -> tuple[Tensor, Tensor] | None:
-        """The outlier columns for the kernels of a single row."""
-        return None if self.kept is None else (self.kept.columns, self.kept.values)
 
 
 def _rounds(weight: QTensor, dtype: torch.dtype | None = torch.bfloat16) -> bool:
@@ -82,9 +78,9 @@ def _prepare(weight: QTensor) -> OutlierWeight:
 def _stored_columns(weight: WordWeight, device: torch.device) -> Tensor:
     """The column of each byte of a row (`w8a8_kernels.stored_column`)."""
     position = torch.arange(weight.shape[1], device=device)
-    inside = position % weight.group
+    inside = position % weight.form.group
     word, byte = inside // 4, inside % 4
-    return position - inside + 2 * ((byte % 2) * (weight.group // 4) + word) + byte // 2
+    return position - inside + 2 * ((byte % 2) * (weight.form.group // 4) + word) + byte // 2
 
 
 def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -113,12 +109,12 @@ def _apart(x: Tensor, weight: OutlierWeight, bias: Tensor | None) -> Tensor:
 
 
 def _one_row(x: Tensor, weight: OutlierWeight, bias: Tensor | None, gate: str = "") -> Tensor:
-    row, shift = quantized.aligned_rows(x, weight.words, bias)
+    row, shift = aligned_rows(x, weight.words.shape, bias)
     words, width = weight.words, 0 if weight.kept is None else weight.kept.width
     fastest = quantized_persistent.is_fastest(words.form, words.shape[1], x.dtype)
     if fastest and width <= quantized_persistent.most_kept(words.shape[1]):
-        return one_row(row, words, shift, gate, kept=weight.beside)
-    return few_rows(row, words, shift, gate, kept=weight.beside)
+        return one_row(row, words, shift, gate, kept=weight.kept)
+    return few_rows(row, words, shift, gate, kept=weight.kept)
 
 
 def _fuses(x: Tensor, weight: OutlierWeight) -> bool:
@@ -154,12 +150,12 @@ def run_gated_linear_outliers(x: Tensor, weight: OutlierWeight, bias: Tensor | N
 @normed_linear_outliers.provider(quantized.NAME, on="cuda", accepts=_accepts_normed, prepare=_prepare)
 def run_normed_linear_outliers(x: Unnormed, weight: OutlierWeight, bias: Tensor | None = None) -> Tensor:
     if len(x.x) == 1:
-        return one_row(quantized.aligned_unnormed(x), weight.words, bias, kept=weight.beside)
+        return one_row(aligned_unnormed(x), weight.words, bias, kept=weight.kept)
     return w8a8.product(round_rows(x, weight.words, weight.kept), weight.words, bias, x.x.dtype)
 
 
 @normed_gated_linear_outliers.provider(quantized.NAME, on="cuda", accepts=_accepts_normed_pairs, prepare=_prepare)
 def run_normed_gated_linear_outliers(x: Unnormed, weight: OutlierWeight, bias: Tensor | None, kind: str) -> Tensor:
     if len(x.x) == 1:
-        return one_row(quantized.aligned_unnormed(x), weight.words, bias, kind, kept=weight.beside)
+        return one_row(aligned_unnormed(x), weight.words, bias, kind, kept=weight.kept)
     return w8a8.gated(round_rows(x, weight.words, weight.kept), weight.words, bias, x.x.dtype, kind)

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class RowTile(NamedTuple):
+    """Compile-time shape of a tile of a GEMV: adjacent outputs, each with all of its words."""
+
+    outputs: int
+    side: int
+    """Adjacent ones: half of them, if there is a gate."""
+    words: int
+    """A power of two of at least a row's words."""
+    groups: int
+    """Groups of a row."""
+    gate: str
+    """The name of an activation, or nothing; a gated tile has gates in its first half, factors in its second."""
+    even: bool
+    """Whether tiles divide the outputs, and each side of one starts at a block of interleaved rows."""
+    kept: int
+    """Outlier columns."""
+
+
 @triton.jit
-def tile_outputs(tile, outputs, R: tl.constexpr, GATE: tl.constexpr):
-    """The outputs of a tile, and which of them exist; a gated tile has gates in its first half, factors in its
-    second."""
-    lanes = tl.arange(0, R)
-    if GATE != "":
-        pair = tile * (R // 2) + lanes % (R // 2)
+def tile_outputs(tile, outputs, TILE: tl.constexpr):
+    """The outputs of a tile, and which of them exist."""
+    lanes = tl.arange(0, TILE.outputs)
+    if TILE.gate != "":
+        pair = tile * TILE.side + lanes % TILE.side
         valid = pair < outputs // 2
-        output = pair + lanes // (R // 2) * (outputs // 2)
+        output = pair + lanes // TILE.side * (outputs // 2)
     else:
-        output = tile * R + lanes
+        output = tile * TILE.outputs + lanes
         valid = output < outputs
     return output, valid
-
-
-@triton.constexpr_function
-def outputs_per_side(R, GATE):
-    """Adjacent outputs of a tile."""
-    return R // 2 if GATE != "" else R

@@ -11,9 +11,8 @@ MOST_FUSED columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bankfull.ops.pointwise.body import activate_mul
 from bankfull.ops.products.body import Unnormed
 from bankfull.ops.products.triton.linear import shared_memory, sums_of
+from bankfull.ops.products.triton.operands import Input, Kept, Output, Tile
 from bankfull.ops.products.triton.quantized import linear as quantized
-from bankfull.ops.products.triton.quantized.layout import WordWeight, repack
+from bankfull.ops.products.triton.quantized.layout import Words, WordWeight, repack
 from bankfull.ops.products.triton.w8a8_kernels import (
     round_rows_kernel,
     w8a8_gated_kernel,
@@ -75,93 +75,46 @@ MOST_FUSED = 64
 """Outlier columns for which the GEMM has shared memory, beside that of its stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Columns of the activations that are not rounded, and those of the weight which they are multiplied by. Their
-    number is `width`, a power of two of at least 16: the last ones may be zeros."""
-
-    columns: Tensor
-    """int32 (width,): their numbers; -1 for none."""
-    values: Tensor
-    """bfloat16 (outputs, width)"""
-    marks: Tensor
-    """uint8 (columns,): 1 where a byte of the weight's rows is in one of them."""
-
-    @property
-    def width(self) -> int:
-        return len(self.columns)
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
+class Rounded(NamedTuple):
     """Activations in the weight's 8-bit type and column order, and the scale of each row."""
 
     codes: Tensor
     scales: Tensor
-    kept: Kept | None = None
-    """Columns that are zero in the codes."""
     beside: Tensor | None = None
-    """These columns as they were, (rows, width)."""
-
-    def outliers(self, dummy: Tensor) -> tuple[Tensor, Tensor]:
-        """What was not rounded, and what it is multiplied by, in one dtype; without such the dummy."""
-        if self.kept is None or self.beside is None:
-            return dummy, dummy
-        return self.beside, self.kept.values.to(self.beside.dtype)
-
-    @property
-    def width(self) -> int:
-        return 0 if self.kept is None else self.kept.width
+    """Columns that are zero in the codes, as they were: (rows, width)."""
+    kept: Tensor | None = None
+    """What these are multiplied by, in their dtype: (outputs, width)."""
+    width: int | None = None
 
 
 def round_rows(x: Tensor | Unnormed, weight: WordWeight, kept: Kept | None = None) -> Rounded:
-    before = x if isinstance(x, Unnormed) else None
-    rows = x.x if isinstance(x, Unnormed) else x
-    count, columns = rows.shape
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    floats = weight.form.floats
-    codes = torch.empty(count, columns, dtype=torch.float8_e4m3fn if floats else torch.int8, device=rows.device)
-    scales = torch.empty(count, dtype=torch.float32, device=rows.device)
-    beside = None if kept is None else torch.empty(count, kept.width, dtype=rows.dtype, device=rows.device)
-    delta, joined, norm, eps, offset = (
-        (rows, rows, rows, 0.0, 0.0)
-        if before is None
-        else (before.delta, before.joined, before.weight, before.eps, before.offset)
-    )
-    if delta.stride(-1) != 1:
-        delta = delta.contiguous()
+    rows, floats = Input.of(x), weight.form.floats
+    device, (count, columns) = rows.x.device, rows.x.shape
+    codes = torch.empty(count, columns, dtype=torch.float8_e4m3fn if floats else torch.int8, device=device)
+    rounded = Rounded(codes, torch.empty(count, dtype=torch.float32, device=device))
+    if kept is not None:
+        beside = rows.x.new_empty(count, kept.width)
+        rounded = Rounded(codes, rounded.scales, beside, kept.weights.to(beside.dtype), kept.width)
     block = power_of_two(columns)
     round_rows_kernel[(count,)](
         rows,
-        delta,
-        joined,
-        norm,
-        codes,
-        scales,
-        scales if kept is None else kept.marks,
-        scales if kept is None else kept.columns,
-        rows if beside is None else beside,
+        rounded,
+        kept,
         columns,
-        rows.stride(0),
-        delta.stride(0),
-        eps,
-        offset,
-        GROUP=weight.group,
-        NORM=before is not None,
-        SHIFTED=offset != 0.0,
+        GROUP=weight.form.group,
         FLOATS=floats,
-        KEPT=0 if kept is None else kept.width,
+        KEPT=rounded.width or 0,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
-        **overlapped(rows),
+        **overlapped(codes),
     )
-    return Rounded(codes, scales, kept, beside)
+    return rounded
 
 
-def _bytes(weight: WordWeight) -> Tensor:
+def _bytes(weight: WordWeight, halves: int = 1) -> Words:
     """The weight's codes (outputs, columns), in their stored order."""
-    return weight.words.view(torch.float8_e4m3fn if weight.form.floats else torch.int8)
+    codes = weight.words.codes.view(torch.float8_e4m3fn if weight.form.floats else torch.int8)
+    return weight.words._replace(codes=codes, outputs=weight.shape[0] // halves)
 
 
 OUT = 64
@@ -180,124 +133,73 @@ def _tiles(outputs: int, columns: int, device: torch.device) -> tuple[int, int, 
 
 
 def tiles(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    (rows, columns), outputs = x.codes.shape, weight.shape[0]
-    depth, stages, splits = _tiles(outputs, columns, x.codes.device)
-    height = max(16, power_of_two(rows))
-    y = torch.empty(rows, outputs, dtype=dtype, device=x.codes.device)
-    sums = sums_of(x.codes.device, outputs // OUT, splits * OUT * height)
-    w8a8_tiles_kernel[(outputs // OUT, splits)](
-        x.codes,
-        x.scales,
-        _bytes(weight),
-        weight.scales,
-        y if bias is None else bias,
-        y,
-        sums.partial,
-        sums.arrivals,
-        *x.outliers(y),
-        rows,
-        outputs,
-        columns,
-        columns // splits,
-        x.width,
-        ROWS=height,
-        OUT=OUT,
-        DEPTH=depth,
-        STAGES=stages,
-        SPLITS=splits,
-        BIAS=bias is not None,
-        FLOATS=weight.form.floats,
-        OUTLIERS=x.kept is not None,
-        num_warps=4,
-        **overlapped(x.codes),
-    )
-    return y
+    (rows, columns), outputs, device = x.codes.shape, weight.shape[0], x.codes.device
+    depth, stages, splits = _tiles(outputs, columns, device)
+    tile = Tile(max(16, power_of_two(rows)), OUT, depth, stages, splits)
+    out = Output(bias, torch.empty(rows, outputs, dtype=dtype, device=device))
+    sums = sums_of(device, outputs // OUT, splits * OUT * tile.rows)
+    operands = (x, _bytes(weight), out, sums, rows, columns // splits, weight.form.floats, tile)
+    w8a8_tiles_kernel[(outputs // OUT, splits)](*operands, num_warps=4, **overlapped(x.codes))
+    return out.y
 
 
 def gated_tiles(x: Rounded, weight: WordWeight, dtype: torch.dtype, kind: str) -> Tensor:
-    (rows, columns), outputs = x.codes.shape, weight.shape[0] // 2
-    depth, _, _ = _tiles(weight.shape[0], columns, x.codes.device)
-    height = max(16, power_of_two(rows))
-    y = torch.empty(rows, outputs, dtype=dtype, device=x.codes.device)
-    w8a8_gated_kernel[(outputs // OUT,)](
-        x.codes,
-        x.scales,
-        _bytes(weight),
-        weight.scales,
-        y,
-        *x.outliers(y),
-        rows,
-        outputs,
-        columns,
-        x.width,
-        ROWS=height,
-        OUT=OUT,
-        DEPTH=depth,
-        STAGES=4,
-        KIND=kind,
-        FLOATS=weight.form.floats,
-        OUTLIERS=x.kept is not None,
-        num_warps=4,
-        **overlapped(x.codes),
-    )
-    return y
+    (rows, columns), words, device = x.codes.shape, _bytes(weight, 2), x.codes.device
+    depth, _, _ = _tiles(weight.shape[0], columns, device)
+    tile = Tile(max(16, power_of_two(rows)), OUT, depth, 4)
+    out = Output(None, torch.empty(rows, words.outputs, dtype=dtype, device=device))
+    operands = (x, words, out, rows, kind, weight.form.floats, tile)
+    w8a8_gated_kernel[(words.outputs // OUT,)](*operands, num_warps=4, **overlapped(x.codes))
+    return out.y
 
 
 def gemm(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    codes = _bytes(weight)
-    if x.width > MOST_FUSED:
-        y = _own_gemm(replace(x, kept=None, beside=None), codes, weight.scales, bias, dtype)
-        beside, values = x.outliers(y)
-        return y.addmm_(beside, values.T)
+    words = _bytes(weight)
+    if x.kept is not None and x.beside is not None and x.kept.shape[1] > MOST_FUSED:
+        y = _own_gemm(Rounded(x.codes, x.scales), words, bias, dtype)
+        return y.addmm_(x.beside, x.kept.T)
     if weight.form.floats and x.codes.is_cuda:
         assert x.kept is None, "only int8 weights have outlier columns"
         y = torch._scaled_mm(
             x.codes,
-            codes.t(),
+            words.codes.t(),
             scale_a=x.scales[:, None],
-            scale_b=weight.scales.reshape(1, -1),
+            scale_b=words.scales.reshape(1, -1),
             out_dtype=dtype if dtype == torch.bfloat16 else torch.float32,
             use_fast_accum=True,
         )
         y = y.to(dtype)
         return y if bias is None else y.add_(bias)
-    return _own_gemm(x, codes, weight.scales, bias, dtype)
+    return _own_gemm(x, words, bias, dtype)
 
 
-def _own_gemm(x: Rounded, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    (rows, columns), outputs = x.codes.shape, len(codes)
-    y = torch.empty(rows, outputs, dtype=dtype, device=x.codes.device)
-    height, width, depth = (128, 256, 128) if not INTERPRETED else (32, 32, 32)
-    blocks = triton.cdiv(rows, height) * triton.cdiv(outputs, width)
-    w8a8_gemm_kernel[(min(blocks, multiprocessors(x.codes.device)),)](
-        TensorDescriptor.from_tensor(x.codes, [height, depth]),
-        x.scales,
-        TensorDescriptor.from_tensor(codes, [width, depth]),
-        scales,
-        y if bias is None else bias,
-        y,
-        *x.outliers(y),
+def _own_gemm(x: Rounded, words: Words, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    rows, outputs, device = len(x.codes), words.outputs, x.codes.device
+    out = Output(bias, torch.empty(rows, outputs, dtype=dtype, device=device))
+    tile = Tile(128, 256, 128, 3) if not INTERPRETED else Tile(32, 32, 32, 3)
+    blocks = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.out)
+    w8a8_gemm_kernel[(min(blocks, multiprocessors(device)),)](
+        TensorDescriptor.from_tensor(x.codes, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(words.codes, [tile.out, tile.depth]),
+        x,
+        words,
+        out,
         rows,
-        outputs,
-        columns,
-        ROWS=height,
-        OUT=width,
-        DEPTH=depth,
-        STAGES=3,
         TOGETHER=8,
-        BIAS=bias is not None,
-        FLOATS=codes.is_floating_point(),
-        KEPT=x.width,
+        FLOATS=words.codes.is_floating_point(),
+        KEPT=x.width or 0,
+        TILE=tile,
         num_warps=8,
         **overlapped(x.codes),
     )
-    return y
+    return out.y
 
 
 def int8_product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right.T of int8 matrices, with scales of one: the instrument for the arithmetic ceiling."""
     ones = torch.ones(max(len(left), len(right)), dtype=torch.float32, device=left.device)
-    return _own_gemm(Rounded(left, ones), right, ones, None, torch.bfloat16)
+    words = Words(right, None, ones, None, None, len(right), right.shape[1], 0)
+    return _own_gemm(Rounded(left, ones), words, None, torch.bfloat16)
 
 
 def product(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

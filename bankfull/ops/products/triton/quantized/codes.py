@@ -9,7 +9,7 @@ from bankfull.ops.products.triton.quantized.layout import INTERLEAVED_ROWS, THIR
 
 
 @triton.jit
-def subnormal(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
+def subnormal(words, high, J: tl.constexpr, FORM: tl.constexpr):
     """Code j of each word (uint32) as float32, times 2 ** -`exponent`.
 
     No conversion instruction is needed. Bits below the exponent field of a float32 form a subnormal number: masked in
@@ -17,26 +17,26 @@ def subnormal(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.const
     takes one instruction for most codes; the hardware handles subnormals at full speed. 8-bit integers are stored
     signed and become unsigned first, by one instruction per word.
     """
-    if FLOATS:
+    if FORM.floats:
         # Sign, exponent and mantissa move to their float32 positions; the shift repeats the sign, which is masked out.
-        if BITS == 8:
+        if FORM.bits == 8:
             moved = (words << (24 - 8 * J)).to(tl.int32, bitcast=True) >> 4
             found = (moved & -0x78100000).to(tl.float32, bitcast=True)
         else:
             moved = (words << (28 - 4 * J)).to(tl.int32, bitcast=True) >> 6
             found = (moved & -0x7E400000).to(tl.float32, bitcast=True)
-    elif BITS == 8:
+    elif FORM.bits == 8:
         found = masked(words ^ 0x80808080, 8 * J, 8, 16)
-    elif BITS <= 3:
+    elif FORM.bits <= 3:
         found = masked(words, 2 * J, 2, 12)
-        if BITS == 3:
+        if FORM.bits == 3:
             third: tl.constexpr = third_bit(J)
             lowered: tl.constexpr = third - 12 if third > 22 else third
-            found += masked(high, third, 1, 12) * power(2 + place(J, BITS) - lowered)
+            found += masked(high, third, 1, 12) * power(2 + place(J, FORM.bits) - lowered)
     else:
         found = masked(words, 4 * J, 4, 12)
-        if BITS == 6:
-            found += masked(high, 2 * J, 2, 12) * power(4 + place(J, BITS) - 2 * J)
+        if FORM.bits == 6:
+            found += masked(high, 2 * J, 2, 12) * power(4 + place(J, FORM.bits) - 2 * J)
     return found
 
 
@@ -121,72 +121,48 @@ def load_or_zero(at, inside):
 
 
 @triton.jit
-def stored_scales(
-    scales,
-    minima,
-    outer_scales,
-    output,
-    group,
-    groups,
-    inside,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def stored_scales(words, output, group, inside, FORM: tl.constexpr):
     """Scales, minima and outer scales as they are stored, for groups of outputs (int64); one of the two is a row, the
     other a column. What a format lacks is a copy of its scales."""
     # Outer scales cover 256 columns.
-    outers = groups // (256 // GROUP)
-    outer = group // (256 // GROUP)
-    if NESTED and MINIMA != 0:
+    outers = words.groups // (256 // FORM.group)
+    outer = group // (256 // FORM.group)
+    if FORM.nested and FORM.minima != 0:
         rows, own = output // INTERLEAVE, output % INTERLEAVE
-        scale = load_or_zero(scales + (rows * groups + group) * INTERLEAVE + own, inside)
+        scale = load_or_zero(words.scales + (rows * words.groups + group) * INTERLEAVE + own, inside)
         minimum = scale
-        above = load_or_zero(outer_scales + (rows * outers + outer) * INTERLEAVE + own, inside)
+        above = load_or_zero(words.outer_scales + (rows * outers + outer) * INTERLEAVE + own, inside)
     else:
-        scale = load_or_zero(scales + output * groups + group, inside)
+        scale = load_or_zero(words.scales + output * words.groups + group, inside)
         minimum = scale
         above = scale
-        if NESTED:
-            above = load_or_zero(outer_scales + output * outers + outer, inside)
-        if MINIMA != 0:
-            minimum = load_or_zero(minima + output * groups + group, inside)
+        if FORM.nested:
+            above = load_or_zero(words.outer_scales + output * outers + outer, inside)
+        if FORM.minima != 0:
+            minimum = load_or_zero(words.minima + output * words.groups + group, inside)
     return scale, minimum, above
 
 
 @triton.jit
-def scales_of(scale, minimum, above, NESTED: tl.constexpr, MINIMA: tl.constexpr):
+def scales_of(scale, minimum, above, FORM: tl.constexpr):
     """What `stored_scales` has loaded as float32: scales and minima (signed); without minima the second result is
     unused."""
-    if NESTED and MINIMA != 0:
+    if FORM.nested and FORM.minima != 0:
         pair, over = scale.to(tl.uint16, bitcast=True), above.to(tl.uint32, bitcast=True)
         found = nested_scale(pair & 255, over & 0xFFFF)
-        return found, MINIMA * nested_scale(pair >> 8, over >> 16)
+        return found, FORM.minima * nested_scale(pair >> 8, over >> 16)
     else:
         found = as_scale(scale)
-        if NESTED:
+        if FORM.nested:
             found = found * above.to(tl.float32)
-        if MINIMA != 0:
-            return found, as_minimum(minimum, found, MINIMA)
+        if FORM.minima != 0:
+            return found, as_minimum(minimum, found, FORM.minima)
         else:
             return found, found
 
 
 @triton.jit
-def scales_and_minima(
-    scales,
-    minima,
-    outer_scales,
-    output,
-    group,
-    groups,
-    inside,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def scales_and_minima(words, output, group, inside, FORM: tl.constexpr):
     """`stored_scales`, as float32."""
-    scale, minimum, above = stored_scales(
-        scales, minima, outer_scales, output, group, groups, inside, NESTED, MINIMA, GROUP
-    )
-    return scales_of(scale, minimum, above, NESTED, MINIMA)
+    scale, minimum, above = stored_scales(words, output, group, inside, FORM)
+    return scales_of(scale, minimum, above, FORM)

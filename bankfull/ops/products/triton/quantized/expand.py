@@ -27,71 +27,47 @@ OUT, COLUMNS = 16, 256
 def expand_kernel(
     y,
     words,
-    high,
-    scales,
-    minima,
-    outer_scales,
     first,
-    outputs,
-    columns,
-    groups,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
+    count,
+    FORM: tl.constexpr,
     DOWN: tl.constexpr,
     BN: tl.constexpr,
     T: tl.constexpr,
-    L: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """T groups of BN outputs, from output `first` on. Values are those of `dequantize`, rounded once."""
     start_next(OVERLAP)
     kind: tl.constexpr = y.dtype.element_ty
-    pairs: tl.constexpr = GROUP // L // 2
+    L: tl.constexpr = FORM.length
+    groups, columns = words.groups, words.columns
     here = tl.program_id(0) * BN + tl.arange(0, BN)
-    known = here < outputs
+    known = here < count
     output = (first + tl.where(known, here, 0)).to(tl.int64)
     start = tl.program_id(1) * T
     word = tl.arange(0, T * L)
     near = known[:, None] & (start * L + word < groups * L)[None, :]
     at = output[:, None] * (groups * L) + start * L + word[None, :]
-    codes = tl.load(words + at, near, 0).to(tl.uint32, bitcast=True)
+    codes = tl.load(words.codes + at, near, 0).to(tl.uint32, bitcast=True)
     upper = codes
-    if BITS == 6:
-        upper = tl.load(high + at, near, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
-    elif BITS == 3:
+    if FORM.bits == 6:
+        upper = tl.load(words.high + at, near, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    elif FORM.bits == 3:
         two = start * L // 2 + tl.arange(0, T * L // 2)
         near = known[:, None] & (two < groups * L // 2)[None, :]
-        upper = third_bits(tl.load(high + output[:, None] * (groups * L // 2) + two[None, :], near, 0), BN, T * L)
-    if BY_ROW:
-        factor = tl.load(scales + output)[:, None]
-        shift = factor * (-ZERO * power(-DOWN))
+        upper = third_bits(tl.load(words.high + output[:, None] * (groups * L // 2) + two[None, :], near, 0), BN, T * L)
+    if FORM.by_row:
+        factor = tl.load(words.scales + output)[:, None]
+        shift = factor * (-FORM.zero * power(-DOWN))
     else:
-        factor, shift = group_scales(
-            scales,
-            minima,
-            outer_scales,
-            output[:, None],
-            start + tl.arange(0, T),
-            groups,
-            ZERO,
-            NESTED,
-            MINIMA,
-            GROUP,
-            DOWN,
-        )
+        factor, shift = group_scales(words, output[:, None], start + tl.arange(0, T), FORM, DOWN)
         factor, shift = per_word(factor, BN, T, L), per_word(shift, BN, T, L)
     behind = tl.arange(0, 2 * T * L)
-    column = start * GROUP + behind // (2 * L) * GROUP + behind % (2 * L)
+    column = start * FORM.group + behind // (2 * L) * FORM.group + behind % (2 * L)
     wait_for_inputs(OVERLAP)
+    pairs: tl.constexpr = FORM.group // L // 2
     for i in tl.static_range(pairs):
-        even = dequantized(codes, upper, factor, shift, i, BITS, FLOATS, DOWN, tl.float32)
-        odd = dequantized(codes, upper, factor, shift, i + pairs, BITS, FLOATS, DOWN, tl.float32)
+        even = dequantized(codes, upper, factor, shift, i, FORM, DOWN, tl.float32)
+        odd = dequantized(codes, upper, factor, shift, i + pairs, FORM, DOWN, tl.float32)
         values = tl.reshape(tl.join(even, odd), [BN, 2 * T * L]) * power(DOWN)
         own = column + i * 2 * L
         places = y + here[:, None].to(tl.int64) * columns + own[None, :]
@@ -100,20 +76,16 @@ def expand_kernel(
 
 def expand(weight: WordWeight, first: int, count: int, into: Tensor) -> Tensor:
     """Outputs `first` to `first + count` as values, in the first rows of `into`."""
-    columns = weight.shape[1]
-    together = max(1, COLUMNS // weight.group)
-    expand_kernel[(triton.cdiv(count, OUT), triton.cdiv(weight.groups, together))](
+    together = max(1, COLUMNS // weight.form.group)
+    expand_kernel[(triton.cdiv(count, OUT), triton.cdiv(weight.words.groups, together))](
         into,
-        *weight.tensors(),
+        weight.words,
         first,
         count,
-        columns,
-        weight.groups,
-        **weight.constants(),
+        FORM=weight.form,
         DOWN=0 if into.dtype == torch.float16 else DOWNSCALE,
         BN=OUT,
         T=together,
-        L=weight.group // weight.form.per_word,
         num_warps=4,
         **overlapped(into),
     )

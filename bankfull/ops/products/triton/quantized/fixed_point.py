@@ -53,15 +53,14 @@ def halves_as_floats(words):
 
 
 @triton.jit
-def load_norm_weights(
-    norm, groups, columns, GROUP: tl.constexpr, W: tl.constexpr, L: tl.constexpr, PADDED: tl.constexpr
-):
+def load_norm_weights(gain, words, FORM: tl.constexpr, TILE: tl.constexpr):
     """The norm's weight, in the order of `load_activations`."""
-    word = tl.arange(0, W)
-    pair = word // L * (GROUP // 2) + word % L
+    L: tl.constexpr = FORM.length
+    word = tl.arange(0, TILE.words)
+    pair = word // L * (FORM.group // 2) + word % L
     found = ()
-    for i in tl.static_range(GROUP // L // 2):
-        even, odd = pair_of(norm, pair + i * L, word < groups * L, columns, PADDED)
+    for i in tl.static_range(FORM.group // L // 2):
+        even, odd = pair_of(gain, pair + i * L, word < TILE.groups * L, words.columns, FORM.padded)
         found = append(append(found, even), odd)
     return found
 
@@ -97,51 +96,41 @@ def rounded(even, odd, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_activations(
-    x,
-    delta,
-    joined,
-    gains,
-    eps,
-    offset,
-    groups,
-    columns,
-    GROUP: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    PADDED: tl.constexpr,
-    NORM: tl.constexpr,
-    SHIFTED: tl.constexpr,
-):
+def load_activations(rows, gains, words, FORM: tl.constexpr, TILE: tl.constexpr):
     """The activations of each thread's words, two (float32 [W]) for each pair of codes, and the inverse RMS that they
-    were multiplied by. NORM: the norm of x + delta; the first program stores x + delta to `joined`. Rounded like the
-    separate operations."""
-    kind: tl.constexpr = x.dtype.element_ty
+    were multiplied by. Of a row to be normed, the first program stores x + delta to `joined`. Rounded like the separate
+    operations."""
+    kind: tl.constexpr = rows.x.dtype.element_ty
+    L: tl.constexpr = FORM.length
+    W: tl.constexpr = TILE.words
+    columns = words.columns
     word = tl.arange(0, W)
-    pair = word // L * (GROUP // 2) + word % L
-    inside = word < groups * L
+    pair = word // L * (FORM.group // 2) + word % L
+    inside = word < TILE.groups * L
     found = ()
     pairs = ()
     squares = tl.zeros([W], tl.float32)
     scale = 1.0
-    for i in tl.static_range(GROUP // L // 2):
-        even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
-        if NORM:
-            more_even, more_odd = pair_of(delta, pair + i * L, inside, columns, PADDED)
+    for i in tl.static_range(FORM.group // L // 2):
+        even, odd = pair_of(rows.x, pair + i * L, inside, columns, FORM.padded)
+        if rows.gain is not None:
+            more_even, more_odd = pair_of(rows.delta, pair + i * L, inside, columns, FORM.padded)
             even, odd, both = rounded(even + more_even, odd + more_odd, kind)
             pairs = append(pairs, both)
             squares += even * even + odd * odd
         found = append(append(found, even), odd)
-    if NORM:
+    if rows.gain is not None:
         if tl.program_id(0) == 0:
-            store_stream(joined, pairs, pair, inside, columns, L, PADDED)
-        scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+            store_stream(rows.joined, pairs, pair, inside, columns, L, FORM.padded)
+        scale = tl.rsqrt(tl.sum(squares, 0) / columns + rows.eps)
         normed = ()
-        for i in tl.static_range(GROUP // L // 2):
+        for i in tl.static_range(FORM.group // L // 2):
             even = found[2 * i] * scale
             odd = found[2 * i + 1] * scale
-            if SHIFTED:
-                even, odd, both = rounded(even * (offset + gains[2 * i]), odd * (offset + gains[2 * i + 1]), kind)
+            if rows.offset is not None:
+                even, odd, both = rounded(
+                    even * (rows.offset + gains[2 * i]), odd * (rows.offset + gains[2 * i + 1]), kind
+                )
             else:
                 even, odd, both = rounded(even, odd, kind)
                 even, odd, both = rounded(even * gains[2 * i], odd * gains[2 * i + 1], kind)
@@ -187,8 +176,7 @@ def fixed_point(line, W: tl.constexpr, L: tl.constexpr):
     """Activations as integers in the lower 16 bits of words, and the power of two, [W / L, 1], of each group. 16-bit
     floats of at least 1/128 (float16: 1/16) of their group's maximum keep all their digits; others lose less than the
     maximum's last digit. Conversion instructions are slow: adding ROUND drops the fraction and leaves the integer in
-    the
-    lowest bits."""
+    the lowest bits."""
     most = tl.zeros([W], tl.float32)
     for i in tl.static_range(len(line)):
         most = tl.maximum(most, tl.abs(line[i]), propagate_nan=tl.PropagateNan.ALL)

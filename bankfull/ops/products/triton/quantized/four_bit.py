@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.products.triton.linear import sums_of
-from bankfull.ops.products.triton.linear_tiles import is_last_split, sum_of_splits
+from bankfull.ops.products.triton.linear_tiles import store_split
+from bankfull.ops.products.triton.operands import Input, Output, Tile
 from bankfull.ops.products.triton.quantized.layout import Form, WordWeight
 from bankfull.ops.triton.launch import (
     INTERPRETED,
@@ -65,74 +66,47 @@ def pair_of_codes(words, SHIFT: tl.constexpr, KIND: tl.constexpr):
         )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count"])
 def four_bit_tiles_kernel(
-    x,
-    x_stride,
-    words,
-    scales,
-    bias,
-    y,
-    partial,
-    arrivals,
-    rows,
-    outputs,
-    groups,
-    share,
-    ROWS: tl.constexpr,
-    OUT: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    rows, out, words, sums, count, share, FORM: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Split-K as in `linear_tiles.split_tiles_kernel`: a program processes `share` groups of a tile. Tiles divide the
     outputs evenly."""
     start_next(OVERLAP)
-    L: tl.constexpr = GROUP // 8
-    kind: tl.constexpr = x.dtype.element_ty
-    tile, split = tl.program_id(0), tl.program_id(1)
-    within = tl.arange(0, OUT)
-    own = tile * OUT + within
+    L: tl.constexpr = FORM.length
+    ROWS: tl.constexpr = TILE.rows
+    OUT: tl.constexpr = TILE.out
+    groups = words.groups
+    kind: tl.constexpr = rows.x.dtype.element_ty
+    own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     row = tl.arange(0, ROWS)
-    used = row < rows
-    first = split * share
+    used = row < count
+    first = tl.program_id(1) * share
     last = tl.minimum(first + share, groups)
-    starts = words + own[:, None].to(tl.int64) * (groups * L)
+    starts = words.codes + own[:, None].to(tl.int64) * (groups * L)
     codes_at = starts + tl.arange(0, L)[None, :]
-    scales_at = scales + own.to(tl.int64) * groups
+    scales_at = words.scales + own.to(tl.int64) * groups
     # Rows past the end read the first one and are dropped, so that loads need no mask.
-    lines = x + tl.where(used, row, 0)[None, :].to(tl.int64) * x_stride + tl.arange(0, 2 * L)[:, None]
+    lines = rows.x + tl.where(used, row, 0)[None, :].to(tl.int64) * rows.stride + tl.arange(0, 2 * L)[:, None]
     total = tl.zeros((OUT, ROWS), tl.float32)
     wait_for_inputs(OVERLAP)
-    for group in tl.range(first, last, num_stages=STAGES):
+    for group in tl.range(first, last, num_stages=TILE.stages):
         codes = tl.load(codes_at + group * L, eviction_policy="evict_first")
         scale = tl.load(scales_at + group).to(tl.float32)
         product = tl.zeros((OUT, ROWS), tl.float32)
         for i in tl.static_range(4):
             even, odd = pair_of_codes(codes, 4 * i, kind)
             weight = tl.reshape(tl.join(even, odd), [OUT, 2 * L])
-            product = tl.dot(weight, tl.load(lines + group * GROUP + i * 2 * L), product)
+            product = tl.dot(weight, tl.load(lines + group * FORM.group + i * 2 * L), product)
         total += product * scale[:, None]
-    places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
-    dtype: tl.constexpr = y.dtype.element_ty
-    if SPLITS == 1:
-        if BIAS:
-            total += tl.load(bias + own).to(tl.float32)[:, None]
-        tl.store(places, total.to(dtype), mask=used[None, :])
-    else:
-        sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
-        if is_last_split(total, sums, arrivals + tile, split, OUT * ROWS, SPLITS):
-            whole = sum_of_splits(sums, arrivals + tile, OUT * ROWS, SPLITS)
-            if BIAS:
-                whole += tl.load(bias + own).to(tl.float32)[:, None]
-            tl.store(places, whole.to(dtype), mask=used[None, :])
+    store_split(total, out, sums, count, words.outputs, TILE.splits)
 
 
 def supports(x: Tensor, weight: WordWeight) -> bool:
-    fits = weight.form == Form(4, 8) and weight.group in GROUPS and weight.groups * weight.group == weight.shape[1]
-    return fits and x.element_size() == 2 and 0 < len(x) <= MOST_ROWS and weight.shape[0] % 64 == 0
+    form = weight.form
+    if form.group not in GROUPS or form != Form(4, form.group, 8, length=form.length):
+        return False
+    return x.element_size() == 2 and 0 < len(x) <= MOST_ROWS and weight.shape[0] % 64 == 0
 
 
 @cache
@@ -147,32 +121,21 @@ def _cut(outputs: int, groups: int, device: torch.device) -> tuple[int, int, int
 
 def four_bit_tiles(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     """x (rows, columns), contiguous, times the weight."""
-    rows, outputs = len(x), weight.shape[0]
-    out, warps, splits = _cut(outputs, weight.groups, x.device)
-    share = triton.cdiv(weight.groups, splits)
-    splits = triton.cdiv(weight.groups, share)
+    rows, outputs, groups = len(x), weight.shape[0], weight.words.groups
+    out, warps, splits = _cut(outputs, groups, x.device)
+    share = triton.cdiv(groups, splits)
+    splits = triton.cdiv(groups, share)
     height = max(16, power_of_two(rows))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    sums = sums_of(x.device, outputs // out, splits * out * height)
     four_bit_tiles_kernel[(outputs // out, splits)](
-        x,
-        x.stride(0),
+        Input(x, x.stride(0)),
+        Output(bias, y),
         weight.words,
-        weight.scales,
-        y if bias is None else bias,
-        y,
-        sums.partial,
-        sums.arrivals,
+        sums_of(x.device, outputs // out, splits * out * height),
         rows,
-        outputs,
-        weight.groups,
         share,
-        ROWS=height,
-        OUT=out,
-        GROUP=weight.group,
-        STAGES=3,
-        SPLITS=splits,
-        BIAS=bias is not None,
+        FORM=weight.form,
+        TILE=Tile(height, out, weight.form.group, 3, splits),
         num_warps=warps,
         **overlapped(x),
     )

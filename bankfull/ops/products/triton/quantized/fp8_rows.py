@@ -16,6 +16,7 @@ above about 1e-12 loses a bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.pointwise.triton import activation
+from bankfull.ops.products.triton.operands import Input, Output
 from bankfull.ops.products.triton.quantized.codes import power
 from bankfull.ops.products.triton.quantized.layout import WordWeight
 from bankfull.ops.triton.launch import INTERPRETED, overlapped, start_next, wait_for_inputs
@@ -124,6 +126,24 @@ def append(items, item):
     return items + (item,)  # noqa: RUF005, Triton does not support starred tuples
 
 
+class Fp8Tile(NamedTuple):
+    """Compile-time shape of a program's work."""
+
+    warps: int
+    """Warps that split the columns; S in shapes."""
+    segments: int
+    """Segments of a warp and iteration."""
+    together: int
+    """Segments whose activations load together."""
+    blocks: int
+    """Blocks of 16 outputs."""
+    iterations: int
+    even: bool
+    """Whether the last iteration is full."""
+    gate: str
+    """The name of an activation, or nothing; a gated block has 8 gates and their factors."""
+
+
 @triton.jit
 def zero_sums(N: tl.constexpr, S: tl.constexpr):
     """N zero accumulators."""
@@ -145,31 +165,25 @@ def output_index(block, h, g, outputs, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_segments(
-    words,
-    outputs,
-    first,
-    segments,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    B: tl.constexpr,
-    GATE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """The words of T segments per warp, starting at `first`, for B blocks of outputs. The dimensions are in the order
+def load_segments(words, first, segments, TILE: tl.constexpr):
+    """The words of a warp's segments, starting at `first`, for all blocks of outputs. The dimensions are in the order
     in which the compiler assigns them to threads, warps and registers."""
+    S: tl.constexpr = TILE.warps
+    B: tl.constexpr = TILE.blocks
+    T: tl.constexpr = TILE.segments
+    GATE: tl.constexpr = TILE.gate
     g = tl.arange(0, 8)
     s = tl.arange(0, S)
     h = tl.arange(0, 2)
     codes = ()
     for b in tl.static_range(B):
-        own = output_index(tl.program_id(0) * B + b, h[None, :], g[:, None], outputs, GATE)
-        halves = words.to(tl.pointer_type(tl.int16)) + own[:, None, :, None] * (segments * 32)
+        own = output_index(tl.program_id(0) * B + b, h[None, :], g[:, None], words.outputs, GATE)
+        halves = words.codes.to(tl.pointer_type(tl.int16)) + own[:, None, :, None] * (segments * 32)
         halves += s[None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, :]
         for t in tl.static_range(T):
             start = first + t * S
             # Read once for all rows, so not kept in the cache.
-            if EVEN:
+            if TILE.even:
                 codes = append(codes, tl.load(halves + start * 32, eviction_policy="evict_first"))
             else:
                 inside = (start + s < segments)[None, :, None, None]
@@ -187,32 +201,30 @@ def products(
     segments,
     PART: tl.constexpr,
     SOME: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    B: tl.constexpr,
-    L: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """`sums` (P per block) plus the products of SOME segments from PART on, whose activations load together. Products
-    of different segments are independent and interleaved, which hides the tensor cores' latency."""
+    """`sums` (`TILE.together` per block) plus the products of SOME segments from PART on, whose activations load
+    together. Products of different segments are independent and interleaved, which hides the tensor cores' latency."""
     kind: tl.constexpr = x.dtype.element_ty
-    per_group: tl.constexpr = L // 16
+    per_group: tl.constexpr = FORM.length // 16
+    S: tl.constexpr = TILE.warps
+    B: tl.constexpr = TILE.blocks
+    P: tl.constexpr = TILE.together
     s = tl.arange(0, S)
     lines = ()
     bits = ()
     for t in tl.static_range(SOME):
         segment = first + (PART + t) * S + s
-        place = segment // per_group * GROUP + segment % per_group * 32
+        place = segment // per_group * FORM.group + segment % per_group * 32
         for i in tl.static_range(2):
-            at = x + place[None, :, None] + i * 2 * L
-            if EVEN:
+            at = x + place[None, :, None] + i * 2 * FORM.length
+            if TILE.even:
                 lines = append(lines, tl.load(at, here, 0.0))
             else:
                 lines = append(lines, tl.load(at, here & (segment < segments)[None, :, None], 0.0))
         for b in tl.static_range(B):
-            apart = small_floats(codes[b * T + PART + t], kind)
+            apart = small_floats(codes[b * TILE.segments + PART + t], kind)
             for i in tl.static_range(2):
                 bits = append(bits, apart[i])
     for i in tl.static_range(2):
@@ -231,83 +243,55 @@ def products(
 
 
 @triton.jit
-def accumulate(
-    sums,
-    codes,
-    x,
-    here,
-    first,
-    segments,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    P: tl.constexpr,
-    B: tl.constexpr,
-    L: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """`sums` plus the products of T segments, P at a time."""
+def accumulate(sums, codes, x, here, first, segments, FORM: tl.constexpr, TILE: tl.constexpr):
+    """`sums` plus the products of the segments of an iteration."""
+    T: tl.constexpr = TILE.segments
+    P: tl.constexpr = TILE.together
     for part in tl.static_range(0, T, P):
-        sums = products(sums, codes, x, here, first, segments, part, min(P, T - part), P, S, T, B, L, GROUP, EVEN)
+        sums = products(sums, codes, x, here, first, segments, part, min(P, T - part), FORM, TILE)
     return sums
 
 
 @triton.jit
-def fp8_rows_kernel(
-    x,
-    bias,
-    y,
-    words,
-    scales,
-    rows,
-    outputs,
-    segments,
-    x_stride,
-    GROUP: tl.constexpr,
-    L: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    P: tl.constexpr,
-    B: tl.constexpr,
-    EVEN: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """B blocks of 16 outputs for all rows. With GATE, the name of an activation, a block has 8 gates and their factors.
-    S warps split the columns, in TURNS iterations of S T segments. EVEN: the last iteration is full."""
+def fp8_rows_kernel(rows, out, words, count, segments, FORM: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    """A program's blocks of outputs, for all rows."""
     start_next(OVERLAP)
-    kind: tl.constexpr = x.dtype.element_ty
+    kind: tl.constexpr = rows.x.dtype.element_ty
+    GATE: tl.constexpr = TILE.gate
+    B: tl.constexpr = TILE.blocks
+    P: tl.constexpr = TILE.together
+    iterations: tl.constexpr = TILE.iterations
+    together: tl.constexpr = TILE.warps * TILE.segments
+    outputs = words.outputs
     # Weights are loaded before the activations are ready.
-    codes = load_segments(words, outputs, 0, segments, S, T, B, GATE, EVEN)
+    codes = load_segments(words, 0, segments, TILE)
     m = tl.arange(0, 16)
     row_scales = ()
     shifts = ()
     for b in tl.static_range(B):
         own = output_index(tl.program_id(0) * B + b, m // 8, m % 8, outputs, GATE)
-        row_scales = append(row_scales, tl.load(scales + own))
-        if HAS_BIAS:
-            shifts = append(shifts, tl.load(bias + own))
+        row_scales = append(row_scales, tl.load(words.scales + own))
+        if out.bias is not None:
+            shifts = append(shifts, tl.load(out.bias + own))
     wait_for_inputs(OVERLAP)
     g = tl.arange(0, 8)
-    x_at = x + g.to(tl.int64)[:, None, None] * x_stride + tl.arange(0, 32)[None, None, :]
-    here = (g < rows)[:, None, None]
-    sums = zero_sums(P * B, S)
-    if ITERATIONS > MAX_UNROLLED:
-        for first in range(0, segments, S * T):
+    x_at = rows.x + g.to(tl.int64)[:, None, None] * rows.stride + tl.arange(0, 32)[None, None, :]
+    here = (g < count)[:, None, None]
+    sums = zero_sums(P * B, TILE.warps)
+    if iterations > MAX_UNROLLED:
+        for first in range(0, segments, together):
             now = codes
             # Past the end, the last segments are loaded again: that needs no mask and no memory traffic.
-            ahead = tl.minimum(first + S * T, segments - S * T) if EVEN else first + S * T
-            codes = load_segments(words, outputs, ahead, segments, S, T, B, GATE, EVEN)
-            sums = accumulate(sums, now, x_at, here, first, segments, S, T, P, B, L, GROUP, EVEN)
+            ahead = tl.minimum(first + together, segments - together) if TILE.even else first + together
+            codes = load_segments(words, ahead, segments, TILE)
+            sums = accumulate(sums, now, x_at, here, first, segments, FORM, TILE)
     else:
         # Unrolled: a loop would carry the halves in separate registers.
-        for iteration in tl.static_range(ITERATIONS):
+        for iteration in tl.static_range(iterations):
             now = codes
-            if iteration + 1 < ITERATIONS:
-                codes = load_segments(words, outputs, (iteration + 1) * S * T, segments, S, T, B, GATE, EVEN)
-            sums = accumulate(sums, now, x_at, here, iteration * S * T, segments, S, T, P, B, L, GROUP, EVEN)
+            if iteration + 1 < iterations:
+                codes = load_segments(words, (iteration + 1) * together, segments, TILE)
+            sums = accumulate(sums, now, x_at, here, iteration * together, segments, FORM, TILE)
     n = tl.arange(0, 8)
     for b in tl.static_range(B):
         block = tl.program_id(0) * B + b
@@ -315,19 +299,19 @@ def fp8_rows_kernel(
         for t in tl.static_range(1, P):
             total += sums[t * B + b]
         result = tl.sum(total, 0) * power(factor(kind)) * row_scales[b][:, None]
-        if HAS_BIAS:
+        if out.bias is not None:
             result += shifts[b].to(tl.float32)[:, None]
         if GATE != "":
             pairs = tl.permute(tl.reshape(result.to(kind).to(tl.float32), [2, 8, 8]), (1, 2, 0))
             gate, passing = tl.split(pairs)
             opened = activation(gate, GATE).to(kind).to(tl.float32)
             at = block * 8 + g
-            known = (at < outputs // 2)[:, None] & (n < rows)[None, :]
-            tl.store(y + n.to(tl.int64)[None, :] * (outputs // 2) + at[:, None], (opened * passing).to(kind), known)
+            known = (at < outputs // 2)[:, None] & (n < count)[None, :]
+            tl.store(out.y + n.to(tl.int64)[None, :] * (outputs // 2) + at[:, None], (opened * passing).to(kind), known)
         else:
             at = block * 16 + m
-            known = (at < outputs)[:, None] & (n < rows)[None, :]
-            tl.store(y + n.to(tl.int64)[None, :] * outputs + at[:, None], result.to(kind), known)
+            known = (at < outputs)[:, None] & (n < count)[None, :]
+            tl.store(out.y + n.to(tl.int64)[None, :] * outputs + at[:, None], result.to(kind), known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +329,9 @@ class Fp8Plan:
 
 def supports(weight: WordWeight, dtype: torch.dtype) -> bool:
     """Whether this is a float8 weight of whole segments, with one scale per row."""
-    length = weight.group // weight.form.per_word
-    whole = length in (SEGMENT, 2 * SEGMENT) and weight.groups * weight.group == weight.shape[1]
-    return weight.form.floats and weight.form.by_row and dtype in (torch.bfloat16, torch.float16) and whole
+    form = weight.form
+    whole = form.length in (SEGMENT, 2 * SEGMENT) and not form.padded
+    return form.floats and form.by_row and dtype in (torch.bfloat16, torch.float16) and whole
 
 
 def is_fastest(weight: WordWeight, dtype: torch.dtype) -> bool:
@@ -358,7 +342,7 @@ def is_fastest(weight: WordWeight, dtype: torch.dtype) -> bool:
 
 def plan_for(weight: WordWeight) -> Fp8Plan:
     """Three such programs fit on a multiprocessor and load 96 KiB before they wait: all of a small matrix."""
-    return Fp8Plan(16, 4 if weight.words.shape[1] > 8 * SEGMENT else 2)
+    return Fp8Plan(16, 4 if weight.row_words > 8 * SEGMENT else 2)
 
 
 def segments_in_flight(segments: int, warps: int, most: int) -> int:
@@ -374,28 +358,26 @@ def fp8_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "",
     rows = x.shape[0]
     plan = plan or plan_for(weight)
     y = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype, device=x.device)
-    segments = weight.words.shape[1] // SEGMENT
+    segments = weight.row_words // SEGMENT
     in_flight = segments_in_flight(segments, plan.warps, max(1, plan.in_flight * 16 // plan.outputs))
+    together = plan.warps * in_flight
+    tile = Fp8Tile(
+        plan.warps,
+        in_flight,
+        min(in_flight, plan.together),
+        plan.outputs // 16,
+        triton.cdiv(segments, together),
+        segments % together == 0,
+        gate,
+    )
     fp8_rows_kernel[(triton.cdiv(outputs, plan.outputs),)](
-        x,
-        x if bias is None else bias,
-        y,
+        Input(x, x.stride(0)),
+        Output(bias, y),
         weight.words,
-        weight.scales,
         rows,
-        outputs,
         segments,
-        x.stride(0),
-        GROUP=weight.group,
-        L=weight.group // weight.form.per_word,
-        HAS_BIAS=bias is not None,
-        GATE=gate,
-        S=plan.warps,
-        T=in_flight,
-        P=min(in_flight, plan.together),
-        B=plan.outputs // 16,
-        EVEN=segments % (plan.warps * in_flight) == 0,
-        ITERATIONS=triton.cdiv(segments, plan.warps * in_flight),
+        FORM=weight.form,
+        TILE=tile,
         num_warps=plan.warps,
         num_stages=1,
         **overlapped(x),

@@ -22,79 +22,66 @@ from bankfull.ops.products.triton.quantized.fixed_point import (
     split_runs,
 )
 from bankfull.ops.products.triton.quantized.rows import neighbours
-from bankfull.ops.products.triton.tile_outputs import outputs_per_side, tile_outputs
+from bankfull.ops.products.triton.tile_outputs import tile_outputs
 
 
 @triton.jit
-def load_tile(
-    words,
-    high,
-    scales,
-    minima,
-    outer_scales,
-    tile,
-    outputs,
-    BITS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GATE: tl.constexpr,
-    EVEN: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-):
+def load_tile(words, tile, FORM: tl.constexpr, TILE: tl.constexpr):
     """The words [R, W] of a tile, the words of their third bits, and the raw scales and minima of their groups for
     `group_scales`."""
+    R: tl.constexpr = TILE.outputs
+    W: tl.constexpr = TILE.words
+    L: tl.constexpr = FORM.length
+    GROUPS: tl.constexpr = TILE.groups
+    side: tl.constexpr = TILE.side
+    outputs = words.outputs
     word = tl.arange(0, W)
     group = tl.arange(0, W // L)
-    output, valid = tile_outputs(tile, outputs, R, GATE)
-    side: tl.constexpr = outputs_per_side(R, GATE)
-    # EVEN: tiles divide the outputs, and a tile contains all rows of an interleaved block.
-    if EVEN:
+    output, valid = tile_outputs(tile, outputs, TILE)
+    if TILE.even:
         there = tile * side < outputs // (R // side)
         lanes = tl.arange(0, R)
         across = outputs.to(tl.int64) // (R // side)
         at = (lanes % side)[:, None] * (GROUPS * L) + word[None, :]
-        if GATE != "":
+        if TILE.gate != "":
             at = at + (lanes // side).to(tl.int64)[:, None] * (across * (GROUPS * L))
-        words += (tile * side).to(tl.int64) * (GROUPS * L)
+        places = words.codes + (tile * side).to(tl.int64) * (GROUPS * L)
         inside = tl.broadcast_to(there, [1, W])
         known = tl.broadcast_to(there, [1, W // L])
         if W != GROUPS * L:
             inside = inside & (word < GROUPS * L)[None, :]
             known = known & (group < GROUPS)[None, :]
     else:
+        places = words.codes
         at = output.to(tl.int64)[:, None] * (GROUPS * L) + word[None, :]
         inside = valid[:, None] & (word < GROUPS * L)[None, :]
         known = valid[:, None] & (group < GROUPS)[None, :]
     # Read once per row, so not kept in the cache.
-    codes = tl.load(words + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+    codes = tl.load(places + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     thirds = codes
-    if BITS == 3:
+    if FORM.bits == 3:
         # Four words come first, so that threads are laid along them and each holds the third bits of its own words.
         run: tl.constexpr = min(4, W)
         two = tl.arange(0, W // run)[:, None, None] * (run // 2) + tl.arange(0, run // 2)[None, None, :]
-        if EVEN:
-            high += (tile * side).to(tl.int64) * (GROUPS * L // 2)
+        if TILE.even:
+            places = words.high + (tile * side).to(tl.int64) * (GROUPS * L // 2)
             at = (lanes % side)[None, :, None] * (GROUPS * L // 2) + two
-            if GATE != "":
+            if TILE.gate != "":
                 at = at + (lanes // side).to(tl.int64)[None, :, None] * (across * (GROUPS * L // 2))
             inside = tl.broadcast_to(there, [W // run, 1, run // 2])
             if W != GROUPS * L:
                 inside = inside & (two < GROUPS * L // 2)
         else:
+            places = words.high
             at = output.to(tl.int64)[None, :, None] * (GROUPS * L // 2) + two
             inside = valid[None, :, None] & (two < GROUPS * L // 2)
-        thirds = tl.load(high + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+        thirds = tl.load(places + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     scale = tl.zeros([1, 1], tl.int32)
     minimum = scale
     outer = scale
-    outers: tl.constexpr = GROUPS // (256 // GROUP) if NESTED else 1
-    if NESTED and MINIMA != 0:
-        if EVEN:
+    outers: tl.constexpr = GROUPS // (256 // FORM.group) if FORM.nested else 1
+    if FORM.nested and FORM.minima != 0:
+        if TILE.even:
             # For T rows, a word holds scale and minimum of two rows, or the outer ones of one. Groups come first, so
             # that threads are laid along them and each holds the scales of its words.
             T: tl.constexpr = min(side, INTERLEAVE)
@@ -107,24 +94,24 @@ def load_tile(
             here = tl.broadcast_to(tl.reshape(known, [W // L, 1, 1]), [W // L, R // T, 1])
             pairs = tl.arange(0, T // 2)[None, None, :]
             at = (rows * GROUPS + group[:, None, None]) * (INTERLEAVE // 2) + own // 2 + pairs
-            scale = tl.load(scales.to(tl.pointer_type(tl.int32)) + at, here, 0)
+            scale = tl.load(words.scales.to(tl.pointer_type(tl.int32)) + at, here, 0)
             each = tl.arange(0, T)[None, None, :]
-            at = (rows * outers + (group // (256 // GROUP))[:, None, None]) * INTERLEAVE + own + each
-            outer = tl.load(outer_scales + at, here, 0)
+            at = (rows * outers + (group // (256 // FORM.group))[:, None, None]) * INTERLEAVE + own + each
+            outer = tl.load(words.outer_scales + at, here, 0)
         else:
             rows = output.to(tl.int64)[:, None] // INTERLEAVE
             own = output[:, None] % INTERLEAVE
-            scale = tl.load(scales + (rows * GROUPS + group[None, :]) * INTERLEAVE + own, known, 0).to(tl.int32)
-            at = (rows * outers + (group // (256 // GROUP))[None, :]) * INTERLEAVE + own
-            outer = tl.load(outer_scales + at, known, 0)
-    elif not BY_ROW:
+            scale = tl.load(words.scales + (rows * GROUPS + group[None, :]) * INTERLEAVE + own, known, 0).to(tl.int32)
+            at = (rows * outers + (group // (256 // FORM.group))[None, :]) * INTERLEAVE + own
+            outer = tl.load(words.outer_scales + at, known, 0)
+    elif not FORM.by_row:
         at = output.to(tl.int64)[:, None] * GROUPS + group[None, :]
-        scale = tl.load(scales + at, known, 0)
-        if NESTED:
-            at = output.to(tl.int64)[:, None] * outers + (group // (256 // GROUP))[None, :]
-            outer = tl.load(outer_scales + at, known, 0)
-        if MINIMA != 0:
-            minimum = tl.load(minima + at, known, 0)
+        scale = tl.load(words.scales + at, known, 0)
+        if FORM.nested:
+            at = output.to(tl.int64)[:, None] * outers + (group // (256 // FORM.group))[None, :]
+            outer = tl.load(words.outer_scales + at, known, 0)
+        if FORM.minima != 0:
+            minimum = tl.load(words.minima + at, known, 0)
     return codes, thirds, scale, minimum, outer
 
 
@@ -135,118 +122,88 @@ def as_rows(x, R: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def group_scales(
-    scale,
-    minimum,
-    outer,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    GATE: tl.constexpr,
-    R: tl.constexpr,
-    G: tl.constexpr,
-):
+def group_scales(scale, minimum, outer, FORM: tl.constexpr, TILE: tl.constexpr):
     """Scales and minima (signed), [R, G] float32. Without minima the second result is unused."""
-    if NESTED and MINIMA != 0:
-        T: tl.constexpr = min(outputs_per_side(R, GATE), INTERLEAVE)
+    if FORM.nested and FORM.minima != 0:
+        R: tl.constexpr = TILE.outputs
+        G: tl.constexpr = TILE.words // FORM.length
+        T: tl.constexpr = min(TILE.side, INTERLEAVE)
         outer_scale, outer_minimum = halves_as_floats(outer)
         small, small_minimum, other, other_minimum = bytes_as_floats(scale)
-        if EVEN:
+        if TILE.even:
             small, small_minimum = (
                 as_rows(tl.join(small, other), R, T, G),
                 as_rows(tl.join(small_minimum, other_minimum), R, T, G),
             )
             outer_scale, outer_minimum = as_rows(outer_scale, R, T, G), as_rows(outer_minimum, R, T, G)
-        return small * outer_scale, MINIMA * (small_minimum * outer_minimum)
+        return small * outer_scale, FORM.minima * (small_minimum * outer_minimum)
     else:
         scales = as_scale(scale)
-        if NESTED:
+        if FORM.nested:
             scales = scales * outer.to(tl.float32)
-        return scales, as_minimum(minimum, scales, MINIMA)
+        return scales, as_minimum(minimum, scales, FORM.minima)
 
 
 @triton.jit
-def integer_sums(
-    upper,
-    lower,
-    codes,
-    thirds,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    RUN: tl.constexpr,
-):
+def integer_sums(upper, lower, codes, thirds, FORM: tl.constexpr, R: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
     """Exact sums over each run of words, [R, W / RUN], of codes times activations; of 2- and 3-bit codes 16 times."""
     words = split_runs(codes, R, W, RUN)
-    thirds = split_runs(tl.permute(thirds, (1, 0, 2)), R, W // 2, RUN // 2) if BITS == 3 else words
+    thirds = split_runs(tl.permute(thirds, (1, 0, 2)), R, W // 2, RUN // 2) if FORM.bits == 3 else words
     high = tl.zeros([R, W // RUN], tl.int32)
     rest = tl.zeros([R, W // RUN], tl.int32)
-    if BITS <= 3:
+    if FORM.bits <= 3:
         high_16 = tl.zeros([R, W // RUN], tl.int32)
         rest_16 = tl.zeros([R, W // RUN], tl.int32)
     for i in tl.static_range(RUN):
-        apart = bytes_of(words[i], thirds[i // 2], i % 2 == 1, BITS, FLOATS)
+        apart = bytes_of(words[i], thirds[i // 2], i % 2 == 1, FORM.bits, FORM.floats)
         for j in tl.static_range(len(apart)):
-            if BITS <= 3 and j % 2 == 1:
+            if FORM.bits <= 3 and j % 2 == 1:
                 high_16 = dot4(apart[j], upper[i * len(apart) + j], high_16, True)
                 rest_16 = dot4(apart[j], lower[i * len(apart) + j], rest_16, False)
             else:
                 high = dot4(apart[j], upper[i * len(apart) + j], high, True)
                 rest = dot4(apart[j], lower[i * len(apart) + j], rest, False)
     exact = high * 256 + rest
-    if BITS <= 3:
+    if FORM.bits <= 3:
         exact = exact * 16 + (high_16 * 256 + rest_16)
     return exact
 
 
 @triton.jit
-def products(
-    upper,
-    lower,
-    factors,
-    whole,
-    codes,
-    thirds,
-    scale,
-    minimum,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-):
+def products(line, codes, thirds, scale, minimum, FORM: tl.constexpr, TILE: tl.constexpr):
     """The sums of each thread's words for each output, [R, W / RUN]. Integer sums, over a thread's words of a group,
     are exact."""
+    upper, lower, factors, whole = line
+    R: tl.constexpr = TILE.outputs
+    W: tl.constexpr = TILE.words
+    L: tl.constexpr = FORM.length
     run: tl.constexpr = neighbours(L)
-    exact = integer_sums(upper, lower, codes, thirds, BITS, FLOATS, R, W, run)
+    exact = integer_sums(upper, lower, codes, thirds, FORM, R, W, run)
     found = tl.reshape(exact.to(tl.float32), [R, W // L, L // run]) * tl.reshape(factors, [1, W // L, 1])
     # A group's zero point and minimum are applied in only one of its threads.
     first = (tl.arange(0, L // run) == 0)[None, None, :]
-    if ZERO != 0 or FLOATS:
-        zero: tl.constexpr = FLOAT_ZERO if FLOATS else ZERO
+    if FORM.zero != 0 or FORM.floats:
+        zero: tl.constexpr = FLOAT_ZERO if FORM.floats else FORM.zero
         found -= tl.where(first, zero * tl.reshape(whole, [1, W // L, 1]), 0.0)
-    if not BY_ROW:
+    if not FORM.by_row:
         found = found * scale[:, :, None]
-        if MINIMA != 0:
+        if FORM.minima != 0:
             found += tl.where(first, minimum[:, :, None] * tl.reshape(whole, [1, W // L, 1]), 0.0)
     return tl.reshape(found, [R, W // run])
 
 
 @triton.jit
-def prepared(line, BITS: tl.constexpr, FLOATS: tl.constexpr, W: tl.constexpr, L: tl.constexpr):
+def prepared(line, FORM: tl.constexpr, W: tl.constexpr):
     """Activations for `products`: planes of their upper and lower bytes, the power of two of each group in units of the
     integer sums, and the groups' sums."""
+    L: tl.constexpr = FORM.length
     whole = group_sums(line, W, L)
     numbers, factors = fixed_point(line, W, L)
-    upper = split_planes(planes(numbers, 1, FLOATS), W, neighbours(L))
-    lower = split_planes(planes(numbers, 0, FLOATS), W, neighbours(L))
-    if BITS <= 3:
+    upper = split_planes(planes(numbers, 1, FORM.floats), W, neighbours(L))
+    lower = split_planes(planes(numbers, 0, FORM.floats), W, neighbours(L))
+    if FORM.bits <= 3:
         factors = factors * 0.0625
-    if FLOATS:  # codes are doubled
+    if FORM.floats:  # codes are doubled
         factors = factors * 0.5
         whole = whole * 0.5
     return upper, lower, factors, whole

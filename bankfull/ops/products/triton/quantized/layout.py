@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,12 +42,14 @@ LEAST_EXPONENT, MOST_EXPONENT = -60, 60
 to 2 ** 66 on the way. Scales of models are far inside."""
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Compile-time properties of a layout. A value is scale * (code - zero) + minimum."""
+class Form(NamedTuple):
+    """Compile-time constants of a layout. A value is scale * (code - zero) + minimum. Kernels read fields only, because
+    what Triton keeps on disk does not depend on the source of properties."""
 
     bits: int
     """Bits of a stored code: 2, 4, 8, 3 (2 bits in the words, 1 in others) or 6 (4 bits in the words, 2 in others)."""
+    group: int
+    """Columns per scale; with one scale per row, those that follow each other in its words."""
     zero: int = 0
     floats: bool = False
     """Whether codes are floats: float8_e4m3fn, or of 4 bits (e2m1)."""
@@ -57,6 +59,10 @@ class Form:
     """Sign of the minimum added to a group's values; 0 if there is none."""
     by_row: bool = False
     """Whether there is one scale per row."""
+    length: int = 0
+    """Words of a group."""
+    padded: bool = False
+    """Whether the last group has less columns than the others."""
 
     @property
     def per_word(self) -> int:
@@ -80,13 +86,10 @@ class Codes:
     outer_minima: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WordWeight:
-    """A weight matrix in this layout."""
+class Words(NamedTuple):
+    """The numbers of a weight matrix in this layout, as kernels take them."""
 
-    form: Form
-    group: int
-    words: Tensor
+    codes: Tensor
     """int32 (out, groups * L)"""
     high: Tensor | None
     """The upper bits of the codes: int16 (out, groups * L), of 6-bit codes; int32 (out, groups * L / 2), of 3-bit
@@ -100,34 +103,33 @@ class WordWeight:
     outer_scales: Tensor | None
     """float16 (out, groups of 256). Paired: int32 (out / TOGETHER, groups of 256, TOGETHER), two float16, the scale's
     first."""
-    shape: tuple[int, int]
+    outputs: int
+    columns: int
+    groups: int
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.codes, self.high, self.scales, self.minima, self.outer_scales
+
+
+@dataclass(frozen=True, slots=True)
+class WordWeight:
+    """A weight matrix in this layout."""
+
+    form: Form
+    words: Words
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.words.outputs, self.words.columns
+
+    @property
+    def row_words(self) -> int:
+        """Words of a row."""
+        return self.words.groups * self.form.length
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.words, self.high, self.scales, self.minima, self.outer_scales)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-    @property
-    def groups(self) -> int:
-        return self.words.shape[1] * self.form.per_word // self.group
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in kernel argument order; missing ones are replaced by a dummy that is never read."""
-        stored = (self.words, self.high, self.scales, self.minima, self.outer_scales)
-        return tuple(self.words if tensor is None else tensor for tensor in stored)
-
-    def constants(self) -> dict[str, Any]:
-        form = self.form
-        return {
-            "BITS": form.bits,
-            "ZERO": form.zero,
-            "FLOATS": form.floats,
-            "NESTED": form.nested,
-            "MINIMA": form.minima,
-            "BY_ROW": form.by_row,
-            "GROUP": self.group,
-            "PADDED": self.groups * self.group != self.shape[1],
-        }
+        return sum(tensor.nbytes for tensor in self.words.tensors() if tensor is not None)
 
 
 def has_layout(weight: QTensor) -> bool:
@@ -143,21 +145,21 @@ def _in_range(blocks: Tensor) -> bool:
 
 
 def repack(weight: QTensor) -> WordWeight:
-    form, group, unpack = LAYOUTS[weight.scheme.name]
+    form, unpack = LAYOUTS[weight.scheme.name]
     outputs, columns = weight.shape
-    if form.by_row:
-        group = _widest(columns)
+    group = _widest(columns) if form.by_row else form.group
+    form = form._replace(group=group, length=group // form.per_word, padded=columns % group != 0)
     rows = max(INTERLEAVED_ROWS, ELEMENTS_AT_ONCE // columns // INTERLEAVED_ROWS * INTERLEAVED_ROWS)
-    whole: WordWeight | None = None
+    whole: Words | None = None
     for first in range(0, outputs, rows):
-        piece = _words(form, group, unpack(weight.rows(slice(first, first + rows))))
+        piece = _words(form, unpack(weight.rows(slice(first, first + rows))))
         if rows >= outputs:
-            return piece
+            return WordWeight(form, piece)
         if whole is None:
-            whole = _blank_like(piece, weight.shape)
+            whole = _blank_like(piece, outputs)
         _copy(piece, whole, first)
     assert whole is not None, "a weight has rows"
-    return whole
+    return WordWeight(form, whole)
 
 
 def _widest(columns: int) -> int:
@@ -165,12 +167,12 @@ def _widest(columns: int) -> int:
     return next((width for width in (128, 64, 32) if columns % width == 0), NARROWEST)
 
 
-def _words(form: Form, group: int, found: Codes) -> WordWeight:
+def _words(form: Form, found: Codes) -> Words:
     codes = found.codes
-    shape = (codes.shape[0], codes.shape[1])
-    if codes.shape[1] % group:
-        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % group), value=form.zero)
-    pairs, length = form.per_word // 2, group // form.per_word
+    outputs, columns = codes.shape
+    if form.padded:
+        codes = torch.nn.functional.pad(codes, (0, -columns % form.group), value=form.zero)
+    pairs, length, groups = form.per_word // 2, form.length, codes.shape[1] // form.group
     # (rows, groups, i, l, half) -> (rows, groups, position in a word, l)
     codes = codes.reshape(len(codes), -1, pairs, length, 2).permute(0, 1, 4, 2, 3)
     codes = codes.reshape(len(codes), -1, 2 * pairs, length)
@@ -194,10 +196,10 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
     def own(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.contiguous()
 
-    if form.paired:
-        return WordWeight(form, group, words, high, *_paired(found), shape)
     scales, minima, outer = found.scales.contiguous(), own(found.minima), own(found.outer_scales)
-    return WordWeight(form, group, words, high, scales, minima, outer, shape)
+    if form.paired:
+        scales, minima, outer = _paired(found)
+    return Words(words, high, scales, minima, outer, outputs, columns, groups)
 
 
 def _third_bits(codes: Tensor) -> Tensor:
@@ -210,7 +212,7 @@ def _third_bits(codes: Tensor) -> Tensor:
 
 
 def _paired(found: Codes) -> tuple[Tensor, None, Tensor]:
-    """Scales with minima, and outer scales with outer minima, as in a paired `WordWeight`."""
+    """Scales with minima, and outer scales with outer minima, as in paired `Words`."""
     assert found.minima is not None and found.outer_scales is not None and found.outer_minima is not None
     small = torch.stack((found.scales, found.minima), -1).view(torch.int16).squeeze(-1)
     outer = torch.stack((found.outer_scales, found.outer_minima), -1).view(torch.int32).squeeze(-1)
@@ -228,34 +230,21 @@ def _word_bytes(bytes_: Tensor) -> Tensor:
     return bytes_.transpose(2, 3).contiguous().flatten(2)
 
 
-def _blank_like(piece: WordWeight, shape: tuple[int, ...]) -> WordWeight:
-    def blank(tensor: Tensor | None) -> Tensor | None:
+def _blank_like(piece: Words, outputs: int) -> Words:
+    def blank(tensor: Tensor | None) -> Any:
         if tensor is None:
             return None
-        rows = -(-shape[0] // INTERLEAVED_ROWS) if tensor.dim() == 3 else shape[0]
-        return tensor.new_empty(rows, *tensor.shape[1:])
+        return tensor.new_empty(-(-outputs // INTERLEAVED_ROWS) if tensor.dim() == 3 else outputs, *tensor.shape[1:])
 
-    words, scales = blank(piece.words), blank(piece.scales)
-    assert words is not None and scales is not None
-    return WordWeight(
-        piece.form,
-        piece.group,
-        words,
-        blank(piece.high),
-        scales,
-        blank(piece.minima),
-        blank(piece.outer_scales),
-        (shape[0], shape[1]),
-    )
+    codes, high, scales, minima, outer = map(blank, piece.tensors())
+    return Words(codes, high, scales, minima, outer, outputs, piece.columns, piece.groups)
 
 
-def _copy(piece: WordWeight, made: WordWeight, first: int) -> None:
-    names = ("words", "high", "scales", "minima", "outer_scales")
-    for name in names:
-        part = getattr(piece, name)
-        if part is not None:
+def _copy(piece: Words, whole: Words, first: int) -> None:
+    for part, into in zip(piece.tensors(), whole.tensors(), strict=True):
+        if part is not None and into is not None:
             at = first // INTERLEAVED_ROWS if part.dim() == 3 else first
-            getattr(made, name)[at : at + len(part)] = part
+            into[at : at + len(part)] = part
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -355,34 +344,30 @@ def _fp8(weight: QTensor) -> Codes:
     return Codes(weight.parts["codes"].contiguous().view(torch.uint8), weight.parts["scales"])
 
 
-LAYOUTS: dict[str, tuple[Form, int, Callable[[QTensor], Codes]]] = {
-    "q4_0": (Form(4, 8), 32, _of_blocks(_q4_0)),
-    "q4_1": (Form(4, minima=1), 32, _of_blocks(_q4_1)),
-    "q5_0": (Form(6, 16), 32, _of_blocks(_q5_0)),
-    "q5_1": (Form(6, minima=1), 32, _of_blocks(_q5_1)),
-    "q8_0": (Form(8, 128), 32, _of_blocks(_q8_0)),
-    "q2_k": (Form(4, nested=True, minima=-1), 16, _of_blocks(_q2_k)),
-    "q3_k": (Form(4, 4, nested=True), 16, _q3_k),
-    "q4_k": (Form(4, nested=True, minima=-1), 32, _of_blocks(_q4_k)),
-    "q5_k": (Form(6, nested=True, minima=-1), 32, _of_blocks(_q5_k)),
-    "q6_k": (Form(6, 32, nested=True), 16, _q6_k),
-    **{f"int4_g{group}": (Form(4, 8), group, _int4) for group in (32, 64, 128)},
-    **{f"int8_g{group}": (Form(8, 128), group, _int8) for group in (32, 64, 128)},
+LAYOUTS: dict[str, tuple[Form, Callable[[QTensor], Codes]]] = {
+    "q4_0": (Form(4, 32, 8), _of_blocks(_q4_0)),
+    "q4_1": (Form(4, 32, minima=1), _of_blocks(_q4_1)),
+    "q5_0": (Form(6, 32, 16), _of_blocks(_q5_0)),
+    "q5_1": (Form(6, 32, minima=1), _of_blocks(_q5_1)),
+    "q8_0": (Form(8, 32, 128), _of_blocks(_q8_0)),
+    "q2_k": (Form(4, 16, nested=True, minima=-1), _of_blocks(_q2_k)),
+    "q3_k": (Form(4, 16, 4, nested=True), _q3_k),
+    "q4_k": (Form(4, 32, nested=True, minima=-1), _of_blocks(_q4_k)),
+    "q5_k": (Form(6, 32, nested=True, minima=-1), _of_blocks(_q5_k)),
+    "q6_k": (Form(6, 16, 32, nested=True), _q6_k),
+    **{f"int4_g{group}": (Form(4, group, 8), _int4) for group in (32, 64, 128)},
+    **{f"int8_g{group}": (Form(8, group, 128), _int8) for group in (32, 64, 128)},
+    **{f"{kind}_g{n}": (Form(bits_of(kind), n, minima=-1), _few_bits) for kind in WITH_ZEROS for n in GROUPS},
     **{
-        f"{kind}_g{group}": (Form(bits_of(kind), minima=-1), group, _few_bits)
-        for kind in WITH_ZEROS
-        for group in GROUPS
-    },
-    **{
-        f"{kind}_g{group}": (Form(bits_of(kind), 2 ** (bits_of(kind) - 1)), group, _few_bits)
+        f"{kind}_g{n}": (Form(bits_of(kind), n, 2 ** (bits_of(kind) - 1)), _few_bits)
         for kind in LOW_BITS
-        for group in GROUPS
+        for n in GROUPS
     },
-    MXFP4: (Form(4, floats=True), MXFP4_BLOCK, _mxfp4),
-    "int8_row": (Form(8, 128, by_row=True), 0, _int8),
-    "fp8_g128": (Form(8, floats=True), 128, _fp8),
-    "fp8": (Form(8, floats=True, by_row=True), 0, _fp8),
+    MXFP4: (Form(4, MXFP4_BLOCK, floats=True), _mxfp4),
+    "int8_row": (Form(8, 0, 128, by_row=True), _int8),
+    "fp8_g128": (Form(8, 128, floats=True), _fp8),
+    "fp8": (Form(8, 0, floats=True, by_row=True), _fp8),
 }
-"""Scheme -> layout, columns per scale (0: the whole row), and the function that unpacks its rows."""
+"""Scheme -> layout, and the function that unpacks its rows. The group of one scale per row depends on the columns."""
 
 assert BLOCK == 256, "kernels hard-code the columns per outer scale"

@@ -29,6 +29,7 @@ from bankfull.ops.products.body import (
     normed_linear,
 )
 from bankfull.ops.products.triton.linear import read
+from bankfull.ops.products.triton.operands import aligned_rows, aligned_unnormed
 from bankfull.ops.products.triton.quantized import expand as quantized_expand
 from bankfull.ops.products.triton.quantized import four_bit as quantized_four_bit
 from bankfull.ops.products.triton.quantized import fp8_rows as quantized_fp8_rows
@@ -41,7 +42,6 @@ from bankfull.ops.products.triton.quantized.persistent import best_of_row, one_r
 from bankfull.ops.products.triton.quantized.rows import few_rows
 from bankfull.ops.products.triton.quantized.tiles import many_rows
 from bankfull.ops.sampling.triton.sampling import best
-from bankfull.ops.shapes import check_linear
 from bankfull.ops.triton.rows import DTYPES
 from bankfull.weights.qtensor import QTensor
 
@@ -68,18 +68,6 @@ def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> boo
     return weight is not None and _accepts_normed(weight=weight, **facts) and weight.shape[0] % 2 == 0
 
 
-def aligned_rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The operands with contiguous rows, aligned for vector loads."""
-    check_linear(x, weight.shape, bias)
-    rows = _aligned(x.reshape(-1, weight.shape[1]).contiguous())
-    return rows, None if bias is None else bias.contiguous()
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """16-bit activations are loaded in vectors of two and more."""
-    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
-
-
 def _row_kernel(x: Tensor, weight: WordWeight) -> Callable[..., Tensor] | None:
     """The kernel for a single row; None for other row counts."""
     if len(x) != 1:
@@ -102,13 +90,13 @@ def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
 
 @linear.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
 def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = aligned_rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight.shape, bias)
     return _product(rows, weight, shift).reshape(*x.shape[:-1], weight.shape[0])
 
 
 @gated_linear.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
 def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
-    rows, shift = aligned_rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight.shape, bias)
     kernel = _row_kernel(rows, weight)
     if len(rows) and kernel is not None:
         y = kernel(rows, weight, shift, kind)
@@ -116,12 +104,6 @@ def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: s
         gate, up = _product(rows, weight, shift).chunk(2, -1)
         y = activate_mul.providers["triton"].run(gate, up, kind)
     return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
-
-
-def aligned_unnormed(x: Unnormed) -> Unnormed:
-    """The same input, contiguous and aligned."""
-    row, delta, weight = (_aligned(part.contiguous()) for part in (x.x, x.delta, x.weight))
-    return Unnormed(row, delta, weight, x.eps, x.offset, x.joined)
 
 
 @normed_linear.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repack)
@@ -140,7 +122,7 @@ def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None
 
 @best_output.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
 def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = aligned_rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight.shape, bias)
     if len(rows) and _row_kernel(rows, weight) is one_row:
         ids = best_of_row(rows, weight, shift)
     else:

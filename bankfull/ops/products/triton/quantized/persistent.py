@@ -20,12 +20,13 @@ from torch import Tensor
 
 from bankfull.ops.pointwise.triton import activation
 from bankfull.ops.products.body import Unnormed
+from bankfull.ops.products.triton.operands import Input, Kept, Output
 from bankfull.ops.products.triton.outlier_rows import gather, load_kept_tile, load_numbers
 from bankfull.ops.products.triton.quantized.fixed_point import load_activations, load_norm_weights
 from bankfull.ops.products.triton.quantized.integer_tile import group_scales, load_tile, prepared, products
 from bankfull.ops.products.triton.quantized.layout import INTERLEAVED_ROWS, Form, WordWeight
 from bankfull.ops.products.triton.quantized.rows import neighbours
-from bankfull.ops.products.triton.tile_outputs import tile_outputs
+from bankfull.ops.products.triton.tile_outputs import RowTile, tile_outputs
 from bankfull.ops.sampling.triton.sampling import best_of_parts
 from bankfull.ops.triton.launch import (
     INTERPRETED,
@@ -50,172 +51,78 @@ MANY_OUTPUTS = 65536
 
 
 @triton.jit(do_not_specialize=["start"])
-def persistent_kernel(
-    x,
-    delta,
-    joined,
-    norm,
-    eps,
-    offset,
-    bias,
-    y,
-    indices,
-    words,
-    high,
-    scales,
-    minima,
-    outer_scales,
-    kept_columns,
-    kept,
-    start,
-    outputs,
-    columns,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    BEST: tl.constexpr,
-    NORM: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    KEPT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """BEST: each program stores its highest output to `y`, and the first index that has it to `indices`; a NaN counts
-    as infinity. KEPT: outlier columns (`outlier_rows`), at most as many as there are places of sums; such weights have
-    one scale per row."""
+def persistent_kernel(rows, out, words, kept, start, FORM: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    """With `out.indices` each program stores its highest output, and the first index that has it; a NaN counts as
+    infinity. Outlier columns (`outlier_rows`) are at most as many as there are places of sums; such weights have one
+    scale per row."""
     start_next(OVERLAP)
+    R: tl.constexpr = TILE.outputs
+    GATE: tl.constexpr = TILE.gate
+    outputs = words.outputs
     tile = tl.program_id(0)
     # Weights are loaded before the activations are ready.
-    codes, thirds, raw_scale, raw_minimum, raw_outer = load_tile(
-        words,
-        high,
-        scales,
-        minima,
-        outer_scales,
-        tile,
-        outputs,
-        BITS,
-        NESTED,
-        MINIMA,
-        BY_ROW,
-        GROUP,
-        GROUPS,
-        GATE,
-        EVEN,
-        R,
-        W,
-        L,
-    )
+    codes, thirds, raw_scale, raw_minimum, raw_outer = load_tile(words, tile, FORM, TILE)
     row_scale = tl.zeros([R], tl.float32)
-    if BY_ROW:
-        output, valid = tile_outputs(tile, outputs, R, GATE)
-        row_scale = tl.load(scales + output, valid, 0.0)
-    places: tl.constexpr = W // neighbours(L)
-    if KEPT > 0:
-        own_kept = load_kept_tile(kept, start, tile, outputs, KEPT, places, GATE, EVEN, R)
-        numbers = load_numbers(kept_columns, 0, KEPT, places)
+    if FORM.by_row:
+        output, valid = tile_outputs(tile, outputs, TILE)
+        row_scale = tl.load(words.scales + output, valid, 0.0)
+    places: tl.constexpr = TILE.words // neighbours(FORM.length)
+    if TILE.kept > 0:
+        own_kept = load_kept_tile(kept.weights, start, tile, outputs, places, TILE)
+        numbers = load_numbers(kept.columns, 0, TILE.kept, places)
     gains = ()
-    if NORM:
-        gains = load_norm_weights(norm, GROUPS, columns, GROUP, W, L, PADDED)
+    if rows.gain is not None:
+        gains = load_norm_weights(rows.gain, words, FORM, TILE)
     wait_for_inputs(OVERLAP)
-    line, inverse = load_activations(
-        x, delta, joined, gains, eps, offset, GROUPS, columns, GROUP, W, L, PADDED, NORM, SHIFTED
-    )
-    upper, lower, factors, whole = prepared(line, BITS, FLOATS, W, L)
-    if KEPT > 0:
-        outliers = gather(x, delta, norm, inverse, offset, numbers, NORM, SHIFTED)
-    kind = x.dtype.element_ty
+    line, inverse = load_activations(rows, gains, words, FORM, TILE)
+    line = prepared(line, FORM, TILE.words)
+    if TILE.kept > 0:
+        outliers = gather(rows, inverse, numbers)
+    kind = rows.x.dtype.element_ty
     top = tl.full([R], -float("inf"), tl.float32)
     place = tl.zeros([R], tl.int32)
     tiles = tl.cdiv(outputs, R)
     while tile < tiles:
-        own, exist = tile_outputs(tile, outputs, R, GATE)
+        own, exist = tile_outputs(tile, outputs, TILE)
         tile_now = tile
         tile += tl.num_programs(0)
-        next_codes, next_thirds, next_scale, next_minimum, next_outer = load_tile(
-            words,
-            high,
-            scales,
-            minima,
-            outer_scales,
-            tile,
-            outputs,
-            BITS,
-            NESTED,
-            MINIMA,
-            BY_ROW,
-            GROUP,
-            GROUPS,
-            GATE,
-            EVEN,
-            R,
-            W,
-            L,
-        )
+        next_codes, next_thirds, next_scale, next_minimum, next_outer = load_tile(words, tile, FORM, TILE)
         scale, minimum = raw_scale, raw_minimum
-        if not BY_ROW:
-            scale, minimum = group_scales(raw_scale, raw_minimum, raw_outer, NESTED, MINIMA, EVEN, GATE, R, W // L)
-        sums = products(
-            upper,
-            lower,
-            factors,
-            whole,
-            codes,
-            thirds,
-            scale,
-            minimum,
-            BITS,
-            ZERO,
-            FLOATS,
-            MINIMA,
-            BY_ROW,
-            R,
-            W,
-            L,
-        )
-        if KEPT > 0:
+        if not FORM.by_row:
+            scale, minimum = group_scales(raw_scale, raw_minimum, raw_outer, FORM, TILE)
+        sums = products(line, codes, thirds, scale, minimum, FORM, TILE)
+        if TILE.kept > 0:
             result = tl.sum(sums * row_scale[:, None] + own_kept.to(tl.float32) * outliers[None, :], 1)
-        elif BY_ROW:
+        elif FORM.by_row:
             result = tl.sum(sums, 1) * row_scale
         else:
             result = tl.sum(sums, 1)
-        if BY_ROW:
-            ahead, valid = tile_outputs(tile, outputs, R, GATE)
-            row_scale = tl.load(scales + ahead, valid, 0.0)
-            if KEPT > 0:
-                own_kept = load_kept_tile(kept, start, tile, outputs, KEPT, places, GATE, EVEN, R)
-        if HAS_BIAS:
-            result += tl.load(bias + own, exist, 0.0).to(tl.float32)
+        if FORM.by_row:
+            ahead, valid = tile_outputs(tile, outputs, TILE)
+            row_scale = tl.load(words.scales + ahead, valid, 0.0)
+            if TILE.kept > 0:
+                own_kept = load_kept_tile(kept.weights, start, tile, outputs, places, TILE)
+        if out.bias is not None:
+            result += tl.load(out.bias + own, exist, 0.0).to(tl.float32)
         if GATE != "":
             gate, passing = tl.split(tl.trans(tl.reshape(result.to(kind).to(tl.float32), [2, R // 2])))
             opened = activation(gate, GATE).to(kind).to(tl.float32)
             at = tile_now * (R // 2) + tl.arange(0, R // 2)
-            tl.store(y + at, (opened * passing).to(kind), at < outputs // 2)
-        elif BEST:
+            tl.store(out.y + at, (opened * passing).to(kind), at < outputs // 2)
+        elif out.indices is not None:
             score = result.to(kind).to(tl.float32)
             score = tl.where(score == score, score, float("inf"))
             better = exist & (score > top)
             top = tl.where(better, score, top)
             place = tl.where(better, own, place)
         else:
-            tl.store(y + own, result.to(kind), exist)
+            tl.store(out.y + own, result.to(kind), exist)
         codes, thirds = next_codes, next_thirds
         raw_scale, raw_minimum, raw_outer = next_scale, next_minimum, next_outer
-    if BEST:
+    if out.indices is not None:
         highest = tl.max(top, 0)
-        tl.store(y + tl.program_id(0), highest)
-        tl.store(indices + tl.program_id(0), tl.min(tl.where(top == highest, place, outputs), 0))
+        tl.store(out.y + tl.program_id(0), highest)
+        tl.store(out.indices + tl.program_id(0), tl.min(tl.where(top == highest, place, outputs), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +168,7 @@ def persistent_plan(weight: WordWeight, normed: bool = False) -> GemvPlan:
         return GemvPlan(8, 1) if columns > 8192 else GemvPlan(4, 4) if outputs <= 4096 else GemvPlan(8, 4)
     if weight.form.bits == 4 and weight.form.nested:  # two programs hide the two narrow loads per group best
         return GemvPlan(2, 2, words=16) if columns > 8192 else GemvPlan(16, 2)
-    if weight.form.bits == 4 and weight.group < 128:  # scales of many groups need registers, too
+    if weight.form.bits == 4 and weight.form.group < 128:  # scales of many groups need registers, too
         if columns > 8192:
             return GemvPlan(4, 1)
         return GemvPlan(16, 3) if outputs >= MANY_OUTPUTS else GemvPlan(8, 3) if outputs >= 16384 else GemvPlan(4, 3)
@@ -288,11 +195,10 @@ def one_row(
     bias: Tensor | None,
     gate: str = "",
     plan: GemvPlan | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
-    """x (1, columns), contiguous, times the weight; gated if `gate` is given. `kept`: outlier columns (int32, -1 for
-    none) and their weights (outputs, as many); the codes there are zero."""
-    return _launch(x, weight, bias, gate, False, plan, kept)[0]
+    """x (1, columns), contiguous, times the weight; gated if `gate` is given."""
+    return _launch(x, weight, bias, gate, False, plan, kept).y
 
 
 def most_kept(columns: int) -> int:
@@ -302,15 +208,16 @@ def most_kept(columns: int) -> int:
 
 def best_of_row(x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, plan: GemvPlan | None = None) -> Tensor:
     """Argmax over the outputs of `one_row`: only the best one of each program is stored."""
-    return best_of_parts(*_launch(x, weight, bias, "", True, plan), weight.shape[0])
+    parts = _launch(x, weight, bias, "", True, plan)
+    assert parts.indices is not None
+    return best_of_parts(parts.y, parts.indices, weight.shape[0])
 
 
-def _divides(form: Form, outputs: int, tile: int, gated: bool) -> bool:
+def _divides(form: Form, outputs: int, tile: int, side: int) -> bool:
     """Whether tiles divide the outputs, and each half of a gated tile starts at a block of interleaved rows."""
-    sides = 2 if gated else 1
-    if outputs % tile or (form.paired and tile // sides < 2):
+    if outputs % tile or (form.paired and side < 2):
         return False
-    return not form.paired or (outputs // sides) % INTERLEAVED_ROWS == 0
+    return not form.paired or (outputs // (tile // side)) % INTERLEAVED_ROWS == 0
 
 
 def _launch(
@@ -320,63 +227,42 @@ def _launch(
     gate: str,
     best: bool,
     plan: GemvPlan | None,
-    kept: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    kept: Kept | None = None,
+) -> Output:
     """The outputs; or the highest output of each program, and its index."""
-    before = x if isinstance(x, Unnormed) else None
-    row = x.x if isinstance(x, Unnormed) else x
-    outputs, columns = weight.shape
-    plan = plan or persistent_plan(weight, before is not None)
-    length = weight.group // weight.form.per_word
-    width = max(length, power_of_two(weight.words.shape[1]))
+    outputs, form = weight.shape[0], weight.form
+    normed = isinstance(x, Unnormed)
+    plan = plan or persistent_plan(weight, normed)
+    rows = Input.of(x)
+    device, dtype = rows.x.device, rows.x.dtype
+    width = max(form.length, power_of_two(weight.row_words))
     warps = min(MOST_WARPS, plan.groups * max(1, width // (32 * plan.words)))
     # Short rows have smaller programs than the plans were measured with, so more of them fit.
-    usual = USUAL * 8 // max(8, weight.form.per_word)
+    usual = USUAL * 8 // max(8, form.per_word)
     more = max(1, plan.groups * usual // (32 * plan.words) // warps)
-    programs = min(triton.cdiv(outputs, plan.outputs), plan.programs * more * multiprocessors(row.device))
+    programs = min(triton.cdiv(outputs, plan.outputs), plan.programs * more * multiprocessors(device))
     if best:
-        y = torch.empty(1, programs, dtype=torch.float32, device=row.device)
-        indices = torch.empty(1, programs, dtype=torch.int32, device=row.device)
+        y = torch.empty(1, programs, dtype=torch.float32, device=device)
+        out = Output(bias, y, torch.empty(1, programs, dtype=torch.int32, device=device))
     else:
-        y = indices = torch.empty(1, outputs // 2 if gate else outputs, dtype=row.dtype, device=row.device)
-    delta, joined, norm, eps, offset = (
-        (row, y, y, 0.0, 0.0)
-        if before is None
-        else (before.delta, before.joined, before.weight, before.eps, before.offset)
-    )
+        out = Output(bias, torch.empty(1, outputs // 2 if gate else outputs, dtype=dtype, device=device))
     registers, share = plan.registers, REGISTERS // (32 * warps * plan.programs * more) // 8 * 8
     if kept is not None and registers is None and share >= LEAST_REGISTERS:
         registers = share  # outlier columns need some, but the plan's programs must still fit side by side
     bounded = {} if registers is None or INTERPRETED else {"maxnreg": registers}
+    side = plan.outputs // 2 if gate else plan.outputs
+    even = _divides(form, outputs, plan.outputs, side)
+    tile = RowTile(plan.outputs, side, width, weight.words.groups, gate, even, 0 if kept is None else kept.width)
     persistent_kernel[(programs,)](
-        row,
-        delta,
-        joined,
-        norm,
-        eps,
-        offset,
-        row if bias is None else bias,
-        y,
-        indices,
-        *weight.tensors(),
-        *(kept or (y, y)),
+        rows,
+        out,
+        weight.words,
+        kept,
         0,
-        outputs,
-        columns,
-        **weight.constants(),
-        HAS_BIAS=bias is not None,
-        GATE=gate,
-        BEST=best,
-        NORM=before is not None,
-        SHIFTED=offset != 0.0,
-        KEPT=0 if kept is None else len(kept[0]),
-        GROUPS=weight.groups,
-        EVEN=_divides(weight.form, outputs, plan.outputs, bool(gate)),
-        R=plan.outputs,
-        W=width,
-        L=length,
+        FORM=form,
+        TILE=tile,
         num_warps=warps,
         **bounded,
-        **overlapped(row),
+        **overlapped(rows.x),
     )
-    return y, indices
+    return out

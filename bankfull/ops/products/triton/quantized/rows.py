@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.pointwise.triton import activation
+from bankfull.ops.products.triton.operands import Input, Kept, Output
 from bankfull.ops.products.triton.outlier_rows import gather, load_kept, load_numbers
 from bankfull.ops.products.triton.quantized.codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.products.triton.quantized.layout import WordWeight
@@ -39,56 +40,29 @@ def neighbours(L):
 
 
 @triton.jit
-def load_words(
-    words,
-    high,
-    scales,
-    minima,
-    outer_scales,
-    outputs,
-    valid,
-    first,
-    groups,
-    BITS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-):
+def load_words(words, outputs, valid, first, FORM: tl.constexpr, W: tl.constexpr):
     """Words [outputs, W] starting at `first`, their upper bits, and the scales and minima [outputs, W / L] of their
     groups."""
+    L: tl.constexpr = FORM.length
     word = first + tl.arange(0, W)
-    inside = valid[:, None] & (word < groups * L)[None, :]
-    at = outputs.to(tl.int64)[:, None] * (groups * L) + word[None, :]
+    inside = valid[:, None] & (word < words.groups * L)[None, :]
+    at = outputs.to(tl.int64)[:, None] * (words.groups * L) + word[None, :]
     # Read once per row, so not kept in the cache.
-    codes = tl.load(words + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+    codes = tl.load(words.codes + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     upper = codes
-    if BITS == 6:
-        upper = tl.load(high + at, inside, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
-    elif BITS == 3:
+    if FORM.bits == 6:
+        upper = tl.load(words.high + at, inside, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    elif FORM.bits == 3:
         two = first // 2 + tl.arange(0, W // 2)
-        inside = valid[:, None] & (two < groups * L // 2)[None, :]
-        at = outputs.to(tl.int64)[:, None] * (groups * L // 2) + two[None, :]
-        upper = third_bits(tl.load(high + at, inside, 0, eviction_policy="evict_first"), valid.shape[0], W)
+        inside = valid[:, None] & (two < words.groups * L // 2)[None, :]
+        at = outputs.to(tl.int64)[:, None] * (words.groups * L // 2) + two[None, :]
+        upper = third_bits(tl.load(words.high + at, inside, 0, eviction_policy="evict_first"), valid.shape[0], W)
     scale = tl.zeros([1, 1], dtype=tl.float32)
     minimum = scale
-    if not BY_ROW:
+    if not FORM.by_row:
         group = first // L + tl.arange(0, W // L)
-        known = valid[:, None] & (group < groups)[None, :]
-        scale, minimum = scales_and_minima(
-            scales,
-            minima,
-            outer_scales,
-            outputs.to(tl.int64)[:, None],
-            group[None, :],
-            groups,
-            known,
-            NESTED,
-            MINIMA,
-            GROUP,
-        )
+        known = valid[:, None] & (group < words.groups)[None, :]
+        scale, minimum = scales_and_minima(words, outputs.to(tl.int64)[:, None], group[None, :], known, FORM)
     return codes, upper, scale, minimum
 
 
@@ -112,54 +86,37 @@ def pair_of(x, pair, inside, columns, PADDED: tl.constexpr):
 
 
 @triton.jit
-def products(
-    x,
-    codes,
-    upper,
-    scale,
-    minimum,
-    first,
-    groups,
-    columns,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-):
+def products(x, held, first, words, FORM: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """Products of words with their activations, summed over a thread's adjacent words of a group: [outputs, W /
     RUN]."""
+    codes, upper, scale, minimum = held
+    L: tl.constexpr = FORM.length
     word = first + tl.arange(0, W)
-    pair = word // L * (GROUP // 2) + word % L
-    inside = word < groups * L
+    pair = word // L * (FORM.group // 2) + word % L
+    inside = word < words.groups * L
     summed = tl.zeros([R, W], dtype=tl.float32)
     whole = tl.zeros([1, W], dtype=tl.float32)
-    pairs: tl.constexpr = GROUP // L // 2
+    pairs: tl.constexpr = FORM.group // L // 2
     for i in tl.static_range(pairs):
-        even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
-        if ZERO != 0 or MINIMA != 0:
+        even, odd = pair_of(x, pair + i * L, inside, words.columns, FORM.padded)
+        if FORM.zero != 0 or FORM.minima != 0:
             whole += (even + odd)[None, :]
-        even *= power(exponent(i, BITS, FLOATS) - SMALL)
-        odd *= power(exponent(i + pairs, BITS, FLOATS) - SMALL)
-        summed += even[None, :] * subnormal(codes, upper, i, BITS, FLOATS)
-        summed += odd[None, :] * subnormal(codes, upper, i + pairs, BITS, FLOATS)
+        even *= power(exponent(i, FORM.bits, FORM.floats) - SMALL)
+        odd *= power(exponent(i + pairs, FORM.bits, FORM.floats) - SMALL)
+        summed += even[None, :] * subnormal(codes, upper, i, FORM)
+        summed += odd[None, :] * subnormal(codes, upper, i + pairs, FORM)
     run: tl.constexpr = neighbours(L)
     found = tl.sum(tl.reshape(summed, [R, W // run, run]), 2) * power(SMALL)
     whole = tl.sum(tl.reshape(whole, [1, W // run, run]), 2)
-    if ZERO != 0:
-        found -= ZERO * whole
-    if not BY_ROW and run == L:
+    if FORM.zero != 0:
+        found -= FORM.zero * whole
+    if not FORM.by_row and run == L:
         found = found * scale
-        if MINIMA != 0:
+        if FORM.minima != 0:
             found += minimum * whole
-    elif not BY_ROW:
+    elif not FORM.by_row:
         found = tl.reshape(found, [R, W // L, L // run]) * scale[:, :, None]
-        if MINIMA != 0:
+        if FORM.minima != 0:
             found += minimum[:, :, None] * tl.reshape(whole, [1, W // L, L // run])
         found = tl.reshape(found, [R, W // run])
     return found
@@ -167,166 +124,76 @@ def products(
 
 @triton.jit(do_not_specialize=["start"])
 def few_rows_kernel(
-    x,
-    bias,
-    y,
+    rows,
+    out,
     words,
-    high,
-    scales,
-    minima,
-    outer_scales,
-    kept_columns,
     kept,
     start,
-    rows,
-    outputs,
-    columns,
-    groups,
-    x_stride,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    count,
+    FORM: tl.constexpr,
     GATE: tl.constexpr,
     KEPT: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
-    L: tl.constexpr,
     ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """With GATE, the name of an activation, a program's outputs are pairs of a gate and its factor. KEPT: outlier
     columns (`outlier_rows`)."""
     start_next(OVERLAP)
+    outputs = words.outputs
     program = tl.program_id(0)
-    row = (program % rows).to(tl.int64)
+    row = (program % count).to(tl.int64)
     lanes = tl.arange(0, R)
     if GATE != "":
-        pair = (program // rows) * (R // 2) + lanes // 2
+        pair = (program // count) * (R // 2) + lanes // 2
         valid = pair < outputs // 2
         output = pair + (lanes % 2) * (outputs // 2)
     else:
-        output = (program // rows) * R + lanes
+        output = (program // count) * R + lanes
         valid = output < outputs
-    x += row * x_stride
+    x = rows.x + row * rows.stride
 
     # Weights are loaded before the activations are ready.
-    codes, upper, scale, minimum = load_words(
-        words,
-        high,
-        scales,
-        minima,
-        outer_scales,
-        output,
-        valid,
-        0,
-        groups,
-        BITS,
-        NESTED,
-        MINIMA,
-        BY_ROW,
-        GROUP,
-        W,
-        L,
-    )
-    if BY_ROW:
-        row_scale = tl.load(scales + output, valid, 0.0)
-    places: tl.constexpr = W // neighbours(L)
+    held = load_words(words, output, valid, 0, FORM, W)
+    if FORM.by_row:
+        row_scale = tl.load(words.scales + output, valid, 0.0)
+    places: tl.constexpr = W // neighbours(FORM.length)
     if KEPT > 0:
-        own_kept = load_kept(kept, output, valid, 0, start, KEPT, places)
-        numbers = load_numbers(kept_columns, 0, KEPT, places)
+        own_kept = load_kept(kept.weights, output, valid, 0, start, KEPT, places)
+        numbers = load_numbers(kept.columns, 0, KEPT, places)
     wait_for_inputs(OVERLAP)
     if KEPT > 0:
-        outliers = gather(x, x, x, 1.0, 0.0, numbers, False, False)
+        outliers = gather(Input(x, 0), 1.0, numbers)
     if ONCE:
-        summed = products(
-            x,
-            codes,
-            upper,
-            scale,
-            minimum,
-            0,
-            groups,
-            columns,
-            BITS,
-            ZERO,
-            FLOATS,
-            MINIMA,
-            BY_ROW,
-            GROUP,
-            PADDED,
-            R,
-            W,
-            L,
-        )
+        summed = products(x, held, 0, words, FORM, R, W)
     else:
-        summed = tl.zeros([R, W // neighbours(L)], dtype=tl.float32)
-        for first in range(0, groups * L, W):
-            now_codes, now_upper, now_step, now_low = codes, upper, scale, minimum
-            codes, upper, scale, minimum = load_words(
-                words,
-                high,
-                scales,
-                minima,
-                outer_scales,
-                output,
-                valid,
-                first + W,
-                groups,
-                BITS,
-                NESTED,
-                MINIMA,
-                BY_ROW,
-                GROUP,
-                W,
-                L,
-            )
-            summed += products(
-                x,
-                now_codes,
-                now_upper,
-                now_step,
-                now_low,
-                first,
-                groups,
-                columns,
-                BITS,
-                ZERO,
-                FLOATS,
-                MINIMA,
-                BY_ROW,
-                GROUP,
-                PADDED,
-                R,
-                W,
-                L,
-            )
+        summed = tl.zeros([R, places], dtype=tl.float32)
+        for first in range(0, words.groups * FORM.length, W):
+            now = held
+            held = load_words(words, output, valid, first + W, FORM, W)
+            summed += products(x, now, first, words, FORM, R, W)
     if KEPT > 0:
         summed = summed * row_scale[:, None] + own_kept.to(tl.float32) * outliers[None, :]
         for first in range(places, KEPT, places):
-            own_kept = load_kept(kept, output, valid, first, start, KEPT, places)
-            numbers = load_numbers(kept_columns, first, KEPT, places)
-            summed += own_kept.to(tl.float32) * gather(x, x, x, 1.0, 0.0, numbers, False, False)[None, :]
+            own_kept = load_kept(kept.weights, output, valid, first, start, KEPT, places)
+            numbers = load_numbers(kept.columns, first, KEPT, places)
+            summed += own_kept.to(tl.float32) * gather(Input(x, 0), 1.0, numbers)[None, :]
         result = tl.sum(summed, 1)
-    elif BY_ROW:
+    elif FORM.by_row:
         result = tl.sum(summed, 1) * row_scale
     else:
         result = tl.sum(summed, 1)
-    if HAS_BIAS:
-        result += tl.load(bias + output, valid, 0.0).to(tl.float32)
-    kind = y.dtype.element_ty
+    if out.bias is not None:
+        result += tl.load(out.bias + output, valid, 0.0).to(tl.float32)
+    kind = out.y.dtype.element_ty
     if GATE != "":
         gate, passing = tl.split(tl.reshape(result.to(kind).to(tl.float32), [R // 2, 2]))
         opened = activation(gate, GATE).to(kind).to(tl.float32)
-        at = (program // rows) * (R // 2) + tl.arange(0, R // 2)
-        tl.store(y + row * (outputs // 2) + at, (opened * passing).to(kind), at < outputs // 2)
+        at = (program // count) * (R // 2) + tl.arange(0, R // 2)
+        tl.store(out.y + row * (outputs // 2) + at, (opened * passing).to(kind), at < outputs // 2)
     else:
-        tl.store(y + row * outputs + output, result.to(kind), valid)
+        tl.store(out.y + row * outputs + output, result.to(kind), valid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +208,7 @@ def plan_for(weight: WordWeight, rows: int) -> RowsPlan:
     """Measured on an H200 over the shapes of an 8B model (`benchmarks.gpu.quantized --sweep`). Many outputs give many
     programs, where one warp each, without barriers, is best; with few, warps share an output's words. 6-bit codes need
     the registers that more outputs would take; 16 outputs spill for every format."""
-    outputs, words = rows * weight.shape[0], weight.words.shape[1]
+    outputs, words = rows * weight.shape[0], weight.row_words
     if weight.form.bits == 6:
         return RowsPlan(FEW_OUTPUTS, _sharing(words, 4))
     if outputs >= 1 << 14:
@@ -360,34 +227,25 @@ def few_rows(
     bias: Tensor | None,
     gate: str = "",
     plan: RowsPlan | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """x (rows, columns), contiguous, times the weight; gated if `gate` is given. `kept`: as of `one_row`."""
-    outputs, columns = weight.shape
-    rows = x.shape[0]
+    outputs, words, rows = weight.shape[0], weight.row_words, x.shape[0]
     plan = plan or plan_for(weight, rows)
     y = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype, device=x.device)
-    length, words = weight.group // weight.form.per_word, weight.words.shape[1]
-    width = max(length, min(WORDS_PER_WARP * plan.warps, power_of_two(words)))
+    width = max(weight.form.length, min(WORDS_PER_WARP * plan.warps, power_of_two(words)))
     few_rows_kernel[(rows * triton.cdiv(outputs, plan.outputs),)](
-        x,
-        x if bias is None else bias,
-        y,
-        *weight.tensors(),
-        *(kept or (y, y)),
+        Input(x, x.stride(0)),
+        Output(bias, y),
+        weight.words,
+        kept,
         0,
         rows,
-        outputs,
-        columns,
-        weight.groups,
-        x.stride(0),
-        **weight.constants(),
-        HAS_BIAS=bias is not None,
+        FORM=weight.form,
         GATE=gate,
-        KEPT=0 if kept is None else len(kept[0]),
+        KEPT=0 if kept is None else kept.width,
         R=plan.outputs,
         W=width,
-        L=length,
         ONCE=words <= width,
         num_warps=plan.warps,
         **overlapped(x),

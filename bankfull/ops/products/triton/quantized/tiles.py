@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bankfull.ops.products.triton.operands import Input, Output
 from bankfull.ops.products.triton.quantized.codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.products.triton.quantized.layout import WordWeight
 from bankfull.ops.triton.launch import (
@@ -41,44 +42,28 @@ cannot hold such small values, so it applies two factors instead."""
 
 @triton.jit
 def dequantized(
-    codes,
-    upper,
-    factor,
-    shift,
-    J: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    DOWN: tl.constexpr,
-    KIND: tl.constexpr,
+    codes, upper, factor, shift, J: tl.constexpr, FORM: tl.constexpr, DOWN: tl.constexpr, KIND: tl.constexpr
 ):
     """Code j of each word as a value times 2 ** -HELD: code * factor + shift, with `shift` already scaled."""
-    code = subnormal(codes, upper, J, BITS, FLOATS)
+    code = subnormal(codes, upper, J, FORM)
     if DOWN == 0:
-        number = (code * power(64)) * (factor * power(exponent(J, BITS, FLOATS) - 64)) + shift
+        number = (code * power(64)) * (factor * power(exponent(J, FORM.bits, FORM.floats) - 64)) + shift
     else:
-        number = code * (factor * power(exponent(J, BITS, FLOATS) - DOWN)) + shift
+        number = code * (factor * power(exponent(J, FORM.bits, FORM.floats) - DOWN)) + shift
     return number.to(KIND)
 
 
 @triton.jit
 def pair_of_weights(
-    codes,
-    upper,
-    factor,
-    shift,
-    J: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    DOWN: tl.constexpr,
-    KIND: tl.constexpr,
+    codes, upper, factor, shift, J: tl.constexpr, FORM: tl.constexpr, DOWN: tl.constexpr, KIND: tl.constexpr
 ):
     """`dequantized` codes j of both halves of each word, [BN, W], as adjacent columns, [BN, 2 W]."""
-    if FLOATS and BITS == 4 and tl.bfloat16 == KIND:
-        even, odd = pair_of_floats(codes, factor * power(exponent(J, BITS, FLOATS) - DOWN), J)
+    if FORM.floats and FORM.bits == 4 and tl.bfloat16 == KIND:
+        even, odd = pair_of_floats(codes, factor * power(exponent(J, FORM.bits, FORM.floats) - DOWN), J)
     else:
-        even = dequantized(codes, upper, factor, shift, J, BITS, FLOATS, DOWN, KIND)
-        odd = dequantized(codes, upper, factor, shift, J + PAIRS, BITS, FLOATS, DOWN, KIND)
+        pairs: tl.constexpr = FORM.group // FORM.length // 2
+        even = dequantized(codes, upper, factor, shift, J, FORM, DOWN, KIND)
+        odd = dequantized(codes, upper, factor, shift, J + pairs, FORM, DOWN, KIND)
     return tl.reshape(tl.join(even, odd), [codes.shape[0], 2 * codes.shape[1]])
 
 
@@ -106,27 +91,13 @@ def pair_of_floats(codes, factor, J: tl.constexpr):
 
 
 @triton.jit
-def group_scales(
-    scales,
-    minima,
-    outer_scales,
-    output,
-    group,
-    groups,
-    ZERO: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    GROUP: tl.constexpr,
-    DOWN: tl.constexpr,
-):
+def group_scales(words, output, group, FORM: tl.constexpr, DOWN: tl.constexpr):
     """The factor of codes of groups [T] of outputs [BN, 1], and the term added to them, times 2 ** -HELD; both [BN, T].
     Values past the end are arbitrary, because they are multiplied by zero."""
-    known = tl.minimum(group, groups - 1)[None, :]
-    factor, minimum = scales_and_minima(
-        scales, minima, outer_scales, output, known, groups, None, NESTED, MINIMA, GROUP
-    )
-    shift = factor * (-ZERO * power(-DOWN))
-    if MINIMA != 0:
+    known = tl.minimum(group, words.groups - 1)[None, :]
+    factor, minimum = scales_and_minima(words, output, known, None, FORM)
+    shift = factor * (-FORM.zero * power(-DOWN))
+    if FORM.minima != 0:
         shift = minimum * power(-DOWN)
     return factor, shift
 
@@ -137,31 +108,14 @@ def per_word(of_groups, BN: tl.constexpr, T: tl.constexpr, L: tl.constexpr):
     return tl.reshape(tl.broadcast_to(of_groups[:, :, None], [BN, T, L]), [BN, T * L])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count"])
 def tiles_kernel(
-    x,
-    bias,
-    y,
-    words,
-    high,
-    scales,
-    minima,
-    outer_scales,
     rows,
-    outputs,
-    columns,
-    groups,
-    x_stride,
+    out,
+    words,
+    count,
     split_length,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    FORM: tl.constexpr,
     DOWN: tl.constexpr,
     PARTIAL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -169,7 +123,6 @@ def tiles_kernel(
     BN: tl.constexpr,
     BM: tl.constexpr,
     T: tl.constexpr,
-    L: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Processes T groups per iteration, of the `split_length` groups that belong to the program's index in the second
@@ -179,114 +132,98 @@ def tiles_kernel(
     """
     start_next(OVERLAP)
     # With one scale for all words of an iteration, the sum is scaled instead of each code.
-    late: tl.constexpr = BY_ROW or (LATE and T == 1 and MINIMA == 0)
-    row_blocks = tl.cdiv(rows, BM)
+    late: tl.constexpr = FORM.by_row or (LATE and T == 1 and FORM.minima == 0)
+    L: tl.constexpr = FORM.length
+    outputs, groups = words.outputs, words.groups
+    row_blocks = tl.cdiv(count, BM)
     program = tl.program_id(0)
     row = (program % row_blocks) * BM + tl.arange(0, BM)
     output = (program // row_blocks) * BN + tl.arange(0, BN)
-    some_row, some_output = (row % rows).to(tl.int64), (output % outputs).to(tl.int64)
+    some_row, some_output = (row % count).to(tl.int64), (output % outputs).to(tl.int64)
     start = tl.program_id(1) * split_length
     last = tl.minimum(start + split_length, groups)
-    kind: tl.constexpr = x.dtype.element_ty
-    pairs: tl.constexpr = GROUP // L // 2
+    kind: tl.constexpr = rows.x.dtype.element_ty
 
     word = tl.arange(0, T * L)
     words_at = some_output[:, None] * (groups * L) + start * L + word[None, :]
-    if BITS == 3:
+    if FORM.bits == 3:
         two = tl.arange(0, T * L // 2)
         thirds_at = some_output[:, None] * (groups * L // 2) + start * L // 2 + two[None, :]
     # For each pair of codes, adjacent words belong to adjacent pairs of columns: runs of 2 L.
     behind = tl.arange(0, 2 * T * L)
-    column = behind // (2 * L) * GROUP + behind % (2 * L)
-    x_at = x + some_row[None, :] * x_stride + (start * GROUP + column)[:, None]
+    column = behind // (2 * L) * FORM.group + behind % (2 * L)
+    x_at = rows.x + some_row[None, :] * rows.stride + (start * FORM.group + column)[:, None]
     group = start + tl.arange(0, T)
     summed = tl.zeros([BN, BM], dtype=tl.float32)
-    if not BY_ROW:
-        factor, shift = group_scales(
-            scales, minima, outer_scales, some_output[:, None], group, groups, ZERO, NESTED, MINIMA, GROUP, DOWN
-        )
+    if not FORM.by_row:
+        factor, shift = group_scales(words, some_output[:, None], group, FORM, DOWN)
     wait_for_inputs(OVERLAP)
     for first in range(start, last, T):
         if EVEN:
-            codes = tl.load(words + words_at)
+            codes = tl.load(words.codes + words_at)
         else:
             here = (word < (last - first) * L)[None, :]
-            codes = tl.load(words + words_at, here, 0)
+            codes = tl.load(words.codes + words_at, here, 0)
         codes = codes.to(tl.uint32, bitcast=True)
         upper = codes
-        if BITS == 6:
-            upper = tl.load(high + words_at) if EVEN else tl.load(high + words_at, here, 0)
+        if FORM.bits == 6:
+            upper = tl.load(words.high + words_at) if EVEN else tl.load(words.high + words_at, here, 0)
             upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
-        elif BITS == 3:
+        elif FORM.bits == 3:
             if EVEN:
-                upper = tl.load(high + thirds_at)
+                upper = tl.load(words.high + thirds_at)
             else:
-                upper = tl.load(high + thirds_at, (two < (last - first) * L // 2)[None, :], 0)
+                upper = tl.load(words.high + thirds_at, (two < (last - first) * L // 2)[None, :], 0)
             upper = third_bits(upper, BN, T * L)
             thirds_at += T * L // 2
         if late:
             multiplier = tl.full([1, 1], 1.0, tl.float32)
-            added = multiplier * (-ZERO * power(-DOWN))
+            added = multiplier * (-FORM.zero * power(-DOWN))
         else:
             multiplier = per_word(factor, BN, T, L)
             added = per_word(shift, BN, T, L)
         product = summed
-        if not BY_ROW:
+        if not FORM.by_row:
             if late:
                 product = tl.zeros([BN, BM], dtype=tl.float32)
                 scale = factor
             # Loaded one iteration ahead: these loads are too small for Triton's pipelining.
             group += T
-            factor, shift = group_scales(
-                scales,
-                minima,
-                outer_scales,
-                some_output[:, None],
-                group,
-                groups,
-                ZERO,
-                NESTED,
-                MINIMA,
-                GROUP,
-                DOWN,
-            )
-        for i in tl.static_range(pairs):
-            weight = pair_of_weights(codes, upper, multiplier, added, i, pairs, BITS, FLOATS, DOWN, kind)
-            if EVEN and not PADDED:
+            factor, shift = group_scales(words, some_output[:, None], group, FORM, DOWN)
+        for i in tl.static_range(FORM.group // L // 2):
+            weight = pair_of_weights(codes, upper, multiplier, added, i, FORM, DOWN, kind)
+            if EVEN and not FORM.padded:
                 block = tl.load(x_at + i * 2 * L)
             else:
-                near = (behind < (last - first) * 2 * L) & (first * GROUP + column + i * 2 * L < columns)
+                near = (behind < (last - first) * 2 * L) & (first * FORM.group + column + i * 2 * L < words.columns)
                 block = tl.load(x_at + i * 2 * L, near[:, None], 0.0)
             product = tl.dot(weight, block, product, input_precision="ieee")
-        if late and not BY_ROW:
+        if late and not FORM.by_row:
             summed += product * scale
         else:
             summed = product
         words_at += T * L
-        x_at += T * GROUP
+        x_at += T * FORM.group
     at = row.to(tl.int64)[None, :] * outputs + output[:, None]
-    known = (output < outputs)[:, None] & (row < rows)[None, :]
+    known = (output < outputs)[:, None] & (row < count)[None, :]
     if PARTIAL:
-        tl.store(y + tl.program_id(1).to(tl.int64) * rows * outputs + at, summed, known)
+        tl.store(out.y + tl.program_id(1).to(tl.int64) * count * outputs + at, summed, known)
     else:
         result = summed * power(DOWN)
-        if BY_ROW:
-            result = result * tl.load(scales + some_output)[:, None]
-        if HAS_BIAS:
-            result += tl.load(bias + some_output).to(tl.float32)[:, None]
-        tl.store(y + at, result.to(y.dtype.element_ty), known)
+        if FORM.by_row:
+            result = result * tl.load(words.scales + some_output)[:, None]
+        if out.bias is not None:
+            result += tl.load(out.bias + some_output).to(tl.float32)[:, None]
+        tl.store(out.y + at, result.to(out.y.dtype.element_ty), known)
 
 
 @triton.jit
 def reduce_splits_kernel(
     sums,
-    scales,
-    bias,
-    y,
-    outputs,
+    out,
+    words,
     size,
-    BY_ROW: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    FORM: tl.constexpr,
     DOWN: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -301,11 +238,11 @@ def reduce_splits_kernel(
     for split_length in tl.static_range(SPLITS):
         result += tl.load(sums + split_length * size + at, inside, 0.0)
     result = result * power(DOWN)
-    if BY_ROW:
-        result = result * tl.load(scales + at % outputs, inside, 0.0)
-    if HAS_BIAS:
-        result += tl.load(bias + at % outputs, inside, 0.0).to(tl.float32)
-    tl.store(y + at, result.to(y.dtype.element_ty), inside)
+    if FORM.by_row:
+        result = result * tl.load(words.scales + at % words.outputs, inside, 0.0)
+    if out.bias is not None:
+        result += tl.load(out.bias + at % words.outputs, inside, 0.0).to(tl.float32)
+    tl.store(out.y + at, result.to(out.y.dtype.element_ty), inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,39 +268,28 @@ def tiling_for(x: Tensor, outputs: int) -> Tiling:
 
 def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling | None = None) -> Tensor:
     """x (rows, columns), contiguous, times the weight."""
-    outputs, columns = weight.shape
-    rows = x.shape[0]
+    outputs, groups, rows = weight.shape[0], weight.words.groups, x.shape[0]
     tiling = tiling or tiling_for(x, outputs)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(outputs, tiling.outputs) * triton.cdiv(rows, tiling.rows)
-    together = COLUMNS // weight.group
-    split_length, splits = _splits(
-        tiles, triton.cdiv(weight.groups, together), multiprocessors(x.device), tiling.splits
-    )
+    together = COLUMNS // weight.form.group
+    split_length, splits = _splits(tiles, triton.cdiv(groups, together), multiprocessors(x.device), tiling.splits)
     down = 0 if x.dtype == torch.float16 else DOWNSCALE
     sums = y if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    given = x if bias is None else bias
     tiles_kernel[(tiles, splits)](
-        x,
-        given,
-        sums,
-        *weight.tensors(),
+        Input(x, x.stride(0)),
+        Output(bias, sums),
+        weight.words,
         rows,
-        outputs,
-        columns,
-        weight.groups,
-        x.stride(0),
         split_length * together,
-        **weight.constants(),
-        HAS_BIAS=bias is not None,
+        FORM=weight.form,
         DOWN=down,
         PARTIAL=splits > 1,
-        EVEN=weight.groups % together == 0,
+        EVEN=groups % together == 0,
         LATE=tiling.late,
         BN=tiling.outputs,
         BM=tiling.rows,
         T=together,
-        L=weight.group // weight.form.per_word,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **overlapped(x),
@@ -372,13 +298,10 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling
         block = 1024
         reduce_splits_kernel[(triton.cdiv(y.numel(), block),)](
             sums,
-            weight.scales,
-            given,
-            y,
-            outputs,
+            Output(bias, y),
+            weight.words,
             y.numel(),
-            BY_ROW=weight.form.by_row,
-            HAS_BIAS=bias is not None,
+            FORM=weight.form,
             DOWN=down,
             SPLITS=splits,
             BLOCK=block,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.products.triton.sparse24 import library
+from bankfull.ops.products.triton.sparse24.words import SparseWords
 from bankfull.weights.formats.two_of_four import FOUR, PAIRS, packed_halves
 from bankfull.weights.qtensor import QTensor
 
@@ -29,18 +30,15 @@ BITS = torch.int16
 @dataclass(frozen=True, slots=True)
 class SparseWeight:
     shape: tuple[int, int]
-    words: Tensor | None
-    """Pairs of kept numbers as int32 (outputs, columns / 4); None if the library has them in an order of its own."""
-    positions: Tensor | None
-    """int16 (outputs, columns / 16)"""
+    words: SparseWords | None
+    """None if the library has the numbers in an order of its own."""
     packed: Tensor | None
-    """The library's layout, of which `words` is a part; None without the library."""
+    """The library's layout, of which the pairs are a part; None without the library."""
 
     @property
     def nbytes(self) -> int:
-        whole = self.words if self.packed is None else self.packed
-        assert whole is not None
-        return whole.nbytes + (0 if self.positions is None else self.positions.nbytes)
+        own = () if self.words is None else (self.words.positions, self.words.pairs)
+        return sum(part.nbytes for part in (own if self.packed is None else (*own[:1], self.packed)))
 
 
 def positions_in(values: Tensor, dense: Tensor) -> Tensor | None:
@@ -73,10 +71,11 @@ def prepare(weight: QTensor) -> SparseWeight:
         places = positions_in(kept, dense)
         if places is None:
             _tell_opaque()
-            return SparseWeight((outputs, columns), None, None, packed)
-        return SparseWeight((outputs, columns), kept.view(torch.int32), places.view(torch.int16), packed)
-    values, positions = values.contiguous(), positions.contiguous()
-    return SparseWeight((outputs, columns), values.view(torch.int32), positions.view(torch.int16), None)
+            return SparseWeight((outputs, columns), None, packed)
+        words = SparseWords.of(kept.view(torch.int32), places.view(torch.int16))
+        return SparseWeight((outputs, columns), words, packed)
+    words = SparseWords.of(values.contiguous().view(torch.int32), positions.contiguous().view(torch.int16))
+    return SparseWeight((outputs, columns), words, None)
 
 
 @cache

@@ -15,12 +15,12 @@ from torch import Tensor
 from bankfull.ops.pointwise.body import activate_mul
 from bankfull.ops.products.body import Unnormed, best_output, gated_linear, linear, normed_gated_linear, normed_linear
 from bankfull.ops.products.triton.linear import read
+from bankfull.ops.products.triton.operands import aligned_rows, aligned_unnormed
 from bankfull.ops.products.triton.sparse24 import library as sparse24_library
 from bankfull.ops.products.triton.sparse24.layout import SparseWeight, prepare
 from bankfull.ops.products.triton.sparse24.rows import one_row
 from bankfull.ops.products.triton.sparse24.tiles import MOST_ROWS, expanded_product, tiles
 from bankfull.ops.sampling.triton.sampling import best
-from bankfull.ops.shapes import check_linear
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.sparse_source import fits_kernels
 
@@ -39,25 +39,14 @@ def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
     return weight is not None and accepts_sparse(weight=weight, **facts) and weight.shape[0] % 2 == 0
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Rows are loaded in vectors of 16 bytes."""
-    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
-
-
-def _rows(x: Tensor, weight: SparseWeight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    check_linear(x, weight.shape, bias)
-    rows = _aligned(x.reshape(-1, weight.shape[1]).contiguous())
-    return rows, None if bias is None else bias.contiguous()
-
-
 def _is_tiled(rows: int, weight: SparseWeight) -> bool:
     """Whether our kernels multiply this many rows."""
     return weight.words is not None and rows <= (MOST_TILED_ROWS if weight.packed is None else MOST_ROWS)
 
 
 def _few(x: Tensor, weight: SparseWeight, bias: Tensor | None, gate: str = "") -> Tensor:
-    assert weight.words is not None and weight.positions is not None
-    return (one_row if len(x) == 1 else tiles)(x, weight.words, weight.positions, bias, gate)
+    assert weight.words is not None
+    return (one_row if len(x) == 1 else tiles)(x, weight.words, bias, gate)
 
 
 def _product(x: Tensor, weight: SparseWeight, bias: Tensor | None) -> Tensor:
@@ -67,19 +56,19 @@ def _product(x: Tensor, weight: SparseWeight, bias: Tensor | None) -> Tensor:
         return _few(x, weight, bias)
     if weight.packed is not None:
         return sparse24_library.product(weight.packed, x, bias)
-    assert weight.words is not None and weight.positions is not None
-    return expanded_product(x, weight.words, weight.positions, bias)
+    assert weight.words is not None
+    return expanded_product(x, weight.words, bias)
 
 
 @linear.provider(NAME, on="cuda", accepts=accepts_sparse, prepare=prepare)
 def run_linear(x: Tensor, weight: SparseWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = _rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight.shape, bias)
     return _product(rows, weight, shift).reshape(*x.shape[:-1], weight.shape[0])
 
 
 @gated_linear.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=prepare)
 def run_gated_linear(x: Tensor, weight: SparseWeight, bias: Tensor | None, kind: str) -> Tensor:
-    rows, shift = _rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight.shape, bias)
     if len(rows) and _is_tiled(len(rows), weight):
         y = _few(rows, weight, shift, kind)
     else:
@@ -88,34 +77,21 @@ def run_gated_linear(x: Tensor, weight: SparseWeight, bias: Tensor | None, kind:
     return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
 
 
-def _unnormed(x: Unnormed) -> Unnormed:
-    """The same input, contiguous and aligned."""
-    row, delta, weight = (_aligned(part.contiguous()) for part in (x.x, x.delta, x.weight))
-    return Unnormed(row, delta, weight, x.eps, x.offset, x.joined)
-
-
-def _norms(x: Unnormed, weight: SparseWeight) -> bool:
-    """Whether the kernel for one row norms it; without our kernels the norm is an operation of its own."""
-    return len(x.x) == 1 and weight.words is not None
-
-
 @normed_linear.provider(NAME, on="cuda", accepts=accepts_sparse, prepare=prepare)
 def run_normed_linear(x: Unnormed, weight: SparseWeight, bias: Tensor | None = None) -> Tensor:
-    if not _norms(x, weight):
+    if len(x.x) != 1 or weight.words is None:
         return run_linear(read(x), weight, bias)
-    assert weight.words is not None and weight.positions is not None
-    return one_row(_unnormed(x), weight.words, weight.positions, bias)
+    return one_row(aligned_unnormed(x), weight.words, bias)
 
 
 @normed_gated_linear.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=prepare)
 def run_normed_gated_linear(x: Unnormed, weight: SparseWeight, bias: Tensor | None, kind: str) -> Tensor:
-    if not _norms(x, weight):
+    if len(x.x) != 1 or weight.words is None:
         return run_gated_linear(read(x), weight, bias, kind)
-    assert weight.words is not None and weight.positions is not None
-    return one_row(_unnormed(x), weight.words, weight.positions, bias, kind)
+    return one_row(aligned_unnormed(x), weight.words, bias, kind)
 
 
 @best_output.provider(NAME, on="cuda", accepts=accepts_sparse, prepare=prepare)
 def run_best_output(x: Tensor, weight: SparseWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = _rows(x, weight, bias)
+    rows, shift = aligned_rows(x, weight.shape, bias)
     return best(_product(rows, weight, shift)).reshape(x.shape[:-1])

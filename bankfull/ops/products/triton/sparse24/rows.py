@@ -10,27 +10,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.products.body import Unnormed
 from bankfull.ops.products.triton.linear_rows import gated
-from bankfull.ops.products.triton.sparse24.words import both, chosen, fours, per_word
+from bankfull.ops.products.triton.operands import Input, Output
+from bankfull.ops.products.triton.sparse24.words import SparseWords, both, chosen, fours, per_word
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
 
 @triton.jit
-def load_kept(words, positions, own, exist, first, quads, Q: tl.constexpr):
-    """Words [OUT, 4 Q] from quad `first` on, and their positions [OUT, Q]. They are read once per step, so they are
-    not kept in the cache."""
-    start = own.to(tl.int64)[:, None] * quads + first
+def load_kept(words, own, exist, first, Q: tl.constexpr):
+    """Pairs [OUT, 4 Q] from quad `first` on, and their positions [OUT, Q]. They are read once per step, so they are not
+    kept in the cache."""
+    start = own.to(tl.int64)[:, None] * words.quads + first
     quad, word = tl.arange(0, Q), tl.arange(0, 4 * Q)
-    near = exist[:, None] & (word < (quads - first) * 4)[None, :]
-    found = tl.load(words + 4 * start + word[None, :], near, 0, eviction_policy="evict_first")
-    near = exist[:, None] & (quad < quads - first)[None, :]
-    return found.to(tl.uint32, bitcast=True), tl.load(positions + start + quad[None, :], near, 0)
+    near = exist[:, None] & (word < (words.quads - first) * 4)[None, :]
+    found = tl.load(words.pairs + 4 * start + word[None, :], near, 0, eviction_policy="evict_first")
+    near = exist[:, None] & (quad < words.quads - first)[None, :]
+    return found.to(tl.uint32, bitcast=True), tl.load(words.positions + start + quad[None, :], near, 0)
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def products(word, positions, x0, x1, x2, x3, KIND: tl.constexpr, OUT: tl.conste
 
 
 @triton.jit
-def joined_fours(x, delta, four, inside, KIND: tl.constexpr):
+def joined_fours(rows, four, inside, KIND: tl.constexpr):
     """x + delta, rounded as the separate operation does."""
-    x0, x1, x2, x3 = fours(x, four, inside)
-    d0, d1, d2, d3 = fours(delta, four, inside)
+    x0, x1, x2, x3 = fours(rows.x, four, inside)
+    d0, d1, d2, d3 = fours(rows.delta, four, inside)
     return (
         (x0 + d0).to(KIND).to(tl.float32),
         (x1 + d1).to(KIND).to(tl.float32),
@@ -55,9 +55,9 @@ def joined_fours(x, delta, four, inside, KIND: tl.constexpr):
 
 
 @triton.jit
-def normed(x, gain, inverse, offset, SHIFTED: tl.constexpr, KIND: tl.constexpr):
+def normed(x, gain, inverse, offset, KIND: tl.constexpr):
     value = x * inverse
-    if SHIFTED:
+    if offset is not None:
         return (value * (offset + gain)).to(KIND).to(tl.float32)
     else:
         return (value.to(KIND).to(tl.float32) * gain).to(KIND).to(tl.float32)
@@ -65,86 +65,74 @@ def normed(x, gain, inverse, offset, SHIFTED: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def sparse_row_kernel(
-    x,
-    delta,
-    joined,
-    norm,
-    eps,
-    offset,
+    rows,
     words,
-    positions,
-    bias,
-    y,
-    outputs,
-    quads,
+    out,
     COLUMNS: tl.constexpr,
     Q: tl.constexpr,
     OUT: tl.constexpr,
     CHUNKS: tl.constexpr,
-    NORM: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    BIAS: tl.constexpr,
     GATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`outputs` results. NORM: the input is the norm of x + delta, which the first program stores to `joined`. GATE: an
-    activation f; the weight then has 2 * `outputs` rows, and the result is f(first) * second. A chunk has Q quads of
-    four words."""
+    """GATE: an activation f; the weight then has twice as many rows as there are outputs, and a result is f(first)
+    times second. A chunk has Q quads."""
     start_next(OVERLAP)
-    kind: tl.constexpr = y.dtype.element_ty
+    kind: tl.constexpr = out.y.dtype.element_ty
+    outputs, quads = words.outputs, words.quads
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     exist = own < outputs
-    word, position = load_kept(words, positions, own, exist, 0, quads, Q)
+    word, position = load_kept(words, own, exist, 0, Q)
     up_word, up_position = word, position
     if GATE != "":
-        up_word, up_position = load_kept(words, positions, outputs + own, exist, 0, quads, Q)
+        up_word, up_position = load_kept(words, outputs + own, exist, 0, Q)
     wait_for_inputs(OVERLAP)
     here = tl.arange(0, 4 * Q)
     inverse = 1.0
-    if NORM:
+    if rows.gain is not None:
         squares = tl.zeros([4 * Q], tl.float32)
         for chunk in range(CHUNKS):
             four = chunk * Q * 4 + here
             inside = four < quads * 4
-            s0, s1, s2, s3 = joined_fours(x, delta, four, inside, kind)
+            s0, s1, s2, s3 = joined_fours(rows, four, inside, kind)
             squares += s0 * s0 + s1 * s1 + s2 * s2 + s3 * s3
             if tl.program_id(0) == 0:
-                tl.store(joined + 4 * four, s0.to(kind), inside)
-                tl.store(joined + 4 * four + 1, s1.to(kind), inside)
-                tl.store(joined + 4 * four + 2, s2.to(kind), inside)
-                tl.store(joined + 4 * four + 3, s3.to(kind), inside)
-        inverse = tl.rsqrt(tl.sum(squares, 0) / COLUMNS + eps)
+                tl.store(rows.joined + 4 * four, s0.to(kind), inside)
+                tl.store(rows.joined + 4 * four + 1, s1.to(kind), inside)
+                tl.store(rows.joined + 4 * four + 2, s2.to(kind), inside)
+                tl.store(rows.joined + 4 * four + 3, s3.to(kind), inside)
+        inverse = tl.rsqrt(tl.sum(squares, 0) / COLUMNS + rows.eps)
     total = tl.zeros([OUT, Q], tl.float32)
     up_total = tl.zeros([OUT, Q], tl.float32)
     for chunk in range(CHUNKS):
         now, now_at, up_now, up_now_at = word, position, up_word, up_position
         if CHUNKS > 1:  # the next chunk loads during the products of this one
-            word, position = load_kept(words, positions, own, exist, (chunk + 1) * Q, quads, Q)
+            word, position = load_kept(words, own, exist, (chunk + 1) * Q, Q)
             if GATE != "":
-                up_word, up_position = load_kept(words, positions, outputs + own, exist, (chunk + 1) * Q, quads, Q)
+                up_word, up_position = load_kept(words, outputs + own, exist, (chunk + 1) * Q, Q)
         four = chunk * Q * 4 + here
         inside = four < quads * 4
-        if NORM:
-            x0, x1, x2, x3 = joined_fours(x, delta, four, inside, kind)
-            g0, g1, g2, g3 = fours(norm, four, inside)
-            x0 = normed(x0, g0, inverse, offset, SHIFTED, kind)
-            x1 = normed(x1, g1, inverse, offset, SHIFTED, kind)
-            x2 = normed(x2, g2, inverse, offset, SHIFTED, kind)
-            x3 = normed(x3, g3, inverse, offset, SHIFTED, kind)
+        if rows.gain is not None:
+            x0, x1, x2, x3 = joined_fours(rows, four, inside, kind)
+            g0, g1, g2, g3 = fours(rows.gain, four, inside)
+            x0 = normed(x0, g0, inverse, rows.offset, kind)
+            x1 = normed(x1, g1, inverse, rows.offset, kind)
+            x2 = normed(x2, g2, inverse, rows.offset, kind)
+            x3 = normed(x3, g3, inverse, rows.offset, kind)
         else:
-            x0, x1, x2, x3 = fours(x, four, inside)
+            x0, x1, x2, x3 = fours(rows.x, four, inside)
         total += products(now, now_at, x0, x1, x2, x3, kind, OUT, Q)
         if GATE != "":
             up_total += products(up_now, up_now_at, x0, x1, x2, x3, kind, OUT, Q)
     result = tl.sum(total, 1)
-    if BIAS:
-        result += tl.load(bias + own, exist, 0.0).to(tl.float32)
+    if out.bias is not None:
+        result += tl.load(out.bias + own, exist, 0.0).to(tl.float32)
     if GATE != "":
         up = tl.sum(up_total, 1)
-        if BIAS:
-            up += tl.load(bias + outputs + own, exist, 0.0).to(tl.float32)
+        if out.bias is not None:
+            up += tl.load(out.bias + outputs + own, exist, 0.0).to(tl.float32)
         result = gated(result, up, GATE, kind)
-    tl.store(y + own, result.to(kind), exist)
+    tl.store(out.y + own, result.to(kind), exist)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,48 +157,23 @@ def plan_for(outputs: int, gate: str) -> RowPlan:
 
 
 def one_row(
-    x: Tensor | Unnormed,
-    words: Tensor,
-    positions: Tensor,
-    bias: Tensor | None,
-    gate: str = "",
-    plan: RowPlan | None = None,
+    x: Tensor | Unnormed, weight: SparseWords, bias: Tensor | None, gate: str = "", plan: RowPlan | None = None
 ) -> Tensor:
     """A row (1, columns) times the weight; gated if `gate` is given. Rows are contiguous and aligned to 8 bytes."""
-    before = x if isinstance(x, Unnormed) else None
-    row = x.x if isinstance(x, Unnormed) else x
-    columns, quads = row.shape[1], positions.shape[1]
-    plan = plan or plan_for(len(words), gate)
-    outputs = len(words) // 2 if gate else len(words)
-    y = torch.empty(1, outputs, dtype=row.dtype, device=row.device)
-    width = min(plan.quads, power_of_two(quads))
-    delta, joined, norm, eps, offset = (
-        (row, y, y, 0.0, 0.0)
-        if before is None
-        else (before.delta, before.joined, before.weight, before.eps, before.offset)
-    )
-    sparse_row_kernel[(triton.cdiv(outputs, plan.outputs),)](
-        row,
-        delta,
-        joined,
-        norm,
-        eps,
-        offset,
+    rows, words = Input.of(x), weight.for_gate(gate)
+    plan = plan or plan_for(weight.outputs, gate)
+    out = Output(bias, rows.x.new_empty(1, words.outputs))
+    width = min(plan.quads, power_of_two(words.quads))
+    sparse_row_kernel[(triton.cdiv(words.outputs, plan.outputs),)](
+        rows,
         words,
-        positions,
-        y if bias is None else bias,
-        y,
-        outputs,
-        quads,
-        COLUMNS=columns,
+        out,
+        COLUMNS=rows.x.shape[1],
         Q=width,
         OUT=plan.outputs,
-        CHUNKS=triton.cdiv(quads, width),
-        NORM=before is not None,
-        SHIFTED=offset != 0.0,
-        BIAS=bias is not None,
+        CHUNKS=triton.cdiv(words.quads, width),
         GATE=gate,
         num_warps=plan.warps,
-        **overlapped(row),
+        **overlapped(rows.x),
     )
-    return y
+    return out.y

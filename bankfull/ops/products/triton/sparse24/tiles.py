@@ -18,82 +18,69 @@ from torch import Tensor
 from bankfull.ops.products.triton.linear import sums_of
 from bankfull.ops.products.triton.linear_rows import gated
 from bankfull.ops.products.triton.linear_tiles import is_last_split, sum_of_splits
-from bankfull.ops.products.triton.sparse24.words import expanded, per_word
+from bankfull.ops.products.triton.operands import Input, Output, Tile
+from bankfull.ops.products.triton.sparse24.words import SparseWords, expanded, per_word
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 
 
 @triton.jit
-def tile_of(words, positions, KIND: tl.constexpr, OUT: tl.constexpr, WORDS: tl.constexpr):
-    """A tile [OUT, 4 WORDS] of the weight with its zeros, from pointers to its words and to their positions."""
-    word = tl.load(words, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+def tile_of(pairs, positions, KIND: tl.constexpr, OUT: tl.constexpr, WORDS: tl.constexpr):
+    """A tile [OUT, 4 WORDS] of the weight with its zeros, from pointers to its pairs and to their positions."""
+    word = tl.load(pairs, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     return expanded(word, per_word(tl.load(positions), OUT, WORDS // 4), KIND, OUT, WORDS)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count"])
 def sparse_tiles_kernel(
-    x,
-    x_stride,
-    words,
-    positions,
-    bias,
-    y,
-    partial,
-    arrivals,
-    rows,
-    outputs,
-    quads,
-    share,
-    ROWS: tl.constexpr,
-    OUT: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    rows, words, out, sums, count, share, GATE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """SPLITS programs process `share` words of a tile's outputs each; the last one to finish adds their sums in a fixed
-    order. GATE: an activation f; the weight then has 2 * `outputs` rows, and the result is f(first) * second, in one
-    split. Outputs past the end are those of the last one, and are not stored."""
+    """Programs process `share` pairs of a tile's outputs each; the last one to finish adds their sums in a fixed order.
+    GATE: an activation f; the weight then has twice as many rows as there are outputs, and a result is f(first) times
+    second, in one split. Outputs past the end are those of the last one, and are not stored."""
     start_next(OVERLAP)
-    kind: tl.constexpr = y.dtype.element_ty
+    kind: tl.constexpr = out.y.dtype.element_ty
+    ROWS: tl.constexpr = TILE.rows
+    OUT: tl.constexpr = TILE.out
+    WORDS: tl.constexpr = TILE.depth // 4
+    SPLITS: tl.constexpr = TILE.splits
+    outputs, quads = words.outputs, words.quads
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     within, row = tl.arange(0, OUT), tl.arange(0, ROWS)
     own, line = tile * OUT + within, block * ROWS + row
-    exist, used = own < outputs, line < rows
+    exist, used = own < outputs, line < count
     first = tl.minimum(own, outputs - 1).to(tl.int64) * quads
     word, quad = split * share + tl.arange(0, WORDS), split * (share // 4) + tl.arange(0, WORDS // 4)
     column = 4 * split * share + tl.arange(0, 4 * WORDS)
-    kept = words + 4 * first[:, None] + word[None, :]
-    places = positions + first[:, None] + quad[None, :]
+    kept = words.pairs + 4 * first[:, None] + word[None, :]
+    places = words.positions + first[:, None] + quad[None, :]
     second = tl.cast(outputs, tl.int64) * quads  # a plain number if there is one output
-    inputs = x + line[:, None].to(tl.int64) * x_stride + column[None, :]
+    inputs = rows.x + line[:, None].to(tl.int64) * rows.stride + column[None, :]
     wait_for_inputs(OVERLAP)
     total = tl.zeros((OUT, ROWS), tl.float32)
     up = tl.zeros((OUT, ROWS), tl.float32)
-    for at in tl.range(0, share, WORDS, num_stages=STAGES):
+    for at in tl.range(0, share, WORDS, num_stages=TILE.stages):
         lines = tl.trans(tl.load(inputs + 4 * at, mask=used[:, None], other=0.0))
         total = tl.dot(tile_of(kept + at, places + at // 4, kind, OUT, WORDS), lines, total, input_precision="ieee")
         if GATE != "":
             other = tile_of(kept + 4 * second + at, places + second + at // 4, kind, OUT, WORDS)
             up = tl.dot(other, lines, up, input_precision="ieee")
-    results = y + line[None, :].to(tl.int64) * outputs + own[:, None]
+    results = out.y + line[None, :].to(tl.int64) * outputs + own[:, None]
     known = exist[:, None] & used[None, :]
     if SPLITS == 1:
-        if BIAS:
-            total += tl.load(bias + own, exist, 0.0).to(tl.float32)[:, None]
+        if out.bias is not None:
+            total += tl.load(out.bias + own, exist, 0.0).to(tl.float32)[:, None]
         if GATE != "":
-            if BIAS:
-                up += tl.load(bias + outputs + own, exist, 0.0).to(tl.float32)[:, None]
+            if out.bias is not None:
+                up += tl.load(out.bias + outputs + own, exist, 0.0).to(tl.float32)[:, None]
             total = gated(total, up, GATE, kind)
         tl.store(results, total.to(kind), known)
     else:
         place = block * tl.num_programs(0) + tile
-        sums = partial + place * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
-        if is_last_split(total, sums, arrivals + place, split, OUT * ROWS, SPLITS):
-            whole = sum_of_splits(sums, arrivals + place, OUT * ROWS, SPLITS)
-            if BIAS:
-                whole += tl.load(bias + own, exist, 0.0).to(tl.float32)[:, None]
+        parts = sums.partial + place * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
+        if is_last_split(total, parts, sums.arrivals + place, split, OUT * ROWS, SPLITS):
+            whole = sum_of_splits(parts, sums.arrivals + place, OUT * ROWS, SPLITS)
+            if out.bias is not None:
+                whole += tl.load(out.bias + own, exist, 0.0).to(tl.float32)[:, None]
             tl.store(results, whole.to(kind), known)
 
 
@@ -124,59 +111,32 @@ def plan_for(outputs: int, quads: int, device: torch.device, gate: bool) -> Tile
     return TilePlan(words=words, splits=splits)
 
 
-def tiles(
-    x: Tensor, words: Tensor, positions: Tensor, bias: Tensor | None, gate: str = "", plan: TilePlan | None = None
-) -> Tensor:
+def tiles(x: Tensor, weight: SparseWords, bias: Tensor | None, gate: str = "", plan: TilePlan | None = None) -> Tensor:
     """x (rows, columns) with contiguous rows, times the weight."""
-    rows, quads = len(x), positions.shape[1]
-    outputs = len(words) // 2 if gate else len(words)
-    plan = plan or plan_for(outputs, quads, x.device, bool(gate))
+    rows, words = len(x), weight.for_gate(gate)
+    plan = plan or plan_for(words.outputs, words.quads, x.device, bool(gate))
     height = min(MOST_ROWS, max(16, power_of_two(rows)))
-    across, down = triton.cdiv(outputs, plan.outputs), triton.cdiv(rows, height)
-    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    partial, arrivals = y, y  # not used by a single split
-    if plan.splits > 1:
-        sums = sums_of(x.device, across * down, plan.splits * plan.outputs * height)
-        partial, arrivals = sums.partial, sums.arrivals
-    sparse_tiles_kernel[(across, plan.splits, down)](
-        x,
-        x.stride(0),
-        words,
-        positions,
-        y if bias is None else bias,
-        y,
-        partial,
-        arrivals,
-        rows,
-        outputs,
-        quads,
-        4 * quads // plan.splits,
-        ROWS=height,
-        OUT=plan.outputs,
-        WORDS=plan.words,
-        STAGES=plan.stages,
-        SPLITS=plan.splits,
-        BIAS=bias is not None,
-        GATE=gate,
-        num_warps=4,
-        **overlapped(x),
-    )
-    return y
+    across, down = triton.cdiv(words.outputs, plan.outputs), triton.cdiv(rows, height)
+    out = Output(bias, x.new_empty(rows, words.outputs))
+    sums = None if plan.splits == 1 else sums_of(x.device, across * down, plan.splits * plan.outputs * height)
+    tile = Tile(height, plan.outputs, 4 * plan.words, plan.stages, plan.splits)
+    operands = (Input.of(x), words, out, sums, rows, 4 * words.quads // plan.splits, gate, tile)
+    sparse_tiles_kernel[(across, plan.splits, down)](*operands, num_warps=4, **overlapped(x))
+    return out.y
 
 
 @triton.jit
-def expand_kernel(
-    y, words, positions, first, count, quads, OUT: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr
-):
+def expand_kernel(y, words, first, count, OUT: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr):
     """Outputs `first` to `first + count` with their zeros."""
     start_next(OVERLAP)
+    quads = words.quads
     here = tl.program_id(0) * OUT + tl.arange(0, OUT)
     start = (first + tl.minimum(here, count - 1)).to(tl.int64) * quads
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     quad = tl.program_id(1) * (WORDS // 4) + tl.arange(0, WORDS // 4)
     near = (word < 4 * quads)[None, :]
-    found = tl.load(words + 4 * start[:, None] + word[None, :], near, 0).to(tl.uint32, bitcast=True)
-    position = tl.load(positions + start[:, None] + quad[None, :], (quad < quads)[None, :], 0)
+    found = tl.load(words.pairs + 4 * start[:, None] + word[None, :], near, 0).to(tl.uint32, bitcast=True)
+    position = tl.load(words.positions + start[:, None] + quad[None, :], (quad < quads)[None, :], 0)
     values = expanded(found, per_word(position, OUT, WORDS // 4), y.dtype.element_ty, OUT, WORDS)
     column = 4 * WORDS * tl.program_id(1) + tl.arange(0, 4 * WORDS)
     wait_for_inputs(OVERLAP)
@@ -189,32 +149,22 @@ SLICE = 1 << 25
 EXPANDED_OUT, EXPANDED_WORDS = 16, 64
 
 
-def expand(words: Tensor, positions: Tensor, first: int, count: int, into: Tensor) -> Tensor:
+def expand(words: SparseWords, first: int, count: int, into: Tensor) -> Tensor:
     """Outputs `first` to `first + count` in the first rows of `into`."""
-    quads = positions.shape[1]
-    expand_kernel[(triton.cdiv(count, EXPANDED_OUT), triton.cdiv(4 * quads, EXPANDED_WORDS))](
-        into,
-        words,
-        positions,
-        first,
-        count,
-        quads,
-        OUT=EXPANDED_OUT,
-        WORDS=EXPANDED_WORDS,
-        num_warps=4,
-        **overlapped(into),
-    )
+    grid = triton.cdiv(count, EXPANDED_OUT), triton.cdiv(4 * words.quads, EXPANDED_WORDS)
+    operands = (into, words, first, count, EXPANDED_OUT, EXPANDED_WORDS)
+    expand_kernel[grid](*operands, num_warps=4, **overlapped(into))
     return into[:count]
 
 
-def expanded_product(x: Tensor, words: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+def expanded_product(x: Tensor, words: SparseWords, bias: Tensor | None) -> Tensor:
     """x (rows, columns), contiguous, times the weight."""
-    outputs, columns = len(words), 4 * words.shape[1]
+    outputs, columns = words.outputs, x.shape[1]
     step = min(outputs, max(128, SLICE // columns // 128 * 128))
     values = torch.empty(step, columns, dtype=x.dtype, device=x.device)
     y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
     for first in range(0, outputs, step):
         count = min(step, outputs - first)
-        part = expand(words, positions, first, count, values)
+        part = expand(words, first, count, values)
         torch.mm(x, part.t(), out=y[:, first : first + count])
     return y if bias is None else y.add_(bias)

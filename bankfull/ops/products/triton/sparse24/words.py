@@ -7,8 +7,31 @@ the second.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class SparseWords(NamedTuple):
+    """The numbers of a 2:4 sparse weight, as kernels take them."""
+
+    pairs: Tensor
+    """Pairs of kept numbers as int32 (outputs, columns / 4)."""
+    positions: Tensor
+    """int16 (outputs, columns / 16)"""
+    outputs: int
+    """Results of a row: half of the weight's rows, if the first half of these is a gate."""
+    quads: int
+    """Positions of a row: each belongs to four pairs."""
+
+    @classmethod
+    def of(cls, pairs: Tensor, positions: Tensor) -> SparseWords:
+        return cls(pairs, positions, *positions.shape)
+
+    def for_gate(self, gate: str) -> SparseWords:
+        return self._replace(outputs=self.outputs // 2) if gate else self
 
 
 @triton.jit
