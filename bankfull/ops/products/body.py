@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from bankfull.ops.cost import Cost, nbytes, rounded_to
 from bankfull.ops.norm.body import rms_norm, wide
 from bankfull.ops.pointwise.body import activate_mul
-from bankfull.ops.registry import op
+from bankfull.ops.registry import Operation, op
 from bankfull.weights.qtensor import QTensor
 
 
@@ -51,11 +53,18 @@ def highest(scores: Tensor) -> Tensor:
     return torch.where(top.isfinite(), index, -1)
 
 
-@op(cost=best_cost, shape=best_shape)
-def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Argmax over the outputs of `linear`: greedy decoding needs no logits, so a kernel stores none."""
-    return highest(linear.body(x, weight, bias))
+def best_of(product: Operation, cost: Callable[..., Cost] = best_cost) -> Operation:
+    """The operation for the argmax over the outputs of a product: greedy decoding needs no logits, so a kernel stores
+    none."""
 
+    def best(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+        return highest(product.body(x, weight, bias))
+
+    best.__name__ = product.name.replace("linear", "best_output")
+    return op(cost=cost, shape=best_shape)(best)
+
+
+best_output = best_of(linear)
 
 GROUP = 32
 """Activations per quantization group."""
@@ -106,16 +115,8 @@ def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> T
     return torch.nn.functional.linear(rows, weights, None if bias is None else wide(bias)).to(x.dtype)
 
 
-@op(cost=rounded_to("int8", best_cost), shape=best_shape)
-def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Argmax over the outputs of `linear_int8`."""
-    return highest(linear_int8.body(x, weight, bias))
-
-
-@op(cost=rounded_to("int8", best_cost), shape=best_shape)
-def best_output_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Argmax over the outputs of `linear_hadamard`."""
-    return highest(linear_hadamard.body(x, weight, bias))
+best_output_int8 = best_of(linear_int8, rounded_to("int8", best_cost))
+best_output_hadamard = best_of(linear_hadamard, rounded_to("int8", best_cost))
 
 
 @op(cost=rounded_to("bf16", linear_cost), shape=linear_shape)
@@ -125,10 +126,7 @@ def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tenso
     return torch.nn.functional.linear(x.to(torch.bfloat16).to(x.dtype), weight.dequantize(x.dtype), bias)
 
 
-@op(cost=rounded_to("bf16", best_cost), shape=best_shape)
-def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Argmax over the outputs of `linear_bf16`."""
-    return highest(linear_bf16.body(x, weight, bias))
+best_output_bf16 = best_of(linear_bf16, rounded_to("bf16", best_cost))
 
 
 def gated_cost(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Cost:
@@ -142,14 +140,19 @@ def gated_shape(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> T
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
-@op(cost=gated_cost, shape=gated_shape)
-def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """f(gate) * up, where the first half of the weight's rows computes the gate and the second half `up`. Layers use it
-    where a provider has it as one fused kernel."""
-    gate, up = linear.body(x, weight, bias).chunk(2, -1)
-    return activate_mul.body(gate, up, kind)
+def gated_of(product: Operation, cost: Callable[..., Cost] = gated_cost) -> Operation:
+    """The operation for f(gate) * up, where the first half of the weight's rows computes the gate and the second half
+    `up`. Layers use it where a provider has it as one fused kernel."""
+
+    def gated(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
+        gate, up = product.body(x, weight, bias).chunk(2, -1)
+        return activate_mul.body(gate, up, kind)
+
+    gated.__name__ = f"gated_{product.name}"
+    return op(cost=cost, shape=gated_shape)(gated)
 
 
+gated_linear = gated_of(linear)
 FEW_ROWS = 4
 
 
@@ -180,31 +183,23 @@ class Unnormed:
         return Cost(5.0 * self.x.numel(), nbytes(self.delta, self.weight), nbytes(self.x))
 
 
-@op(
-    cost=lambda x, weight, bias=None: linear_cost(x.x, weight, bias) + x.cost,
-    shape=lambda x, weight, bias=None: linear_shape(x.x, weight, bias),
-)
-def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` with a fused input norm. Layers use it where a provider has it."""
-    return linear.body(x.read(), weight, bias)
+def normed_of(product: Operation) -> Operation:
+    """The operation for a product with a fused input norm. Layers use it where a provider has it."""
+    assert product.shape is not None
+    shape = product.shape
+
+    def normed(x: Unnormed, weight: QTensor, *rest: Any) -> Tensor:
+        result: Tensor = product.body(x.read(), weight, *rest)
+        return result
+
+    normed.__name__ = f"normed_{product.name}"
+    return op(
+        cost=lambda x, *others: product.cost(x.x, *others) + x.cost,
+        shape=lambda x, *others: shape(x.x, *others),
+    )(normed)
 
 
-@op(
-    cost=lambda x, weight, bias=None: best_cost(x.x, weight, bias) + x.cost,
-    shape=lambda x, weight, bias=None: best_shape(x.x, weight, bias),
-)
-def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """`best_output` with a fused input norm. Heads use it where a provider has it."""
-    return best_output.body(x.read(), weight, bias)
-
-
-@op(
-    cost=lambda x, weight, bias, kind: gated_cost(x.x, weight, bias, kind) + x.cost,
-    shape=lambda x, weight, bias, kind: gated_shape(x.x, weight, bias, kind),
-)
-def normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`gated_linear` with a fused input norm."""
-    return gated_linear.body(x.read(), weight, bias, kind)
+normed_linear, normed_best_output, normed_gated_linear = map(normed_of, (linear, best_output, gated_linear))
 
 
 def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:

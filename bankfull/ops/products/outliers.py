@@ -9,8 +9,7 @@ from torch.nn.functional import linear as product
 
 from bankfull.ops.cost import Cost
 from bankfull.ops.norm.body import wide
-from bankfull.ops.pointwise.body import activate_mul
-from bankfull.ops.products.body import Unnormed, gated_cost, gated_shape, linear_cost, linear_shape, quantized_rows
+from bankfull.ops.products.body import gated_cost, gated_of, linear_cost, linear_shape, normed_of, quantized_rows
 from bankfull.ops.registry import op
 from bankfull.weights.qtensor import Outliers, QTensor
 
@@ -44,26 +43,6 @@ def linear_outliers(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> T
     return product(rest, weight.as_stored.dequantize(x.dtype)) + outliers
 
 
-@op(cost=_gated_cost, shape=gated_shape)
-def gated_linear_outliers(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`gated_linear` of `linear_outliers`."""
-    gate, up = linear_outliers.body(x, weight, bias).chunk(2, -1)
-    return activate_mul.body(gate, up, kind)
-
-
-@op(
-    cost=lambda x, weight, bias=None: _linear_cost(x.x, weight, bias) + x.cost,
-    shape=lambda x, weight, bias=None: linear_shape(x.x, weight, bias),
-)
-def normed_linear_outliers(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """`linear_outliers` with a fused input norm, which rounds the activations in the same pass."""
-    return linear_outliers.body(x.read(), weight, bias)
-
-
-@op(
-    cost=lambda x, weight, bias, kind: _gated_cost(x.x, weight, bias, kind) + x.cost,
-    shape=lambda x, weight, bias, kind: gated_shape(x.x, weight, bias, kind),
-)
-def normed_gated_linear_outliers(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`gated_linear_outliers` with a fused input norm."""
-    return gated_linear_outliers.body(x.read(), weight, bias, kind)
+gated_linear_outliers = gated_of(linear_outliers, _gated_cost)
+normed_linear_outliers, normed_gated_linear_outliers = map(normed_of, (linear_outliers, gated_linear_outliers))
+"""The norm rounds the activations in the same pass."""

@@ -10,16 +10,14 @@ from torch import Tensor
 
 from bankfull.ops.cost import Cost, Operands
 from bankfull.ops.norm.body import wide
-from bankfull.ops.pointwise.body import activate_mul
 from bankfull.ops.products.body import (
-    Unnormed,
     best_cost,
-    best_shape,
+    best_of,
     gated_cost,
-    gated_shape,
-    highest,
+    gated_of,
     linear_cost,
     linear_shape,
+    normed_of,
     quantized_rows,
 )
 from bankfull.ops.registry import op
@@ -41,9 +39,6 @@ def _rounded(cost: Callable[..., Cost]) -> Callable[..., Cost]:
     return lambda x, weight, *others: cost(x, weight, *others).on(weight_operands(weight))
 
 
-_linear_cost, _best_cost, _gated_cost = _rounded(linear_cost), _rounded(best_cost), _rounded(gated_cost)
-
-
 def rounded_per_token(x: Tensor, scheme: str) -> Tensor:
     """Each row of x rounded to the 8-bit type of a weight, with the row's absolute maximum as the largest number."""
     numbers = wide(x)
@@ -54,39 +49,14 @@ def rounded_per_token(x: Tensor, scheme: str) -> Tensor:
     return (codes.to(torch.float8_e4m3fn).to(numbers.dtype) * scale).to(x.dtype)
 
 
-@op(cost=_linear_cost, shape=linear_shape)
+@op(cost=_rounded(linear_cost), shape=linear_shape)
 def linear_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Lossy: activations are rounded to the weight's 8-bit type, with one scale per token. A kernel may keep the
     activations of a few rows as they are."""
     return torch.nn.functional.linear(rounded_per_token(x, weight.scheme.name), weight.dequantize(x.dtype), bias)
 
 
-@op(cost=_best_cost, shape=best_shape)
-def best_output_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Argmax over the outputs of `linear_w8a8`."""
-    return highest(linear_w8a8.body(x, weight, bias))
-
-
-@op(cost=_gated_cost, shape=gated_shape)
-def gated_linear_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`gated_linear` of `linear_w8a8`."""
-    gate, up = linear_w8a8.body(x, weight, bias).chunk(2, -1)
-    return activate_mul.body(gate, up, kind)
-
-
-@op(
-    cost=lambda x, weight, bias=None: _linear_cost(x.x, weight, bias) + x.cost,
-    shape=lambda x, weight, bias=None: linear_shape(x.x, weight, bias),
-)
-def normed_linear_w8a8(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """`linear_w8a8` with a fused input norm, which rounds the activations in the same pass."""
-    return linear_w8a8.body(x.read(), weight, bias)
-
-
-@op(
-    cost=lambda x, weight, bias, kind: _gated_cost(x.x, weight, bias, kind) + x.cost,
-    shape=lambda x, weight, bias, kind: gated_shape(x.x, weight, bias, kind),
-)
-def normed_gated_linear_w8a8(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`gated_linear_w8a8` with a fused input norm."""
-    return gated_linear_w8a8.body(x.read(), weight, bias, kind)
+best_output_w8a8 = best_of(linear_w8a8, _rounded(best_cost))
+gated_linear_w8a8 = gated_of(linear_w8a8, _rounded(gated_cost))
+normed_linear_w8a8, normed_gated_linear_w8a8 = map(normed_of, (linear_w8a8, gated_linear_w8a8))
+"""The norm rounds the activations in the same pass."""
