@@ -26,7 +26,7 @@ from bankfull.ops.products.body import (
 )
 from bankfull.ops.products.triton.linear_rows import persistent_gated_kernel, rows_kernel
 from bankfull.ops.products.triton.linear_tiles import gated_tiles_kernel, split_tiles_kernel, tiles_kernel
-from bankfull.ops.products.triton.operands import Input, Matrix, Output, Tile
+from bankfull.ops.products.triton.operands import DenseMatrix, ProductInput, ProductOutput, Tile
 from bankfull.ops.products.triton.table import lookup
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, stream_of
 from bankfull.weights.qtensor import QTensor
@@ -92,9 +92,9 @@ def is_persistent(rows: int, outputs: int, width: int, bias: Tensor | None, kind
 
 
 def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: str | None) -> Tensor:
-    rows, outputs = Input.of(x), weight.shape[0] if kind is None else weight.shape[0] // 2
+    rows, outputs = ProductInput.of(x), weight.shape[0] if kind is None else weight.shape[0] // 2
     count, columns = rows.x.shape
-    out, width = Output(bias, rows.x.new_empty(count, outputs)), power_of_two(columns)
+    out, width = ProductOutput(bias, rows.x.new_empty(count, outputs)), power_of_two(columns)
     if is_persistent(count, outputs, width, bias, kind):
         tile = Tile(1, PERSISTENT_OUT, width)
         kernel, warps = persistent_gated_kernel, 8
@@ -104,7 +104,7 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
         tile = Tile(count, shape.out, width)
         kernel, warps = rows_kernel, shape.warps
         programs = -(-outputs // shape.out)
-    operands = (rows, Matrix(weight, weight.stride(0)), out, outputs)
+    operands = (rows, DenseMatrix(weight, weight.stride(0)), out, outputs)
     kernel[(programs,)](*operands, columns, kind, tile, num_warps=warps, **overlapped(rows.x))
     return out.y
 
@@ -234,9 +234,9 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         raise ValueError(f"{plan.name} cannot multiply {len(x)} rows of {x.shape[1]} {x.dtype} columns on {x.device}")
     if plan is ROWS:
         return few_rows(x, weight, bias, None)
-    given, matrix = Input.of(x), Matrix(weight, weight.stride(0))
+    given, matrix = ProductInput.of(x), DenseMatrix(weight, weight.stride(0))
     rows, (outputs, columns) = len(x), weight.shape
-    out = Output(bias, x.new_empty(rows, outputs))
+    out = ProductOutput(bias, x.new_empty(rows, outputs))
     settings = {"num_warps": plan.warps, **overlapped(x)}
     if plan.splits:
         tile = Tile(tile_rows(rows), plan.out, plan.depth, plan.stages, plan.splits)
@@ -276,9 +276,9 @@ def fits_gated_tiles(
 
 def gated_tiles(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     outputs, columns = weight.shape[0] // 2, weight.shape[1]
-    out = Output(None, x.new_empty(len(x), outputs))
+    out = ProductOutput(None, x.new_empty(len(x), outputs))
     tile = Tile(tile_rows(len(x)), GATED_OUT, GATED_DEPTH, GATED_STAGES)
-    operands = (Input.of(x), Matrix(weight, weight.stride(0)), out, len(x), outputs, columns, kind, tile)
+    operands = (ProductInput.of(x), DenseMatrix(weight, weight.stride(0)), out, len(x), outputs, columns, kind, tile)
     gated_tiles_kernel[(outputs // GATED_OUT,)](*operands, num_warps=4, **overlapped(x))
     return out.y
 

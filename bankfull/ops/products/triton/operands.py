@@ -11,7 +11,7 @@ from bankfull.ops.products.body import Unnormed
 from bankfull.ops.shapes import check_linear
 
 
-class Input(NamedTuple):
+class ProductInput(NamedTuple):
     """Rows before a product, and what is done to them first."""
 
     x: Tensor
@@ -29,7 +29,7 @@ class Input(NamedTuple):
     """A number that is added to the norm's weight; None if it is zero."""
 
     @classmethod
-    def of(cls, x: Tensor | Unnormed) -> Input:
+    def of(cls, x: Tensor | Unnormed) -> ProductInput:
         """Rows whose elements are made adjacent."""
         if not isinstance(x, Unnormed):
             rows = _adjacent(x)
@@ -43,7 +43,7 @@ def _adjacent(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-class Matrix(NamedTuple):
+class DenseMatrix(NamedTuple):
     """A dense weight."""
 
     data: Tensor
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
         return len(self.columns)
 
 
-class Output(NamedTuple):
+class ProductOutput(NamedTuple):
     """Where a product goes, and what is added to it."""
 
     bias: Tensor | None

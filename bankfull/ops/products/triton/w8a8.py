@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bankfull.ops.pointwise.body import activate_mul
 from bankfull.ops.products.body import Unnormed
 from bankfull.ops.products.triton.linear import shared_memory, sums_of
-from bankfull.ops.products.triton.operands import Input, Kept, Output, Tile
+from bankfull.ops.products.triton.operands import Kept, ProductInput, ProductOutput, Tile
 from bankfull.ops.products.triton.quantized import linear as quantized
 from bankfull.ops.products.triton.quantized.layout import Words, WordWeight, repack
 from bankfull.ops.products.triton.w8a8_kernels import (
@@ -88,7 +88,7 @@ class Rounded(NamedTuple):
 
 
 def round_rows(x: Tensor | Unnormed, weight: WordWeight, kept: Kept | None = None) -> Rounded:
-    rows, floats = Input.of(x), weight.form.floats
+    rows, floats = ProductInput.of(x), weight.form.floats
     device, (count, columns) = rows.x.device, rows.x.shape
     codes = torch.empty(count, columns, dtype=torch.float8_e4m3fn if floats else torch.int8, device=device)
     rounded = Rounded(codes, torch.empty(count, dtype=torch.float32, device=device))
@@ -136,7 +136,7 @@ def tiles(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtyp
     (rows, columns), outputs, device = x.codes.shape, weight.shape[0], x.codes.device
     depth, stages, splits = _tiles(outputs, columns, device)
     tile = Tile(max(16, power_of_two(rows)), OUT, depth, stages, splits)
-    out = Output(bias, torch.empty(rows, outputs, dtype=dtype, device=device))
+    out = ProductOutput(bias, torch.empty(rows, outputs, dtype=dtype, device=device))
     sums = sums_of(device, outputs // OUT, splits * OUT * tile.rows)
     operands = (x, _bytes(weight), out, sums, rows, columns // splits, weight.form.floats, tile)
     w8a8_tiles_kernel[(outputs // OUT, splits)](*operands, num_warps=4, **overlapped(x.codes))
@@ -147,7 +147,7 @@ def gated_tiles(x: Rounded, weight: WordWeight, dtype: torch.dtype, kind: str) -
     (rows, columns), words, device = x.codes.shape, _bytes(weight, 2), x.codes.device
     depth, _, _ = _tiles(weight.shape[0], columns, device)
     tile = Tile(max(16, power_of_two(rows)), OUT, depth, 4)
-    out = Output(None, torch.empty(rows, words.outputs, dtype=dtype, device=device))
+    out = ProductOutput(None, torch.empty(rows, words.outputs, dtype=dtype, device=device))
     operands = (x, words, out, rows, kind, weight.form.floats, tile)
     w8a8_gated_kernel[(words.outputs // OUT,)](*operands, num_warps=4, **overlapped(x.codes))
     return out.y
@@ -175,7 +175,7 @@ def gemm(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype
 
 def _own_gemm(x: Rounded, words: Words, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     rows, outputs, device = len(x.codes), words.outputs, x.codes.device
-    out = Output(bias, torch.empty(rows, outputs, dtype=dtype, device=device))
+    out = ProductOutput(bias, torch.empty(rows, outputs, dtype=dtype, device=device))
     tile = Tile(128, 256, 128, 3) if not INTERPRETED else Tile(32, 32, 32, 3)
     blocks = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.out)
     w8a8_gemm_kernel[(min(blocks, multiprocessors(device)),)](

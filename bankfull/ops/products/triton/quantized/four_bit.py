@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bankfull.ops.products.triton.linear import sums_of
 from bankfull.ops.products.triton.linear_tiles import store_split
-from bankfull.ops.products.triton.operands import Input, Output, Tile
+from bankfull.ops.products.triton.operands import ProductInput, ProductOutput, Tile
 from bankfull.ops.products.triton.quantized.layout import Form, WordWeight
 from bankfull.ops.triton.launch import (
     INTERPRETED,
@@ -128,8 +128,8 @@ def four_bit_tiles(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor
     height = max(16, power_of_two(rows))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     four_bit_tiles_kernel[(outputs // out, splits)](
-        Input(x, x.stride(0)),
-        Output(bias, y),
+        ProductInput(x, x.stride(0)),
+        ProductOutput(bias, y),
         weight.words,
         sums_of(x.device, outputs // out, splits * out * height),
         rows,

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.pointwise.triton import activation
-from bankfull.ops.products.triton.operands import Input, Output
+from bankfull.ops.products.triton.operands import ProductInput, ProductOutput
 from bankfull.ops.products.triton.quantized.codes import power
 from bankfull.ops.products.triton.quantized.layout import WordWeight
 from bankfull.ops.triton.launch import INTERPRETED, overlapped, start_next, wait_for_inputs
@@ -371,8 +371,8 @@ def fp8_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "",
         gate,
     )
     fp8_rows_kernel[(triton.cdiv(outputs, plan.outputs),)](
-        Input(x, x.stride(0)),
-        Output(bias, y),
+        ProductInput(x, x.stride(0)),
+        ProductOutput(bias, y),
         weight.words,
         rows,
         segments,

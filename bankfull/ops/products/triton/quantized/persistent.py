@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bankfull.ops.pointwise.triton import activation
 from bankfull.ops.products.body import Unnormed
-from bankfull.ops.products.triton.operands import Input, Kept, Output
+from bankfull.ops.products.triton.operands import Kept, ProductInput, ProductOutput
 from bankfull.ops.products.triton.outlier_rows import gather, load_kept_tile, load_numbers
 from bankfull.ops.products.triton.quantized.fixed_point import load_activations, load_norm_weights
 from bankfull.ops.products.triton.quantized.integer_tile import group_scales, load_tile, prepared, products
@@ -228,12 +228,12 @@ def _launch(
     best: bool,
     plan: GemvPlan | None,
     kept: Kept | None = None,
-) -> Output:
+) -> ProductOutput:
     """The outputs; or the highest output of each program, and its index."""
     outputs, form = weight.shape[0], weight.form
     normed = isinstance(x, Unnormed)
     plan = plan or persistent_plan(weight, normed)
-    rows = Input.of(x)
+    rows = ProductInput.of(x)
     device, dtype = rows.x.device, rows.x.dtype
     width = max(form.length, power_of_two(weight.row_words))
     warps = min(MOST_WARPS, plan.groups * max(1, width // (32 * plan.words)))
@@ -243,9 +243,9 @@ def _launch(
     programs = min(triton.cdiv(outputs, plan.outputs), plan.programs * more * multiprocessors(device))
     if best:
         y = torch.empty(1, programs, dtype=torch.float32, device=device)
-        out = Output(bias, y, torch.empty(1, programs, dtype=torch.int32, device=device))
+        out = ProductOutput(bias, y, torch.empty(1, programs, dtype=torch.int32, device=device))
     else:
-        out = Output(bias, torch.empty(1, outputs // 2 if gate else outputs, dtype=dtype, device=device))
+        out = ProductOutput(bias, torch.empty(1, outputs // 2 if gate else outputs, dtype=dtype, device=device))
     registers, share = plan.registers, REGISTERS // (32 * warps * plan.programs * more) // 8 * 8
     if kept is not None and registers is None and share >= LEAST_REGISTERS:
         registers = share  # outlier columns need some, but the plan's programs must still fit side by side

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.pointwise.triton import activation
-from bankfull.ops.products.triton.operands import Input, Kept, Output
+from bankfull.ops.products.triton.operands import Kept, ProductInput, ProductOutput
 from bankfull.ops.products.triton.outlier_rows import gather, load_kept, load_numbers
 from bankfull.ops.products.triton.quantized.codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.products.triton.quantized.layout import WordWeight
@@ -164,7 +164,7 @@ def few_rows_kernel(
         numbers = load_numbers(kept.columns, 0, KEPT, places)
     wait_for_inputs(OVERLAP)
     if KEPT > 0:
-        outliers = gather(Input(x, 0), 1.0, numbers)
+        outliers = gather(ProductInput(x, 0), 1.0, numbers)
     if ONCE:
         summed = products(x, held, 0, words, FORM, R, W)
     else:
@@ -178,7 +178,7 @@ def few_rows_kernel(
         for first in range(places, KEPT, places):
             own_kept = load_kept(kept.weights, output, valid, first, start, KEPT, places)
             numbers = load_numbers(kept.columns, first, KEPT, places)
-            summed += own_kept.to(tl.float32) * gather(Input(x, 0), 1.0, numbers)[None, :]
+            summed += own_kept.to(tl.float32) * gather(ProductInput(x, 0), 1.0, numbers)[None, :]
         result = tl.sum(summed, 1)
     elif FORM.by_row:
         result = tl.sum(summed, 1) * row_scale
@@ -235,8 +235,8 @@ def few_rows(
     y = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype, device=x.device)
     width = max(weight.form.length, min(WORDS_PER_WARP * plan.warps, power_of_two(words)))
     few_rows_kernel[(rows * triton.cdiv(outputs, plan.outputs),)](
-        Input(x, x.stride(0)),
-        Output(bias, y),
+        ProductInput(x, x.stride(0)),
+        ProductOutput(bias, y),
         weight.words,
         kept,
         0,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.products.triton.operands import Input, Output
+from bankfull.ops.products.triton.operands import ProductInput, ProductOutput
 from bankfull.ops.products.triton.quantized.codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.products.triton.quantized.layout import WordWeight
 from bankfull.ops.triton.launch import (
@@ -277,8 +277,8 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling
     down = 0 if x.dtype == torch.float16 else DOWNSCALE
     sums = y if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     tiles_kernel[(tiles, splits)](
-        Input(x, x.stride(0)),
-        Output(bias, sums),
+        ProductInput(x, x.stride(0)),
+        ProductOutput(bias, sums),
         weight.words,
         rows,
         split_length * together,
@@ -298,7 +298,7 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling
         block = 1024
         reduce_splits_kernel[(triton.cdiv(y.numel(), block),)](
             sums,
-            Output(bias, y),
+            ProductOutput(bias, y),
             weight.words,
             y.numel(),
             FORM=weight.form,

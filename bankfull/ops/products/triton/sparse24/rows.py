@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bankfull.ops.products.body import Unnormed
 from bankfull.ops.products.triton.linear_rows import gated
-from bankfull.ops.products.triton.operands import Input, Output
+from bankfull.ops.products.triton.operands import ProductInput, ProductOutput
 from bankfull.ops.products.triton.sparse24.words import SparseWords, both, chosen, fours, per_word
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
@@ -160,9 +160,9 @@ def one_row(
     x: Tensor | Unnormed, weight: SparseWords, bias: Tensor | None, gate: str = "", plan: RowPlan | None = None
 ) -> Tensor:
     """A row (1, columns) times the weight; gated if `gate` is given. Rows are contiguous and aligned to 8 bytes."""
-    rows, words = Input.of(x), weight.for_gate(gate)
+    rows, words = ProductInput.of(x), weight.for_gate(gate)
     plan = plan or plan_for(weight.outputs, gate)
-    out = Output(bias, rows.x.new_empty(1, words.outputs))
+    out = ProductOutput(bias, rows.x.new_empty(1, words.outputs))
     width = min(plan.quads, power_of_two(words.quads))
     sparse_row_kernel[(triton.cdiv(words.outputs, plan.outputs),)](
         rows,

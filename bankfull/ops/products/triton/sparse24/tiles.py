@@ -18,7 +18,7 @@ from torch import Tensor
 from bankfull.ops.products.triton.linear import sums_of
 from bankfull.ops.products.triton.linear_rows import gated
 from bankfull.ops.products.triton.linear_tiles import is_last_split, sum_of_splits
-from bankfull.ops.products.triton.operands import Input, Output, Tile
+from bankfull.ops.products.triton.operands import ProductInput, ProductOutput, Tile
 from bankfull.ops.products.triton.sparse24.words import SparseWords, expanded, per_word
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 
@@ -117,10 +117,10 @@ def tiles(x: Tensor, weight: SparseWords, bias: Tensor | None, gate: str = "", p
     plan = plan or plan_for(words.outputs, words.quads, x.device, bool(gate))
     height = min(MOST_ROWS, max(16, power_of_two(rows)))
     across, down = triton.cdiv(words.outputs, plan.outputs), triton.cdiv(rows, height)
-    out = Output(bias, x.new_empty(rows, words.outputs))
+    out = ProductOutput(bias, x.new_empty(rows, words.outputs))
     sums = None if plan.splits == 1 else sums_of(x.device, across * down, plan.splits * plan.outputs * height)
     tile = Tile(height, plan.outputs, 4 * plan.words, plan.stages, plan.splits)
-    operands = (Input.of(x), words, out, sums, rows, 4 * words.quads // plan.splits, gate, tile)
+    operands = (ProductInput.of(x), words, out, sums, rows, 4 * words.quads // plan.splits, gate, tile)
     sparse_tiles_kernel[(across, plan.splits, down)](*operands, num_warps=4, **overlapped(x))
     return out.y
 
