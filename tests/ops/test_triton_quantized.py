@@ -14,6 +14,7 @@ from bankfull.ops.products.triton.quantized.four_bit import four_bit_tiles, supp
 from bankfull.ops.products.triton.quantized.layout import LAYOUTS, repack
 from bankfull.ops.products.triton.quantized.rows import few_rows
 from bankfull.ops.products.triton.quantized.tiles import many_rows
+from bankfull.ops.triton import providers  # noqa: F401  (registers its providers)
 from bankfull.weights.formats.groups import LOW_BITS, WITH_ZEROS
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import WEIGHTS, Maker
