@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.sampling.triton import kernels, truncation
-from bankfull.ops.sampling.triton.state import BINS, SHAPE, STATUS
+from bankfull.ops.sampling.triton.state import BINS, SHAPE, STATUS, LineBlocks, Lines, Passes
 from bankfull.ops.triton.launch import overlapped, power_of_two
 from bankfull.sample.random import Purpose
 from bankfull.sample.table import SamplingTable
@@ -32,25 +32,8 @@ def best_of_parts(tops: Tensor, places: Tensor, vocab: int) -> Tensor:
     lines, parts = tops.shape
     tokens = torch.empty(lines, dtype=torch.int64, device=tops.device)
     if lines:
-        kernels.line_tops_kernel[(lines,)](
-            tops,
-            places,
-            tops,
-            tokens,
-            tokens,
-            0,
-            tokens,
-            0,
-            tokens,
-            tokens,
-            tokens,
-            VOCAB=vocab,
-            BLOCKS=parts,
-            WIDTH=power_of_two(max(parts, 32)),
-            DRAWS=False,
-            num_warps=1,
-            **overlapped(tops),
-        )
+        size = LineBlocks(vocab, parts, power_of_two(max(parts, 32)))
+        kernels.line_tops_kernel[(lines,)](tops, places, tokens, None, None, size, num_warps=1, **overlapped(tops))
     return tokens
 
 
@@ -72,129 +55,70 @@ class _Step:
 
     def __init__(self, scores: Tensor, draws: bool) -> None:
         self.scores = scores if scores.stride(-1) == 1 else scores.contiguous()
-        self.lines, self.vocab = scores.shape
+        self.lines, vocab = scores.shape
         # Few rows are spread over many programs; many rows fill the device with larger blocks.
-        self.block = _SMALL_BLOCK if self.lines <= _FEW_LINES else _LARGE_BLOCK
-        self.blocks = -(-self.vocab // self.block)
-        self.width = power_of_two(max(self.blocks, 32))
-        self.warps = self.block // 512
-        self.overlap = overlapped(scores)
-        self.tokens = self._empty(dtype=torch.int64)
-        self.tops = self._empty(self.blocks, dtype=torch.float32)
-        self.places = self._empty(self.blocks, dtype=torch.int32)
-        self.bottoms = self._empty(self.blocks, dtype=torch.float32) if draws else self.tops
+        block = _SMALL_BLOCK if self.lines <= _FEW_LINES else _LARGE_BLOCK
+        blocks = -(-vocab // block)
+        # Bins are fine enough that few candidates remain. If there are more, they are read from the scores.
+        self.size = LineBlocks(vocab, blocks, power_of_two(max(blocks, 32)), block, min(vocab, max(4096, vocab // 8)))
+        self.tops = self._of_blocks(torch.float32)
+        self.places = self._of_blocks(torch.int32)
+        self.bottoms = self._of_blocks(torch.float32) if draws else None
+
+    def _of_blocks(self, dtype: torch.dtype) -> Tensor:
+        return self._empty(self.size.blocks, dtype=dtype)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((self.lines, *shape), dtype=dtype, device=self.scores.device)
 
     def best(self) -> Tensor:
         if self.lines:
-            self._block_tops(draws=False)
-        return best_of_parts(self.tops, self.places, self.vocab)
+            self._block_tops()
+        return best_of_parts(self.tops, self.places, self.size.vocab)
 
     def choose(self, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
+        tokens = self._empty(dtype=torch.int64)
         if not self.lines:
-            return self.tokens
-        assert table.reals.stride(1) == 1 and table.wholes.stride(1) == 1
-        reals = (table.reals, table.reals.stride(0))
-        wholes = (table.wholes, table.wholes.stride(0))
-        scores = (self.scores, self.scores.stride(0))
-        shape = self._empty(SHAPE.value, dtype=torch.float32)
-        status = self._empty(STATUS.value, dtype=torch.int64)
-        weights = self._empty(self.blocks, dtype=torch.int64)
-        counts = self._empty(self.blocks, dtype=torch.int32)
-        bins = self._empty(self.blocks, BINS.value, dtype=torch.int32)
-        # Bins are fine enough that few candidates remain. If there are more, they are read from the scores.
-        room = min(self.vocab, max(4096, self.vocab // 8))
-        found_keys = self._empty(room, dtype=torch.int32)
+            return tokens
+        reals, wholes, scores, size = table.reals, table.wholes, self.scores, self.size
+        assert reals.stride(1) == 1 and wholes.stride(1) == 1 and self.bottoms is not None
+        own = Lines(scores, scores.stride(0), rows, length, reals, reals.stride(0), wholes, wholes.stride(0))
+        passes = Passes(
+            shape=self._empty(SHAPE.value, dtype=torch.float32),
+            status=self._empty(STATUS.value, dtype=torch.int64),
+            tops=self.tops,
+            bottoms=self.bottoms,
+            weights=self._of_blocks(torch.int64),
+            counts=self._of_blocks(torch.int32),
+            bins=self._empty(size.blocks, BINS.value, dtype=torch.int32),
+            found_keys=self._empty(size.room, dtype=torch.int32),
+            bounds=self._of_blocks(torch.float32),
+            cut_bounds=self._of_blocks(torch.float32),
+        )
+        per_line, per_block = (self.lines,), (self.lines * size.blocks,)
+        line = overlapped(scores)
+        block = {"num_warps": size.block // 512, **line}
+        self._block_tops()
+        kernels.line_tops_kernel[per_line](self.tops, self.places, tokens, own, passes, size, num_warps=1, **line)
+        kernels.weigh_kernel[per_block](own, passes, size, **block)
+        truncation.bracket_kernel[per_line](own, passes, size, num_warps=4, **line)
+        truncation.collect_kernel[per_block](own, passes, size, **block)
+        truncation.cut_kernel[per_line](own, passes, size, _WAYS, _TILE, num_warps=8, **line)
+        kernels.race_kernel[per_block](own, passes, size, int(Purpose.TOKEN), **block)
+        # Exact keys must have the bits of the tensor operations.
+        exact = {"num_warps": 8, "enable_fp_fusion": False, **line}
+        kernels.pick_kernel[per_line](own, passes, tokens, size, int(Purpose.TOKEN), **exact)
+        return tokens
 
-        per_line, per_block = (self.lines,), (self.lines * self.blocks,)
-        line = {"VOCAB": self.vocab, "BLOCKS": self.blocks, "WIDTH": self.width, **self.overlap}
-        block = {
-            "VOCAB": self.vocab,
-            "BLOCKS": self.blocks,
-            "BLOCK": self.block,
-            "num_warps": self.warps,
-            **self.overlap,
-        }
-        self._block_tops(draws=True)
-        kernels.line_tops_kernel[per_line](
+    def _block_tops(self) -> None:
+        scores, size = self.scores, self.size
+        kernels.block_tops_kernel[(self.lines * size.blocks,)](
+            scores,
+            scores.stride(0),
             self.tops,
             self.places,
             self.bottoms,
-            rows,
-            *reals,
-            *wholes,
-            self.tokens,
-            shape,
-            status,
-            DRAWS=True,
-            num_warps=1,
-            **line,
-        )
-        kernels.weigh_kernel[per_block](*scores, shape, status, weights, bins, **block)
-        truncation.bracket_kernel[per_line](rows, *reals, *wholes, shape, status, weights, bins, num_warps=4, **line)
-        truncation.collect_kernel[per_block](*scores, shape, status, weights, counts, found_keys, ROOM=room, **block)
-        truncation.cut_kernel[per_line](
-            *scores,
-            rows,
-            *reals,
-            shape,
-            status,
-            weights,
-            counts,
-            found_keys,
-            ROOM=room,
-            WAYS=_WAYS,
-            TILE=_TILE,
-            num_warps=8,
-            **line,
-        )
-        bounds, cut_bounds = (self._empty(self.blocks, dtype=torch.float32) for _ in range(2))
-        kernels.race_kernel[per_block](
-            *scores,
-            rows,
-            *wholes,
-            length,
-            shape,
-            status,
-            self.tops,
-            bounds,
-            cut_bounds,
-            counts,
-            PURPOSE=int(Purpose.TOKEN),
-            **block,
-        )
-        kernels.pick_kernel[per_line](
-            *scores,
-            rows,
-            *wholes,
-            length,
-            shape,
-            status,
-            bounds,
-            cut_bounds,
-            counts,
-            self.tokens,
-            BLOCK=self.block,
-            PURPOSE=int(Purpose.TOKEN),
-            num_warps=8,
-            enable_fp_fusion=False,  # exact keys must have the bits of the tensor operations
-            **line,
-        )
-        return self.tokens
-
-    def _block_tops(self, draws: bool) -> None:
-        kernels.block_tops_kernel[(self.lines * self.blocks,)](
-            self.scores,
-            self.scores.stride(0),
-            self.tops,
-            self.places,
-            self.bottoms,
-            VOCAB=self.vocab,
-            BLOCK=self.block,
-            BLOCKS=self.blocks,
-            DRAWS=draws,
-            num_warps=self.warps,
-            **self.overlap,
+            size,
+            num_warps=size.block // 512,
+            **overlapped(scores),
         )

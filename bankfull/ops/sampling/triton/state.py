@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from bankfull.ops.sampling.triton.numbers import distance_of
 from bankfull.sample import draw
@@ -30,15 +33,53 @@ AT_RANK, AT_GOAL, AT_CUT, AT_ROOM = tl.constexpr(4), tl.constexpr(5), tl.constex
 DONE, CUT_KNOWN, SEARCHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit
-def block_scores(scores, stride, line, block, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    return tl.load(scores + line * stride + ids, mask=ids < VOCAB, other=-float("inf")).to(tl.float32)
+class Lines(NamedTuple):
+    """The rows of a step: their scores, their lines of the sampling table, and the tensors' strides."""
+
+    scores: Tensor
+    stride: int
+    rows: Tensor
+    length: Tensor
+    reals: Tensor
+    reals_stride: int
+    wholes: Tensor
+    wholes_stride: int
+
+
+class Passes(NamedTuple):
+    """What the passes leave to later ones: the state of each line, and numbers of each block."""
+
+    shape: Tensor
+    status: Tensor
+    tops: Tensor
+    bottoms: Tensor
+    weights: Tensor
+    counts: Tensor
+    bins: Tensor
+    found_keys: Tensor
+    bounds: Tensor
+    cut_bounds: Tensor
+
+
+class LineBlocks(NamedTuple):
+    """A line's blocks: their number, its next power of two, tokens of a block, and keys that are kept of a line."""
+
+    vocab: int
+    blocks: int
+    width: int
+    block: int = 0
+    room: int = 0
 
 
 @triton.jit
-def block_distances(scores, stride, shape, line, block, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    raw = block_scores(scores, stride, line, block, VOCAB, BLOCK)
+def block_scores(scores, stride, line, block, SIZE: tl.constexpr):
+    ids = block * SIZE.block + tl.arange(0, SIZE.block)
+    return tl.load(scores + line * stride + ids, mask=ids < SIZE.vocab, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def block_distances(own, shape, line, block, SIZE: tl.constexpr):
+    raw = block_scores(own.scores, own.stride, line, block, SIZE)
     return distance_of(raw, tl.load(shape + line * SHAPE + AT_TOP), tl.load(shape + line * SHAPE + AT_TEMPERATURE))
 
 

@@ -32,32 +32,18 @@ from bankfull.ops.triton.launch import start_next, wait_for_inputs
 
 
 @triton.jit
-def bracket_kernel(
-    rows,
-    reals,
-    reals_stride,
-    wholes,
-    wholes_stride,
-    shape,
-    status,
-    weights,
-    bins,
-    VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def bracket_kernel(own, passes, SIZE: tl.constexpr, OVERLAP: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    status += line * STATUS
+    status = passes.status + line * STATUS
     if tl.load(status + AT_STATE) == SEARCHING:
-        row = tl.load(rows + line)
-        top_k = tl.load(wholes + row * wholes_stride + TOP_K)
-        top_p = tl.load(reals + row * reals_stride + TOP_P)
-        at = tl.arange(0, WIDTH)
-        total = tl.sum(tl.load(weights + line * BLOCKS + at, mask=at < BLOCKS, other=0), 0)
-        counted = _line_bins(bins, line, BLOCKS)
+        row = tl.load(own.rows + line)
+        top_k = tl.load(own.wholes + row * own.wholes_stride + TOP_K)
+        top_p = tl.load(own.reals + row * own.reals_stride + TOP_P)
+        at = tl.arange(0, SIZE.width)
+        total = tl.sum(tl.load(passes.weights + line * SIZE.blocks + at, mask=at < SIZE.blocks, other=0), 0)
+        counted = _line_bins(passes.bins, line, SIZE)
         if top_k < tl.sum(counted, 0):
             # top_p applies to the tokens left by top-k, so all of them are collected; without top_p, one bin suffices.
             last = tl.sum((tl.cumsum(counted, 0) < top_k).to(tl.int32), 0)
@@ -66,7 +52,8 @@ def bracket_kernel(
             tl.store(status + AT_RANK, top_k)
         elif top_p < 1.0:
             share = top_p * total.to(tl.float64)
-            first, last = _share_bins(counted, total.to(tl.float64), share, tl.load(shape + line * SHAPE + AT_SCALE))
+            scale = tl.load(passes.shape + line * SHAPE + AT_SCALE)
+            first, last = _share_bins(counted, total.to(tl.float64), share, scale)
             tl.store(status + AT_FIRST, first.to(tl.int64))
             tl.store(status + AT_LAST, last.to(tl.int64))
             tl.store(status + AT_RANK, line * 0)
@@ -76,15 +63,15 @@ def bracket_kernel(
 
 
 @triton.jit
-def _line_bins(bins, line, BLOCKS: tl.constexpr):
+def _line_bins(bins, line, SIZE: tl.constexpr):
     """The histogram of a row: 32 blocks per load, to share the latency."""
     ROWS: tl.constexpr = 32
     column = tl.arange(0, BINS)
     counted = tl.zeros((BINS,), tl.int32)
-    for start in range(0, BLOCKS, ROWS):
+    for start in range(0, SIZE.blocks, ROWS):
         block = start + tl.arange(0, ROWS)
-        at = bins + (line * BLOCKS + block)[:, None] * BINS + column[None, :]
-        counted += tl.sum(tl.load(at, mask=(block < BLOCKS)[:, None], other=0), 0)
+        at = bins + (line * SIZE.blocks + block)[:, None] * BINS + column[None, :]
+        counted += tl.sum(tl.load(at, mask=(block < SIZE.blocks)[:, None], other=0), 0)
     return counted
 
 
@@ -113,40 +100,27 @@ def _share_bins(counted, total, share, scale):
 
 
 @triton.jit
-def collect_kernel(
-    scores,
-    stride,
-    shape,
-    status,
-    weights,
-    counts,
-    found_keys,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROOM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Unordered: the search only counts and sums. Tokens beyond ROOM are counted, but not stored."""
+def collect_kernel(own, passes, SIZE: tl.constexpr, OVERLAP: tl.constexpr):
+    """Unordered: the search only counts and sums. Tokens beyond SIZE.room are counted, but not stored."""
     program = tl.program_id(0).to(tl.int64)
-    line, block = program // BLOCKS, program % BLOCKS
+    line, block = program // SIZE.blocks, program % SIZE.blocks
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    status += line * STATUS
+    status = passes.status + line * STATUS
     if tl.load(status + AT_STATE) == SEARCHING:
         first, last = tl.load(status + AT_FIRST), tl.load(status + AT_LAST)
-        distance = block_distances(scores, stride, shape, line, block, VOCAB, BLOCK)
+        distance = block_distances(own, passes.shape, line, block, SIZE)
         weight = weight_of(distance)
-        number = bin_of(distance, tl.load(shape + line * SHAPE + AT_SCALE))
+        number = bin_of(distance, tl.load(passes.shape + line * SHAPE + AT_SCALE))
         above = (number < first) & (weight > 0)
-        tl.store(weights + program, tl.sum(tl.where(above, weight, 0), 0))
-        tl.store(counts + program, tl.sum(above.to(tl.int32), 0))
+        tl.store(passes.weights + program, tl.sum(tl.where(above, weight, 0), 0))
+        tl.store(passes.counts + program, tl.sum(above.to(tl.int32), 0))
         between = (number >= first) & (number <= last) & (weight > 0)
         many = tl.sum(between.to(tl.int32), 0)
         if many > 0:
             start = tl.atomic_add(status + AT_FOUND, many.to(tl.int64))
             place = start + tl.cumsum(between.to(tl.int32), 0) - 1
-            tl.store(found_keys + line * ROOM + place, key_of(distance), mask=between & (place < ROOM))
+            tl.store(passes.found_keys + line * SIZE.room + place, key_of(distance), mask=between & (place < SIZE.room))
 
 
 @triton.jit
@@ -212,44 +186,26 @@ def _cut_at(goal, low, high, candidates, BY_WEIGHT: tl.constexpr, WAYS: tl.const
 
 
 @triton.jit
-def cut_kernel(
-    scores,
-    stride,
-    rows,
-    reals,
-    reals_stride,
-    shape,
-    status,
-    weights,
-    counts,
-    found_keys,
-    VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROOM: tl.constexpr,
-    WAYS: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def cut_kernel(own, passes, SIZE: tl.constexpr, WAYS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    status += line * STATUS
+    status = passes.status + line * STATUS
     if tl.load(status + AT_STATE) == SEARCHING:
-        top_p = tl.load(reals + tl.load(rows + line) * reals_stride + TOP_P)
-        at = tl.arange(0, WIDTH)
+        top_p = tl.load(own.reals + tl.load(own.rows + line) * own.reals_stride + TOP_P)
+        at = tl.arange(0, SIZE.width)
         found = tl.load(status + AT_FOUND)
-        listed = found <= ROOM
-        above = (at < BLOCKS) & listed
-        weight_above = tl.sum(tl.load(weights + line * BLOCKS + at, mask=above, other=0), 0)
-        count_above = tl.sum(tl.load(counts + line * BLOCKS + at, mask=above, other=0), 0)
+        listed = found <= SIZE.room
+        above = (at < SIZE.blocks) & listed
+        weight_above = tl.sum(tl.load(passes.weights + line * SIZE.blocks + at, mask=above, other=0), 0)
+        count_above = tl.sum(tl.load(passes.counts + line * SIZE.blocks + at, mask=above, other=0), 0)
         candidates = (
-            tl.where(listed, found, VOCAB).to(tl.int32),
+            tl.where(listed, found, SIZE.vocab).to(tl.int32),
             listed,
-            found_keys + line * ROOM,
-            scores + line * stride,
-            tl.load(shape + line * SHAPE + AT_TOP),
-            tl.load(shape + line * SHAPE + AT_TEMPERATURE),
+            passes.found_keys + line * SIZE.room,
+            own.scores + line * own.stride,
+            tl.load(passes.shape + line * SHAPE + AT_TOP),
+            tl.load(passes.shape + line * SHAPE + AT_TEMPERATURE),
         )
         low, high = _range_of_keys(candidates, TILE)
         rank = tl.load(status + AT_RANK)
