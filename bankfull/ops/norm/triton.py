@@ -5,6 +5,8 @@ Rounding follows the bodies: the normed row is rounded to x's dtype before the w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,10 +24,33 @@ TILE = 2048
 """Elements of a program that handles several short rows, for example heads."""
 
 
+class NormRows(NamedTuple):
+    """Rows of a tensor of (outer, inner, columns); strides in elements."""
+
+    at: Tensor
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+class ResidualBranch(NamedTuple):
+    """What is added to a row before its norm, and where the sum goes."""
+
+    delta: Tensor
+    stride: int
+    joined: Tensor
+
+
+class RmsWeight(NamedTuple):
+    weight: Tensor
+    eps: float
+    offset: float | None
+    """Added to the weight."""
+
+
 @triton.jit
-def row_start(row, inner, outer_stride, inner_stride):
-    """Offset of a row in a tensor of (outer, inner, columns)."""
-    return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+def row_start(x, row):
+    return x.at + (row // x.inner).to(tl.int64) * x.outer_stride + (row % x.inner).to(tl.int64) * x.inner_stride
 
 
 @triton.jit
@@ -38,45 +63,24 @@ def weighted(x, inverse, weight, offset, HAS_OFFSET: tl.constexpr, ROUNDED: tl.c
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rms_norm_kernel(
-    x,
-    delta,
-    joined,
-    weight,
-    y,
-    rows,
-    columns,
-    inner,
-    outer_stride,
-    inner_stride,
-    delta_stride,
-    eps,
-    offset,
-    JOINS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """ROWS whole rows. With JOINS, add the branch `delta` first and store the sum to `joined`."""
+def rms_norm_kernel(x, branch, norm, y, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """ROWS whole rows. With a branch, its sum with the row is stored and normed."""
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (at < columns)
-    gain = tl.load(weight + at, at < columns, 0.0)
+    gain = tl.load(norm.weight + at, at < columns, 0.0)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     out = row.to(tl.int64) * columns + at
-    numbers = tl.load(x + row_start(row, inner, outer_stride, inner_stride) + at, inside, 0.0).to(tl.float32)
-    if JOINS:
-        branch = tl.load(delta + row.to(tl.int64) * delta_stride + at, inside, 0.0).to(tl.float32)
-        stream = (numbers + branch).to(joined.dtype.element_ty)
-        tl.store(joined + out, stream, inside)
+    numbers = tl.load(row_start(x, row) + at, inside, 0.0).to(tl.float32)
+    dtype: tl.constexpr = x.at.dtype.element_ty if branch is None else branch.joined.dtype.element_ty
+    if branch is not None:
+        added = tl.load(branch.delta + row.to(tl.int64) * branch.stride + at, inside, 0.0).to(tl.float32)
+        stream = (numbers + added).to(dtype)
+        tl.store(branch.joined + out, stream, inside)
         numbers = stream.to(tl.float32)
-        result = weighted(
-            numbers, inverse_rms(numbers, columns, eps), gain, offset, HAS_OFFSET, joined.dtype.element_ty
-        )
-    else:
-        result = weighted(numbers, inverse_rms(numbers, columns, eps), gain, offset, HAS_OFFSET, x.dtype.element_ty)
+    inverse = inverse_rms(numbers, columns, norm.eps)
+    result = weighted(numbers, inverse, gain, norm.offset, norm.offset is not None, dtype)
     tl.store(y + out, result.to(y.dtype.element_ty), inside)
 
 
@@ -87,74 +91,44 @@ def inverse_rms(numbers, columns, eps):
 
 
 @triton.jit
-def stream_piece(x, delta, start, delta_start, at, inside, JOINS: tl.constexpr, STREAM: tl.constexpr):
+def stream_piece(start, branch, row, at, inside):
     """Columns `at` of a long row after residual add and rounding."""
-    numbers = tl.load(x + start + at, inside, 0.0).to(tl.float32)
-    if JOINS:
-        branch = tl.load(delta + delta_start + at, inside, 0.0).to(tl.float32)
-        numbers = (numbers + branch).to(STREAM).to(tl.float32)
+    numbers = tl.load(start + at, inside, 0.0).to(tl.float32)
+    if branch is not None:
+        added = tl.load(branch.delta + row.to(tl.int64) * branch.stride + at, inside, 0.0).to(tl.float32)
+        numbers = (numbers + added).to(branch.joined.dtype.element_ty).to(tl.float32)
     return numbers
 
 
 @triton.jit
-def long_rms_norm_kernel(
-    x,
-    delta,
-    joined,
-    weight,
-    y,
-    columns,
-    inner,
-    outer_stride,
-    inner_stride,
-    delta_stride,
-    eps,
-    offset,
-    JOINS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def long_rms_norm_kernel(x, branch, norm, y, columns, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """One row in blocks. The second pass recomputes the residual sum: reading it back would need a fence."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
-    start, out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * columns
-    delta_start = row.to(tl.int64) * delta_stride
-    stream: tl.constexpr = joined.dtype.element_ty
+    start, out = row_start(x, row), row.to(tl.int64) * columns
+    stream: tl.constexpr = x.at.dtype.element_ty if branch is None else branch.joined.dtype.element_ty
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < columns
-        numbers = stream_piece(x, delta, start, delta_start, at, inside, JOINS, stream)
+        numbers = stream_piece(start, branch, row, at, inside)
         squares += numbers * numbers
-        if JOINS:
-            tl.store(joined + out + at, numbers.to(stream), inside)
-    inverse = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+        if branch is not None:
+            tl.store(branch.joined + out + at, numbers.to(stream), inside)
+    inverse = tl.rsqrt(tl.sum(squares, 0) / columns + norm.eps)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < columns
-        numbers = stream_piece(x, delta, start, delta_start, at, inside, JOINS, stream)
-        gain = tl.load(weight + at, inside, 0.0)
-        result = weighted(numbers, inverse, gain, offset, HAS_OFFSET, stream)
+        numbers = stream_piece(start, branch, row, at, inside)
+        gain = tl.load(norm.weight + at, inside, 0.0)
+        result = weighted(numbers, inverse, gain, norm.offset, norm.offset is not None, stream)
         tl.store(y + out + at, result.to(y.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
-    x,
-    weight,
-    bias,
-    y,
-    rows,
-    columns,
-    inner,
-    outer_stride,
-    inner_stride,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, weight, bias, y, rows, columns, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -164,50 +138,44 @@ def layer_norm_kernel(
     shift = tl.load(bias + at, used, 0.0).to(tl.float32)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    numbers = tl.load(x + row_start(row, inner, outer_stride, inner_stride) + at, inside, 0.0).to(tl.float32)
+    numbers = tl.load(row_start(x, row) + at, inside, 0.0).to(tl.float32)
     centred = tl.where(used, numbers - tl.sum(numbers, 1, keep_dims=True) / columns, 0.0)
     result = centred * inverse_rms(centred, columns, eps) * gain + shift
     tl.store(y + row.to(tl.int64) * columns + at, result.to(y.dtype.element_ty), inside)
 
 
 @triton.jit
-def long_layer_norm_kernel(
-    x, weight, bias, y, columns, inner, outer_stride, inner_stride, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+def long_layer_norm_kernel(x, weight, bias, y, columns, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
-    start, out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * columns
+    start, out = row_start(x, row), row.to(tl.int64) * columns
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        sums += tl.load(x + start + at, at < columns, 0.0).to(tl.float32)
+        sums += tl.load(start + at, at < columns, 0.0).to(tl.float32)
     mean = tl.sum(sums, 0) / columns
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        centred = tl.load(x + start + at, at < columns, 0.0).to(tl.float32) - mean
+        centred = tl.load(start + at, at < columns, 0.0).to(tl.float32) - mean
         squares += tl.where(at < columns, centred * centred, 0.0)
     inverse = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < columns
-        centred = tl.load(x + start + at, inside, 0.0).to(tl.float32) - mean
+        centred = tl.load(start + at, inside, 0.0).to(tl.float32) - mean
         gain = tl.load(weight + at, inside, 0.0).to(tl.float32)
         shift = tl.load(bias + at, inside, 0.0).to(tl.float32)
         tl.store(y + out + at, (centred * inverse * gain + shift).to(y.dtype.element_ty), inside)
 
 
-def shape_of(x: Tensor) -> tuple[int, int, int, int]:
-    """(rows, inner, outer stride, inner stride) of x, which is (rows, columns) or (outer, inner, columns)."""
-    if x.dim() == 3:
-        return x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1)
-    return x.shape[0], 1, x.stride(0), 0
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x with two or three dimensions and contiguous rows."""
-    return contiguous_rows(x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1]))
+def rows_of(x: Tensor) -> tuple[int, NormRows]:
+    """The number of rows, and x with two or three dimensions and contiguous rows."""
+    found = contiguous_rows(x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1]))
+    if found.dim() == 2:
+        return len(found), NormRows(found, 1, found.stride(0), 0)
+    return found.shape[0] * found.shape[1], NormRows(found, found.shape[1], *found.stride()[:2])
 
 
 def tile(rows: int, columns: int, device: torch.device) -> tuple[int, dict[str, int]]:
@@ -227,19 +195,19 @@ def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: 
     joined = x.dtype if delta is None else torch.promote_types(x.dtype, delta.dtype)
     stream = x if delta is None else torch.empty(x.shape, dtype=joined, device=device)
     y = torch.empty(x.shape, dtype=weight.dtype, device=device)
-    source = rows_of(x)
-    rows, inner, outer_stride, inner_stride = shape_of(source)
-    branch = source if delta is None else contiguous_rows(delta.reshape(rows, columns))
-    operands = source, branch, stream, weight, y
-    strides = columns, inner, outer_stride, inner_stride, branch.stride(0), eps, float(offset)
-    kinds = {"JOINS": delta is not None, "HAS_OFFSET": bool(offset)}
+    rows, source = rows_of(x)
+    branch = None
+    if delta is not None:
+        lines = contiguous_rows(delta.reshape(rows, columns))
+        branch = ResidualBranch(lines, lines.stride(0), stream)
+    operands = source, branch, RmsWeight(weight, eps, float(offset) if offset else None), y
     if not y.numel():
         return stream, y
     if columns > LONGEST:
-        long_rms_norm_kernel[(rows,)](*operands, *strides, **kinds, BLOCK=PIECE, num_warps=16, **overlapped(x))
+        long_rms_norm_kernel[(rows,)](*operands, columns, BLOCK=PIECE, num_warps=16, **overlapped(x))
     else:
         programs, size = tile(rows, columns, device)
-        rms_norm_kernel[(programs,)](*operands, rows, *strides, **kinds, **size, **overlapped(x))
+        rms_norm_kernel[(programs,)](*operands, rows, columns, **size, **overlapped(x))
     return stream, y
 
 
@@ -267,15 +235,13 @@ def run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
         return layer_norm.body(x, weight, bias, eps)
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    source = rows_of(x)
-    rows, inner, outer_stride, inner_stride = shape_of(source)
+    rows, source = rows_of(x)
     operands = source, weight, bias, y
-    strides = columns, inner, outer_stride, inner_stride
     if not y.numel():
         return y
     if columns > LONGEST:
-        long_layer_norm_kernel[(rows,)](*operands, *strides, eps, BLOCK=PIECE, num_warps=16, **overlapped(x))
+        long_layer_norm_kernel[(rows,)](*operands, columns, eps, BLOCK=PIECE, num_warps=16, **overlapped(x))
     else:
         programs, size = tile(rows, columns, x.device)
-        layer_norm_kernel[(programs,)](*operands, rows, *strides, eps, **size, **overlapped(x))
+        layer_norm_kernel[(programs,)](*operands, rows, columns, eps, **size, **overlapped(x))
     return y

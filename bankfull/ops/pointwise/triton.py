@@ -180,16 +180,9 @@ def run_activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     opening, passing = as_lines(gate, up)
     programs, size = launch_size(opening)
     if y.numel():
+        strides = opening.stride(0), passing.stride(0)
         activate_mul_kernel[(programs,)](
-            opening,
-            passing,
-            y,
-            opening.shape[1],
-            opening.stride(0),
-            passing.stride(0),
-            kind,
-            **size,
-            **overlapped(gate),
+            opening, passing, y, opening.shape[1], *strides, kind, **size, **overlapped(gate)
         )
     return y
 

@@ -21,7 +21,7 @@ from bankfull.ops.triton.launch import (
     start_next,
     wait_for_inputs,
 )
-from bankfull.ops.triton.rows import DTYPES, accepts, contiguous_rows, preloadable
+from bankfull.ops.triton.rows import DTYPES, Tokens, accepts, preloadable
 
 if INTERPRETED:
 
@@ -73,9 +73,6 @@ def rotate_kernel(
     heads,
     size,
     half,
-    token_stride,
-    head_stride,
-    angle_stride,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
@@ -86,11 +83,11 @@ def rotate_kernel(
     start_next(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    source, out = x + token * token_stride + head * head_stride, y + row.to(tl.int64) * size
+    source, out = x.at + token * x.token + head * x.head, y + row.to(tl.int64) * size
     at = tl.arange(0, HALF)[None, :]
     inside = (row < rows) & (at < half)
-    cosine = tl.load(cos + token * angle_stride + at, inside, 0.0).to(tl.float32)
-    sine = tl.load(sin + token * angle_stride + at, inside, 0.0).to(tl.float32)
+    cosine = tl.load(cos + token * half + at, inside, 0.0).to(tl.float32)
+    sine = tl.load(sin + token * half + at, inside, 0.0).to(tl.float32)
     left = tl.load(source + at, inside, 0.0).to(tl.float32)
     right = tl.load(source + half + at, inside, 0.0).to(tl.float32)
     tl.store(out + at, (left * cosine - right * sine).to(y.dtype.element_ty), inside)
@@ -135,7 +132,6 @@ def run_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not fits or not x.dtype == cos.dtype == sin.dtype or x.dtype not in DTYPES:
         return rotate.body(x, cos, sin)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    source, cosines, sines = contiguous_rows(x), cos.contiguous(), sin.contiguous()
     block, rows = power_of_two(half), tokens * heads
     # 16 elements for each of 128 threads if there are enough rows; otherwise one warp per few heads.
     several = max(1, 2048 // block)
@@ -143,16 +139,13 @@ def run_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     several = max(1, 256 // block) if few else several
     if y.numel():
         rotate_kernel[(triton.cdiv(rows, several),)](
-            source,
-            cosines,
-            sines,
+            Tokens.of(x),
+            cos.contiguous(),
+            sin.contiguous(),
             y,
             rows,
             heads,
             size,
-            half,
-            source.stride(0),
-            source.stride(1),
             half,
             ROWS=several,
             HALF=block,

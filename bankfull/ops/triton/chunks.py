@@ -4,6 +4,8 @@ spare sequence places (the last one is always empty) and spare tokens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,17 @@ def width_for(places: int) -> int:
     return max(MIN_PLACES, power_of_two(places))
 
 
+class GatherChunksTile(NamedTuple):
+    """As `GatherTile`, with the sequence places of a step and the tokens of a program."""
+
+    places: int
+    half: int
+    page: int
+    first: bool
+    tokens: int = TOKENS
+    block: int = BLOCK
+
+
 @triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half", "count", "places"])
 def gather_chunks_kernel(
     rows,
@@ -34,38 +47,28 @@ def gather_chunks_kernel(
     tokens,
     tokens_stride,
     reached,
-    ids,
-    positions,
-    lengths,
-    table,
+    into,
+    group,
     table_stride,
     table_width,
-    slots,
-    pages,
-    frequencies,
+    angles,
     half,
-    scale,
-    cos,
-    sin,
     count,
     places,
-    PLACES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HALF: tl.constexpr,
-    PAGE: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Programs of TOKENS tokens each, then one per sequence place. FIRST: also ids, positions, their RoPE angles (if
-    HALF > 0) and lengths. Padding tokens have position 0 and go to page 0, which is never read."""
+    """Programs of some tokens each, then one per sequence place. `into` and `group` as in `gather_kernel`. Padding
+    tokens have position 0 and go to page 0, which is never read."""
+    ids, positions, lengths = into
+    table, slots, pages = group
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     program = tl.program_id(0)
-    blocks = tl.cdiv(count, TOKENS)
+    blocks = tl.cdiv(count, TILE.tokens)
     if program < blocks:
-        at = program * TOKENS + tl.arange(0, TOKENS)
-        place = tl.arange(0, PLACES)
+        at = program * TILE.tokens + tl.arange(0, TILE.tokens)
+        place = tl.arange(0, TILE.places)
         ends = tl.load(starts + 1 + place, mask=place < places, other=0x7FFFFFFF)
         owner = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1)
         inside = at < count
@@ -73,32 +76,32 @@ def gather_chunks_kernel(
         row = tl.load(rows + owner, mask=real, other=0).to(tl.int64)
         within = at - tl.load(starts + owner, mask=real, other=0)
         position = tl.where(real, tl.load(reached + row, mask=real, other=0) + within, 0)
-        if FIRST:
+        if TILE.first:
             found = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
             tl.store(ids + at, found, mask=inside)
             tl.store(positions + at, position, mask=inside)
-            if HALF > 0:
-                part = tl.arange(0, HALF)[None, :]
-                frequency = tl.load(frequencies + part, part < half, 0.0)
+            if TILE.half > 0:
+                part = tl.arange(0, TILE.half)[None, :]
+                frequency = tl.load(angles.frequencies + part, part < half, 0.0)
                 x, y = cos_sin(position[:, None].to(tl.float32) * frequency)
                 there = at[:, None].to(tl.int64) * half + part
                 meant = inside[:, None] & (part < half)
-                tl.store(cos + there, (x * scale).to(cos.dtype.element_ty), meant)
-                tl.store(sin + there, (y * scale).to(sin.dtype.element_ty), meant)
-        line = position // PAGE
+                tl.store(angles.cos + there, (x * angles.scale).to(angles.cos.dtype.element_ty), meant)
+                tl.store(angles.sin + there, (y * angles.scale).to(angles.sin.dtype.element_ty), meant)
+        line = position // TILE.page
         page = tl.load(table + row * table_stride + line, mask=real & (line < table_width), other=0)
-        tl.store(slots + at, page * PAGE + position % PAGE, mask=inside)
+        tl.store(slots + at, page * TILE.page + position % TILE.page, mask=inside)
     else:
         sequence = program - blocks
         own_row = tl.load(rows + sequence).to(tl.int64)
         new = tl.load(starts + sequence + 1) - tl.load(starts + sequence)
         length = tl.load(reached + own_row) + new
         length = tl.where(new > 0, length, 0)
-        if FIRST:
+        if TILE.first:
             tl.store(lengths + sequence, length.to(tl.int32))
-        used = tl.minimum((length + PAGE - 1) // PAGE, table_width)
-        for first in range(0, used, BLOCK):
-            entry = first + tl.arange(0, BLOCK)
+        used = tl.minimum((length + TILE.page - 1) // TILE.page, table_width)
+        for first in range(0, used, TILE.block):
+            entry = first + tl.arange(0, TILE.block)
             copied = tl.load(table + own_row * table_stride + entry, mask=entry < used, other=0)
             tl.store(pages + sequence.to(tl.int64) * table_width + entry, copied, mask=entry < used)
 
@@ -118,33 +121,25 @@ def gather_chunks(
     """Gather the next starts[i] .. starts[i + 1] tokens of rows[i]: ids, positions and lengths `into` the caller's
     tensors, `slots` and `pages` for each group, and the RoPE angles. Only the used part of a page table is copied."""
     ids, _, lengths = into
-    angles = rope or RopeAngles(reached, 0.0, reached, reached)
+    angles = rope and rope._replace(scale=float(rope.scale))
     for number, (table, page, there, copies) in enumerate(zip(tables, page_tokens, slots, pages, strict=True)):
+        own = None if number else angles
+        half = 0 if own is None else len(own.frequencies)
         gather_chunks_kernel[(-(-len(ids) // TOKENS) + len(lengths),)](
             rows,
             starts,
             tokens,
             tokens.stride(0),
             reached,
-            *into,
-            table,
+            into,
+            (table, there, copies),
             table.stride(0),
             table.shape[1],
-            there,
-            copies,
-            angles.frequencies,
-            len(angles.frequencies),
-            float(angles.scale),
-            angles.cos,
-            angles.sin,
+            own,
+            half,
             len(ids),
             len(lengths),
-            width_for(len(lengths)),
-            TOKENS,
-            power_of_two(len(angles.frequencies)) if rope and not number else 0,
-            page,
-            number == 0,
-            BLOCK,
+            GatherChunksTile(width_for(len(lengths)), power_of_two(half) if half else 0, page, number == 0),
             **overlapped(rows),
         )
 

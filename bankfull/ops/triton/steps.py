@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,8 +16,7 @@ BLOCK = 128
 """Page table entries copied, and token rows appended, per iteration."""
 
 
-@dataclass(frozen=True, slots=True)
-class RopeAngles:
+class RopeAngles(NamedTuple):
     """RoPE parameters, and the output tensors of the angles, (tokens, half) each."""
 
     frequencies: Tensor
@@ -26,13 +25,24 @@ class RopeAngles:
     sin: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class StepTrees:
+class StepTrees(NamedTuple):
     """The draft trees of all rows, and the output tensor of the ancestors, (tokens)."""
 
     depths: Tensor
     ancestors: Tensor
     out: Tensor
+
+
+class GatherTile(NamedTuple):
+    """What is constant in a kernel that gathers: tokens of a row, RoPE frequencies (0: no angles), tokens of a page (0:
+    no page table), and whether it is the step's first, which also gathers ids, positions, lengths and ancestors."""
+
+    width: int
+    padded: int
+    half: int
+    page: int
+    first: bool
+    block: int = BLOCK
 
 
 @triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "pages_width", "half", "tree_stride"])
@@ -41,77 +51,65 @@ def gather_kernel(
     tokens,
     tokens_stride,
     reached,
-    ids,
-    positions,
-    lengths,
-    table,
+    into,
+    group,
     table_stride,
     table_width,
-    slots,
-    pages,
     pages_width,
-    frequencies,
+    angles,
     half,
-    scale,
-    cos,
-    sin,
-    tree_depths,
-    tree_ancestors,
+    trees,
     tree_stride,
-    ancestors,
     counts,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    HALF: tl.constexpr,
-    PAGE: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per sequence. FIRST: also ids, positions, lengths and ancestors; HALF > 0: also RoPE angles as in
-    `rope_angles`; PAGE = 0: no page table. In a tree, a token's position is that of its path. A sequence with fewer
-    tokens than WIDTH (`counts`) may have no pages for the others, and its table may hold pages of other sequences
-    there: they are read and written in page 0."""
-    if HALF > 0:
-        at = tl.arange(0, HALF)[None, :]
-        frequency = tl.load(frequencies + at, at < half, 0.0)
+    """One program per sequence. `into`: ids, positions and lengths; `group`: a page table, and slots and pages found
+    in it. In a tree, a token's position is that of its path. A sequence with fewer tokens than the step's width
+    (`counts`) may have no pages for the others, and its table may hold pages of other sequences there: they are read
+    and written in page 0."""
+    ids, positions, lengths = into
+    table, slots, pages = group
+    if TILE.half > 0:
+        at = tl.arange(0, TILE.half)[None, :]
+        frequency = tl.load(angles.frequencies + at, at < half, 0.0)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     sequence = tl.program_id(0)
     row = tl.load(rows + sequence)
     begin = tl.load(reached + row)
-    within = tl.arange(0, PADDED)
-    inside = within < WIDTH
+    within = tl.arange(0, TILE.padded)
+    inside = within < TILE.width
     place = begin + within
     position = place
-    out = sequence * WIDTH + within
-    if tree_depths is not None:
-        position = begin + tl.load(tree_depths + row * tree_stride + within, mask=inside, other=0)
-    if FIRST:
-        if tree_ancestors is not None:
-            masks = tl.load(tree_ancestors + row * tree_stride + within, mask=inside, other=0)
-            tl.store(ancestors + out, masks, mask=inside)
+    out = sequence * TILE.width + within
+    if trees is not None:
+        position = begin + tl.load(trees.depths + row * tree_stride + within, mask=inside, other=0)
+    if TILE.first:
+        if trees is not None:
+            masks = tl.load(trees.ancestors + row * tree_stride + within, mask=inside, other=0)
+            tl.store(trees.out + out, masks, mask=inside)
         tl.store(ids + out, tl.load(tokens + row * tokens_stride + place, mask=inside), mask=inside)
         tl.store(positions + out, position, mask=inside)
-        tl.store(lengths + sequence, (begin + WIDTH).to(tl.int32))
-    if HALF > 0:
+        tl.store(lengths + sequence, (begin + TILE.width).to(tl.int32))
+    if TILE.half > 0:
         x, y = cos_sin(position[:, None].to(tl.float32) * frequency)
         places = out[:, None].to(tl.int64) * half + at
         meant = inside[:, None] & (at < half)
-        tl.store(cos + places, (x * scale).to(cos.dtype.element_ty), meant)
-        tl.store(sin + places, (y * scale).to(sin.dtype.element_ty), meant)
-    if PAGE > 0:
+        tl.store(angles.cos + places, (x * angles.scale).to(angles.cos.dtype.element_ty), meant)
+        tl.store(angles.sin + places, (y * angles.scale).to(angles.sin.dtype.element_ty), meant)
+    if TILE.page > 0:
         own = table + row * table_stride
         # The last page that the sequence has. Later places go to page 0, which belongs to no sequence.
         last = table_width - 1
         if counts is not None:
-            last = tl.minimum(last, (begin + tl.load(counts + sequence) - 1) // PAGE)
-        line = place // PAGE
+            last = tl.minimum(last, (begin + tl.load(counts + sequence) - 1) // TILE.page)
+        line = place // TILE.page
         page = tl.load(own + line, mask=inside & (line <= last), other=0)
-        tl.store(slots + out, page * PAGE + place % PAGE, mask=inside)
-        used = tl.minimum((begin + WIDTH + PAGE - 1) // PAGE, pages_width)
-        for first in range(0, used, BLOCK):
-            entry = first + tl.arange(0, BLOCK)
+        tl.store(slots + out, page * TILE.page + place % TILE.page, mask=inside)
+        used = tl.minimum((begin + TILE.width + TILE.page - 1) // TILE.page, pages_width)
+        for first in range(0, used, TILE.block):
+            entry = first + tl.arange(0, TILE.block)
             found = tl.load(own + entry, mask=(entry < used) & (entry <= last), other=0)
             tl.store(pages + sequence.to(tl.int64) * pages_width + entry, found, mask=entry < used)
 
@@ -135,36 +133,26 @@ def gather_step(
     table is copied. `counts`: the tokens of each row if some have fewer than `width`; the others are padding, whose
     results must not be read."""
     groups = list(zip(tables, page_tokens, slots, pages, strict=True)) or [(tokens, 0, rows, rows)]
-    angles = rope or RopeAngles(tokens, 0.0, tokens, tokens)
+    angles = rope and rope._replace(scale=float(rope.scale))
     for number, (table, page, places, copies) in enumerate(groups):
+        own = None if number else angles
+        half = 0 if own is None else len(own.frequencies)
         gather_kernel[(len(rows),)](
             rows,
             tokens,
             tokens.stride(0),
             reached,
-            *into,
-            table,
+            into,
+            (table, places, copies),
             table.stride(0),
             table.shape[1],
-            places,
-            copies,
             copies.shape[-1],
-            angles.frequencies,
-            len(angles.frequencies),
-            float(angles.scale),
-            angles.cos,
-            angles.sin,
-            trees and trees.depths,
-            trees and trees.ancestors,
+            own,
+            half,
+            trees,
             trees.depths.stride(0) if trees else 0,
-            trees and trees.out,
             counts,
-            width,
-            power_of_two(width),
-            power_of_two(len(angles.frequencies)) if rope and not number else 0,
-            page,
-            number == 0,
-            BLOCK,
+            GatherTile(width, power_of_two(width), power_of_two(half) if half else 0, page, number == 0),
             **overlapped(rows),
         )
 
