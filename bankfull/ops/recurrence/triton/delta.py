@@ -16,39 +16,39 @@ from torch import Tensor
 from bankfull.ops.pointwise.triton import softplus
 from bankfull.ops.recurrence.delta import delta_rule
 from bankfull.ops.recurrence.ssm import RecurrentMeta
-from bankfull.ops.recurrence.triton.linear_attention import LAUNCH, chunk_for, columns_for
-from bankfull.ops.recurrence.triton.ssm import on_device
+from bankfull.ops.recurrence.triton.linear_attention import LAUNCH, AttentionTile, chunk_for, columns_for
+from bankfull.ops.recurrence.triton.operands import SequenceSlots, States, read_slot, span, written_slot
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
+from bankfull.ops.triton.rows import Tokens, accepts, preloadable, supported
 
 MOST_PIECES = 64
 """Programs that share the chunks of one sequence when their systems are inverted."""
 
 
 @triton.jit
-def units(x, token, head, x_token, x_head, row, used, has_row, scale):
+def units(x, token, head, row, used, has_row, scale):
     """Queries or keys of a chunk, divided by their lengths."""
     rows = used[:, None] & has_row[None, :]
-    part = tl.load(x + token[:, None] * x_token + head * x_head + row[None, :], rows, 0.0).to(tl.float32)
+    part = tl.load(x.at + token[:, None] * x.token + head * x.head + row[None, :], rows, 0.0).to(tl.float32)
     return part * (scale / tl.sqrt(tl.sum(part * part, 1) + 1e-6))[:, None]
 
 
 @triton.jit
-def unit(x, token, head, x_token, x_head, row, has_row, scale):
-    part = tl.load(x + token * x_token + head * x_head + row, has_row, 0.0).to(tl.float32)
+def unit(x, token, head, row, has_row, scale):
+    part = tl.load(x.at + token * x.token + head * x.head + row, has_row, 0.0).to(tl.float32)
     return part * (scale / tl.sqrt(tl.sum(part * part, 0) + 1e-6))
 
 
 @triton.jit
-def passed(a, token, a_token, head, rate, shift, used):
+def passed(a, token, head, rate, shift, used):
     """The logarithm of the decay from the chunk's beginning to each token."""
-    logs = rate * softplus(tl.load(a + token * a_token + head, used, 0.0).to(tl.float32) + shift)
+    logs = rate * softplus(tl.load(a.at + token * a.token + head, used, 0.0).to(tl.float32) + shift)
     return tl.cumsum(tl.where(used, logs, 0.0), 0)
 
 
 @triton.jit
-def strengths(b, token, b_token, head, used):
-    raw = tl.load(b + token * b_token + head, used, 0.0).to(tl.float32)
+def strengths(b, token, head, used):
+    raw = tl.load(b.at + token * b.token + head, used, 0.0).to(tl.float32)
     return tl.where(used, 1.0 / (1.0 + tl.exp(-raw)), 0.0)
 
 
@@ -61,50 +61,32 @@ def decays(log, place):
 
 @triton.jit
 def delta_inverse_kernel(
-    k,
-    a,
-    b,
-    rate,
-    shift,
-    inverse,
-    starts,
-    kepts,
-    heads,
-    shared,
-    key,
-    k_token,
-    k_head,
-    a_token,
-    b_token,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    k, a, b, rate, shift, inverse, sequences, heads, shared, key, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Axis 0: programs that take a sequence's chunks in turns, 1: heads, 2: sequences."""
     head, sequence = tl.program_id(1), tl.program_id(2)
-    row, place = tl.arange(0, KEY), tl.arange(0, CHUNK)
+    row, place = tl.arange(0, TILE.key), tl.arange(0, TILE.chunk)
     has_row = row < key
     own_rate, own_shift = tl.load(rate + head).to(tl.float32), tl.load(shift + head).to(tl.float32)
-    first = tl.load(starts + sequence).to(tl.int64)
-    end = tl.load(starts + sequence + 1).to(tl.int64) - tl.load(kepts + sequence)
+    first, last, kept = span(sequences, sequence)
+    end = last - kept
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    for start in range(first + tl.program_id(0) * CHUNK, end, tl.num_programs(0) * CHUNK):
+    for start in range(first + tl.program_id(0) * TILE.chunk, end, tl.num_programs(0) * TILE.chunk):
         token = start + place
         used = token < end
-        keys = units(k, token, head // shared, k_token, k_head, row, used, has_row, 1.0)
-        log = passed(a, token, a_token, head, own_rate, own_shift, used)
-        beta = strengths(b, token, b_token, head, used)
-        system = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decays(log, place) * beta[:, None]
+        keys = units(k, token, head // shared, row, used, has_row, 1.0)
+        log = passed(a, token, head, own_rate, own_shift, used)
+        beta = strengths(b, token, head, used)
+        system = tl.dot(keys, tl.trans(keys), input_precision=TILE.precision) * decays(log, place) * beta[:, None]
         system = tl.where(place[:, None] > place[None, :], system, 0.0)
         found = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
-        for i in range(1, CHUNK):  # each row follows from those above it
+        for i in range(1, TILE.chunk):  # each row follows from those above it
             chosen = place[:, None] == i
             factors = tl.sum(tl.where(chosen, system, 0.0), 0)
             found -= tl.where(chosen, tl.sum(factors[:, None] * found, 0)[None, :], 0.0)
-        places = inverse + (token[:, None] * heads + head) * CHUNK + place[None, :]
-        tl.store(places, found, used[:, None] & (place[None, :] < CHUNK))
+        places = inverse + (token[:, None] * heads + head) * TILE.chunk + place[None, :]
+        tl.store(places, found, used[:, None] & (place[None, :] < TILE.chunk))
 
 
 @triton.jit(do_not_specialize=["write_stride"])
@@ -117,86 +99,69 @@ def delta_rule_kernel(
     rate,
     shift,
     inverse,
-    state,
+    states,
     y,
-    starts,
-    kepts,
-    read,
-    write,
+    sequences,
+    write_stride,
     heads,
     shared,
     key,
     value,
     scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    a_token,
-    b_token,
-    slot_stride,
-    head_stride,
-    row_stride,
-    column_stride,
-    write_stride,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUES: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Axis 0: blocks of columns, 1: heads, 2: sequences. CHUNK 0: all tokens one by one."""
+    """Axis 0: blocks of columns, 1: heads, 2: sequences."""
     head, sequence = tl.program_id(1), tl.program_id(2)
-    row, column = tl.arange(0, KEY), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    row, column = tl.arange(0, TILE.key), tl.program_id(0) * TILE.columns + tl.arange(0, TILE.columns)
     has_row, has_column = row < key, column < value
     inside = has_row[:, None] & has_column[None, :]
     own_rate, own_shift = tl.load(rate + head).to(tl.float32), tl.load(shift + head).to(tl.float32)
     # Counts and states were written before this step, so they may be read before the inputs are ready.
-    first, last = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    kept = tl.load(kepts + sequence)
-    past = tl.load(read + sequence).to(tl.int64) * slot_stride
-    own = head * head_stride + row[:, None] * row_stride + column[None, :] * column_stride
-    h = tl.load(state + past + own, inside, 0.0).to(tl.float32)
+    first, last, kept = span(sequences, sequence)
+    past = read_slot(sequences, sequence) * states.slot
+    own = head * states.head + row[:, None] * states.row + column[None, :] * states.column
+    h = tl.load(states.at + past + own, inside, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     begin = first
-    if CHUNK > 0:
-        place = tl.arange(0, CHUNK)
-        dtype: tl.constexpr = q.dtype.element_ty
+    if TILE.chunk > 0:
+        place = tl.arange(0, TILE.chunk)
+        dtype: tl.constexpr = q.at.dtype.element_ty
         end = last - kept
-        for start in range(first, end, CHUNK):
+        for start in range(first, end, TILE.chunk):
             token = start + place
             used = token < end
             cells = used[:, None] & has_column[None, :]
             # Operands are rounded to the inputs' dtype, except those of the solved system; sums stay in float32.
-            queries = units(q, token, head // shared, q_token, q_head, row, used, has_row, scale).to(dtype)
-            keys = units(k, token, head // shared, k_token, k_head, row, used, has_row, 1.0)
-            log = passed(a, token, a_token, head, own_rate, own_shift, used)
+            queries = units(q, token, head // shared, row, used, has_row, scale).to(dtype)
+            keys = units(k, token, head // shared, row, used, has_row, 1.0)
+            log = passed(a, token, head, own_rate, own_shift, used)
             since = tl.exp(log)[:, None]
             before = h.to(dtype)
-            values = tl.load(v + token[:, None] * v_token + head * v_head + column[None, :], cells, 0.0).to(tl.float32)
+            values = tl.load(v.at + token[:, None] * v.token + head * v.head + column[None, :], cells, 0.0).to(
+                tl.float32
+            )
             errors = values - since * tl.dot(keys.to(dtype), before, input_precision="ieee")
-            errors *= strengths(b, token, b_token, head, used)[:, None]
-            places = inverse + (token[:, None] * heads + head) * CHUNK + place[None, :]
-            solved = tl.load(places, used[:, None] & (place[None, :] < CHUNK), 0.0)
-            new = tl.dot(solved, errors, input_precision=PRECISION).to(dtype)
+            errors *= strengths(b, token, head, used)[:, None]
+            places = inverse + (token[:, None] * heads + head) * TILE.chunk + place[None, :]
+            solved = tl.load(places, used[:, None] & (place[None, :] < TILE.chunk), 0.0)
+            new = tl.dot(solved, errors, input_precision=TILE.precision).to(dtype)
             scores = tl.dot(queries, tl.trans(keys.to(dtype)), input_precision="ieee") * decays(log, place)
             out = since * tl.dot(queries, before, input_precision="ieee")
             out += tl.dot(scores.to(dtype), new, input_precision="ieee")
             tl.store(y + (token[:, None] * heads + head) * value + column[None, :], out.to(y.dtype.element_ty), cells)
             # Unused places add nothing to the sums, so the last one has the decay of the whole chunk.
-            whole = tl.sum(tl.where(place == CHUNK - 1, log, 0.0), 0)
+            whole = tl.sum(tl.where(place == TILE.chunk - 1, log, 0.0), 0)
             remaining = (keys * tl.exp(whole - log)[:, None]).to(dtype)
             h = tl.exp(whole) * h + tl.dot(tl.trans(remaining), new, input_precision="ieee")
         begin = tl.maximum(first, end)
     for token in range(begin, last):
-        query = unit(q, token, head // shared, q_token, q_head, row, has_row, scale)
-        into = unit(k, token, head // shared, k_token, k_head, row, has_row, 1.0)
-        new = tl.load(v + token * v_token + head * v_head + column, has_column, 0.0).to(tl.float32)
-        gate = tl.load(a + token * a_token + head).to(tl.float32) + own_shift
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + token * b_token + head).to(tl.float32)))
+        query = unit(q, token, head // shared, row, has_row, scale)
+        into = unit(k, token, head // shared, row, has_row, 1.0)
+        new = tl.load(v.at + token * v.token + head * v.head + column, has_column, 0.0).to(tl.float32)
+        gate = tl.load(a.at + token * a.token + head).to(tl.float32) + own_shift
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(b.at + token * b.token + head).to(tl.float32)))
         h = tl.exp(own_rate * softplus(gate)) * h
         new = beta * (new - tl.sum(into[:, None] * h, 0))
         h += into[:, None] * new[None, :]
@@ -204,8 +169,8 @@ def delta_rule_kernel(
         tl.store(y + (token * heads + head) * value + column, result.to(y.dtype.element_ty), has_column)
         number = kept - (last - token)
         if number >= 0:
-            slot = tl.load(write + sequence * write_stride + number).to(tl.int64) * slot_stride
-            tl.store(state + slot + own, h.to(state.dtype.element_ty), inside)
+            slot = written_slot(sequences, sequence, number, write_stride) * states.slot
+            tl.store(states.at + slot + own, h.to(states.at.dtype.element_ty), inside)
 
 
 @delta_rule.provider("triton", on="cuda", accepts=accepts)
@@ -225,40 +190,18 @@ def run_delta_rule(
     (tokens, key_heads, key), (heads, value), sequences = q.shape, v.shape[1:], len(meta.q_start) - 1
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     inner = max(16, power_of_two(key))
-    chunk, precision = (
-        chunk_for(tokens, sequences, meta.write.shape[1], q.dtype, inner),
-        "ieee" if q.dtype == torch.float32 else "tf32",
-    )
+    chunk = chunk_for(tokens, sequences, meta.write.shape[1], q.dtype, inner)
     block = columns_for(inner, value, sequences * heads, v.device)
-    queries, keys, values, gates, betas = (contiguous_rows(part) for part in (q, k, v, a, b))
-    starts, kepts = on_device(meta.starts, meta.q_start, v), on_device(meta.kepts, meta.kept, v)
+    tile = AttentionTile(chunk, inner, block, "ieee" if q.dtype == torch.float32 else "tf32")
     if not y.numel() or not sequences:
         return y
-    inverse = y
+    queries, keys, values, gates, betas = (Tokens.of(part) for part in (q, k, v, a, b))
+    own, shared, inverse = SequenceSlots.of(meta, v.device), heads // key_heads, y
     if chunk:
         inverse = torch.empty(tokens, heads, chunk, dtype=torch.float32, device=v.device)
-        pieces = min(MOST_PIECES, triton.cdiv(tokens - sequences + 1, chunk))
-        delta_inverse_kernel[(pieces, heads, sequences)](
-            keys,
-            gates,
-            betas,
-            rate,
-            shift,
-            inverse,
-            starts,
-            kepts,
-            heads,
-            heads // key_heads,
-            key,
-            *keys.stride()[:2],
-            gates.stride(0),
-            betas.stride(0),
-            CHUNK=chunk,
-            PRECISION=precision,
-            KEY=inner,
-            **LAUNCH,
-            **overlapped(v),
-        )
+        grid = min(MOST_PIECES, triton.cdiv(tokens - sequences + 1, chunk)), heads, sequences
+        arguments = (keys, gates, betas, rate, shift, inverse, own, heads, shared, key, tile._replace(columns=0))
+        delta_inverse_kernel[grid](*arguments, **LAUNCH, **overlapped(v))
     delta_rule_kernel[(triton.cdiv(value, block), heads, sequences)](
         queries,
         keys,
@@ -268,28 +211,16 @@ def run_delta_rule(
         rate,
         shift,
         inverse,
-        state,
+        States.of(state),
         y,
-        starts,
-        kepts,
-        meta.read,
-        meta.write,
+        own,
+        meta.write.stride(0),
         heads,
-        heads // key_heads,
+        shared,
         key,
         value,
         key**-0.5,
-        *queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        gates.stride(0),
-        betas.stride(0),
-        *state.stride(),
-        meta.write.stride(0),
-        CHUNK=chunk,
-        PRECISION=precision,
-        KEY=inner,
-        VALUES=block,
+        tile,
         **LAUNCH,
         **overlapped(v),
     )

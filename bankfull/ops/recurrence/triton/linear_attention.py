@@ -8,6 +8,8 @@ captured step.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,9 @@ from torch import Tensor
 
 from bankfull.ops.recurrence.linear_attention import linear_attention, taylor_features, taylor_size
 from bankfull.ops.recurrence.ssm import RecurrentMeta
-from bankfull.ops.recurrence.triton.ssm import on_device
+from bankfull.ops.recurrence.triton.operands import SequenceSlots, States, read_slot, span, written_slot
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
+from bankfull.ops.triton.rows import Tokens, accepts, preloadable, supported
 
 MOST_STATE = 8192
 """Elements of the state in a program: more would spill registers."""
@@ -31,85 +33,75 @@ products use no matrix units, and for keys of more than WIDE_KEY elements, whose
 WIDE_KEY = 128
 
 
+class AttentionTile(NamedTuple):
+    """What is constant in a kernel: tokens of a chunk (0: all one by one), elements of a key, padded, and the values'
+    columns of a program."""
+
+    chunk: int
+    key: int
+    columns: int
+    precision: str = "ieee"
+    """That of float32 products."""
+
+
 @triton.jit(do_not_specialize=["write_stride"])
 def linear_attention_kernel(
     q,
     k,
     v,
     slopes,
-    state,
+    states,
     normalizer,
     y,
-    starts,
-    kepts,
-    read,
-    write,
+    sequences,
+    write_stride,
     heads,
     key,
     value,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    slot_stride,
-    head_stride,
-    row_stride,
-    column_stride,
-    sums_slot,
-    sums_head,
-    sums_place,
-    write_stride,
-    NORMALIZED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUES: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Axis 0: blocks of columns, 1: heads, 2: sequences. CHUNK 0: all tokens one by one."""
+    """Axis 0: blocks of columns, 1: heads, 2: sequences."""
     head, sequence = tl.program_id(1), tl.program_id(2)
-    row, column = tl.arange(0, KEY), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    row, column = tl.arange(0, TILE.key), tl.program_id(0) * TILE.columns + tl.arange(0, TILE.columns)
     has_row, has_column = row < key, column < value
     inside = has_row[:, None] & has_column[None, :]
     slope = tl.load(slopes + head).to(tl.float32)
     keep = tl.exp(-slope)
     # Counts and states were written before this step, so they may be read before the inputs are ready.
-    first, last = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    kept = tl.load(kepts + sequence)
-    past = tl.load(read + sequence).to(tl.int64)
-    own = head * head_stride + row[:, None] * row_stride + column[None, :] * column_stride
-    h = tl.load(state + past * slot_stride + own, inside, 0.0).to(tl.float32)
-    own_sums = head * sums_head + row * sums_place
-    z = tl.zeros([KEY], tl.float32)
-    if NORMALIZED:
-        z = tl.load(normalizer + past * sums_slot + own_sums, has_row, 0.0).to(tl.float32)
+    first, last, kept = span(sequences, sequence)
+    past = read_slot(sequences, sequence)
+    own = head * states.head + row[:, None] * states.row + column[None, :] * states.column
+    h = tl.load(states.at + past * states.slot + own, inside, 0.0).to(tl.float32)
+    if normalizer is not None:
+        own_sums = head * normalizer.head + row * normalizer.row
+        z = tl.load(normalizer.at + past * normalizer.slot + own_sums, has_row, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     begin = first
-    if CHUNK > 0:
-        place = tl.arange(0, CHUNK)
+    if TILE.chunk > 0:
+        place = tl.arange(0, TILE.chunk)
         apart = place[:, None] - place[None, :]
         # Exponents of the upper triangle would overflow before they are masked.
         within = tl.where(apart >= 0, tl.exp(-slope * tl.maximum(apart, 0).to(tl.float32)), 0.0)
         since = tl.exp(-slope * (place + 1).to(tl.float32))
         end = last - kept
-        for start in range(first, end, CHUNK):
+        for start in range(first, end, TILE.chunk):
             token = start + place
             used = token < end
-            count = tl.minimum(end - start, CHUNK)
+            count = tl.minimum(end - start, TILE.chunk)
             rows = used[:, None] & has_row[None, :]
-            queries = tl.load(q + token[:, None] * q_token + head * q_head + row[None, :], rows, 0.0)
-            keys = tl.load(k + token[:, None] * k_token + head * k_head + row[None, :], rows, 0.0)
+            queries = tl.load(q.at + token[:, None] * q.token + head * q.head + row[None, :], rows, 0.0)
+            keys = tl.load(k.at + token[:, None] * k.token + head * k.head + row[None, :], rows, 0.0)
             cells = used[:, None] & has_column[None, :]
-            values = tl.load(v + token[:, None] * v_token + head * v_head + column[None, :], cells, 0.0)
+            values = tl.load(v.at + token[:, None] * v.token + head * v.head + column[None, :], cells, 0.0)
             # Operands are rounded to the inputs' dtype; sums and the state stay in float32.
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * within
             out = tl.dot(scores.to(values.dtype), values, input_precision="ieee")
             out += since[:, None] * tl.dot(queries, h.to(queries.dtype), input_precision="ieee")
             left = tl.maximum(count - 1 - place, 0).to(tl.float32)
             decayed = keys.to(tl.float32) * tl.exp(-slope * left)[:, None]
-            if NORMALIZED:
+            if normalizer is not None:
                 sums = tl.sum(scores, 1) + since * tl.sum(queries.to(tl.float32) * z[None, :], 1)
                 out = out / tl.where(used, sums, 1.0)[:, None]
                 z = tl.exp(-slope * count.to(tl.float32)) * z + tl.sum(decayed, 0)
@@ -119,22 +111,23 @@ def linear_attention_kernel(
             tl.store(places, out.to(y.dtype.element_ty), cells)
         begin = tl.maximum(first, end)
     for token in range(begin, last):
-        query = tl.load(q + token * q_token + head * q_head + row, has_row, 0.0).to(tl.float32)
-        into = tl.load(k + token * k_token + head * k_head + row, has_row, 0.0).to(tl.float32)
-        new = tl.load(v + token * v_token + head * v_head + column, has_column, 0.0).to(tl.float32)
+        query = tl.load(q.at + token * q.token + head * q.head + row, has_row, 0.0).to(tl.float32)
+        into = tl.load(k.at + token * k.token + head * k.head + row, has_row, 0.0).to(tl.float32)
+        new = tl.load(v.at + token * v.token + head * v.head + column, has_column, 0.0).to(tl.float32)
         h = keep * h + into[:, None] * new[None, :]
         result = tl.sum(query[:, None] * h, 0)
-        if NORMALIZED:
+        if normalizer is not None:
             z = keep * z + into
             result = result / tl.sum(query * z, 0)
         tl.store(y + (token * heads + head) * value + column, result.to(y.dtype.element_ty), has_column)
         number = kept - (last - token)
         if number >= 0:
-            slot = tl.load(write + sequence * write_stride + number).to(tl.int64)
-            tl.store(state + slot * slot_stride + own, h.to(state.dtype.element_ty), inside)
-            if NORMALIZED:  # the first program stores it for all
+            slot = written_slot(sequences, sequence, number, write_stride)
+            tl.store(states.at + slot * states.slot + own, h.to(states.at.dtype.element_ty), inside)
+            if normalizer is not None:  # the first program stores it for all
                 stores = has_row & (tl.program_id(0) == 0)
-                tl.store(normalizer + slot * sums_slot + own_sums, z.to(normalizer.dtype.element_ty), stores)
+                sums = normalizer.at + slot * normalizer.slot + own_sums
+                tl.store(sums, z.to(normalizer.at.dtype.element_ty), stores)
 
 
 def columns_for(key: int, value: int, programs: int, device: torch.device) -> int:
@@ -165,33 +158,23 @@ def run_linear_attention(
     inner = max(16, power_of_two(key))
     chunk = chunk_for(tokens, sequences, meta.write.shape[1], q.dtype, inner)
     block = columns_for(inner, value, sequences * heads, v.device)
-    queries, keys, values = (contiguous_rows(part) for part in (q, k, v))
     if y.numel() and sequences:
+        sums = None
+        if normalizer is not None:
+            slot, head, place = normalizer.stride()
+            sums = States(normalizer, slot, place, head=head)
         linear_attention_kernel[(triton.cdiv(value, block), heads, sequences)](
-            queries,
-            keys,
-            values,
+            *(Tokens.of(part) for part in (q, k, v)),
             slopes,
-            state,
-            state if normalizer is None else normalizer,
+            States.of(state),
+            sums,
             y,
-            on_device(meta.starts, meta.q_start, v),
-            on_device(meta.kepts, meta.kept, v),
-            meta.read,
-            meta.write,
+            SequenceSlots.of(meta, v.device),
+            meta.write.stride(0),
             heads,
             key,
             value,
-            *queries.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            *state.stride(),
-            *((0, 0, 0) if normalizer is None else normalizer.stride()),
-            meta.write.stride(0),
-            NORMALIZED=normalizer is not None,
-            CHUNK=chunk,
-            KEY=inner,
-            VALUES=block,
+            AttentionTile(chunk, inner, block),
             **LAUNCH,
             **overlapped(v),
         )
@@ -200,25 +183,13 @@ def run_linear_attention(
 
 @triton.jit
 def taylor_kernel(
-    x,
-    y,
-    rows,
-    heads,
-    size,
-    features,
-    x_token,
-    x_head,
-    single,
-    pair,
-    ROWS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, y, rows, heads, size, features, single, pair, ROWS: tl.constexpr, FEATURES: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Axis 0: blocks of rows, each a head of a token; 1: blocks of features."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)[None, :]
     used = (row < rows) & (feature < features)
-    at = x + (row // heads).to(tl.int64) * x_token + row % heads * x_head
+    at = x.at + (row // heads).to(tl.int64) * x.token + row % heads * x.head
     number = tl.maximum(feature - 1 - size, 0)
     is_pair = feature > size
     left = tl.where(is_pair, number // size, tl.maximum(feature - 1, 0))
@@ -237,18 +208,16 @@ def run_taylor_features(x: Tensor) -> Tensor:
     tokens, heads, size = x.shape
     features = taylor_size(size)
     y = torch.empty(tokens, heads, features, dtype=x.dtype, device=x.device)
-    source = contiguous_rows(x)
     if y.numel():
         block = min(512, power_of_two(features))
         rows = max(1, 2048 // block)
         taylor_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(features, block))](
-            source,
+            Tokens.of(x),
             y,
             tokens * heads,
             heads,
             size,
             features,
-            *source.stride()[:2],
             size**-0.25,
             (2 * size) ** -0.5,
             ROWS=rows,

@@ -5,7 +5,8 @@ Token counts and kept states are read on the device, so they may change between 
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from bankfull.ops.pointwise.triton import activation
 from bankfull.ops.recurrence.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
+from bankfull.ops.recurrence.triton.operands import SequenceSlots, States, read_slot, span, written_slot
 from bankfull.ops.registry import Operation
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
+from bankfull.ops.triton.rows import Tokens, accepts, preloadable, supported
 
 CONV_CHANNELS, CONV_TOKENS = 128, 8
 """Tile size. A tile has one token if all sequences have few."""
@@ -26,96 +28,83 @@ SCAN_NUMBERS, FEW_SCAN_NUMBERS = 256, 128
 each, so that no token waits at a barrier. The smaller size is for few sequences."""
 
 
+class ConvolutionTile(NamedTuple):
+    """Taps of a channel, whether SiLU follows, and tokens and channels of a tile."""
+
+    width: int
+    silu: bool
+    tokens: int
+    channels: int
+
+
 @triton.jit
-def past_inputs(state, token, past, channel, channel_stride, place_stride, inside, PAST: tl.constexpr, DTYPE):
+def past_inputs(states, past, token, channel, inside, PAST: tl.constexpr, DTYPE):
     """Inputs before the sequence's first token (token 0), rounded to the input dtype; zero from token 0 on."""
-    places = state + past + channel * channel_stride + (token + PAST) * place_stride
+    places = states.at + past + channel * states.row + (token + PAST) * states.column
     return tl.load(places, inside & (token < 0), 0.0).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
-def new_inputs(x, token, first, channel, x_stride, inside):
+def new_inputs(x, token, first, channel, inside):
     """Inputs from token 0 on; zero before it."""
-    return tl.load(x + (first + token) * x_stride + channel, inside & (token >= 0), 0.0).to(tl.float32)
+    return tl.load(x.at + (first + token) * x.token + channel, inside & (token >= 0), 0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["write_stride"])
 def causal_conv_kernel(
-    x,
-    weight,
-    bias,
-    state,
-    y,
-    starts,
-    kepts,
-    read,
-    write,
-    channels,
-    x_stride,
-    slot_stride,
-    channel_stride,
-    place_stride,
-    write_stride,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, weight, bias, states, y, sequences, write_stride, channels, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Axis 0: blocks of channels, 1: sequences, 2: programs that take a sequence's tiles round-robin."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    channel = tl.program_id(0) * TILE.channels + tl.arange(0, TILE.channels)[None, :]
     used = channel < channels
     sequence, piece = tl.program_id(1), tl.program_id(2)
-    dtype: tl.constexpr = x.dtype.element_ty
-    shift = tl.zeros([1, CHANNELS], tl.float32)
-    if HAS_BIAS:
+    dtype: tl.constexpr = x.at.dtype.element_ty
+    width: tl.constexpr = TILE.width
+    shift = tl.full([1, TILE.channels], 0.0, tl.float32)
+    if bias is not None:
         shift = tl.load(bias + channel, used, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    first = tl.load(starts + sequence).to(tl.int64)  # row offsets may exceed 32 bits
-    count = tl.load(starts + sequence + 1) - tl.load(starts + sequence)
-    past = tl.load(read + sequence).to(tl.int64) * slot_stride
-    for begin in range(piece * TOKENS, count, tl.num_programs(2) * TOKENS):
-        token = begin + tl.arange(0, TOKENS)[:, None]
+    first = tl.load(sequences.starts + sequence).to(tl.int64)  # row offsets may exceed 32 bits
+    count = tl.load(sequences.starts + sequence + 1) - tl.load(sequences.starts + sequence)
+    past = read_slot(sequences, sequence) * states.slot
+    for begin in range(piece * TILE.tokens, count, tl.num_programs(2) * TILE.tokens):
+        token = begin + tl.arange(0, TILE.tokens)[:, None]
         inside = used & (token < count)
-        total = tl.zeros([TOKENS, CHANNELS], tl.float32) + shift
-        for tap in tl.static_range(WIDTH):
-            factor = tl.load(weight + channel * WIDTH + tap, used, 0.0).to(tl.float32)
-            total += factor * new_inputs(x, token - (WIDTH - 1 - tap), first, channel, x_stride, inside)
-        if begin < WIDTH - 1:  # only the first tokens need past inputs
-            for tap in tl.static_range(WIDTH - 1):
-                factor = tl.load(weight + channel * WIDTH + tap, used, 0.0).to(tl.float32)
-                before = token - (WIDTH - 1 - tap)
-                total += factor * past_inputs(
-                    state, before, past, channel, channel_stride, place_stride, inside, WIDTH - 1, dtype
-                )
+        total = tl.full([TILE.tokens, TILE.channels], 0.0, tl.float32) + shift
+        for tap in tl.static_range(width):
+            factor = tl.load(weight + channel * width + tap, used, 0.0).to(tl.float32)
+            total += factor * new_inputs(x, token - (width - 1 - tap), first, channel, inside)
+        if begin < width - 1:  # only the first tokens need past inputs
+            for tap in tl.static_range(width - 1):
+                factor = tl.load(weight + channel * width + tap, used, 0.0).to(tl.float32)
+                before = token - (width - 1 - tap)
+                total += factor * past_inputs(states, past, before, channel, inside, width - 1, dtype)
         result = total.to(y.dtype.element_ty)
-        if SILU:
+        if TILE.silu:
             result = activation(result.to(tl.float32), "silu").to(y.dtype.element_ty)
         tl.store(y + (first + token) * channels + channel, result, inside)
     if piece == 0:
-        kept = tl.load(kepts + sequence)
+        kept = tl.load(sequences.kepts + sequence)
         for j in range(kept):
-            slot = tl.load(write + sequence * write_stride + j).to(tl.int64) * slot_stride
-            for place in tl.static_range(WIDTH - 1):
-                token = count - (kept - 1 - j) - (WIDTH - 1) + place + tl.zeros([1, CHANNELS], tl.int32)
-                numbers = new_inputs(x, token, first, channel, x_stride, used) + past_inputs(
-                    state, token, past, channel, channel_stride, place_stride, used, WIDTH - 1, dtype
-                )
-                places = state + slot + channel * channel_stride + place * place_stride
-                tl.store(places, numbers.to(state.dtype.element_ty), used)
+            slot = written_slot(sequences, sequence, j, write_stride) * states.slot
+            for place in tl.static_range(width - 1):
+                token = count - (kept - 1 - j) - (width - 1) + place + tl.full([1, TILE.channels], 0, tl.int32)
+                numbers = new_inputs(x, token, first, channel, used)
+                numbers += past_inputs(states, past, token, channel, used, width - 1, dtype)
+                places = states.at + slot + channel * states.row + place * states.column
+                tl.store(places, numbers.to(states.at.dtype.element_ty), used)
 
 
 @triton.jit
-def token_inputs(x, delta, b, c, token, last, channel, at, x_stride, delta_stride, b_stride, c_stride, used, SIZE):
+def token_inputs(x, delta, b, c, token, last, channel, at, used, SIZE):
     """A token's inputs of the scan; zeros after the last token."""
     channels, numbers = used & (token < last), (at < SIZE) & (token < last)
     return (
-        tl.load(x + token * x_stride + channel, channels, 0.0).to(tl.float32),
-        tl.load(delta + token * delta_stride + channel, channels, 0.0).to(tl.float32),
-        tl.load(b + token * b_stride + at, numbers, 0.0).to(tl.float32),
-        tl.load(c + token * c_stride + at, numbers, 0.0).to(tl.float32),
+        tl.load(x.at + token * x.token + channel, channels, 0.0).to(tl.float32),
+        tl.load(delta.at + token * delta.token + channel, channels, 0.0).to(tl.float32),
+        tl.load(b.at + token * b.token + at, numbers, 0.0).to(tl.float32),
+        tl.load(c.at + token * c.token + at, numbers, 0.0).to(tl.float32),
     )
 
 
@@ -127,24 +116,14 @@ def selective_scan_kernel(
     b,
     c,
     d,
-    state,
+    states,
     y,
-    starts,
-    kepts,
-    read,
-    write,
+    sequences,
+    write_stride,
     channels,
     size,
-    x_stride,
-    delta_stride,
-    b_stride,
-    c_stride,
     rate_stride,
     rate_place_stride,
-    slot_stride,
-    channel_stride,
-    place_stride,
-    write_stride,
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -161,36 +140,23 @@ def selective_scan_kernel(
     sequence = tl.program_id(1)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    # 64 bits: row offsets may exceed 32.
-    first, last = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    kept = tl.load(kepts + sequence)
-    own = channel * channel_stride + at * place_stride
-    past = tl.load(read + sequence).to(tl.int64) * slot_stride
-    h = tl.load(state + past + own, inside, 0.0).to(tl.float32)
-    x0, delta0, b0, c0 = token_inputs(
-        x, delta, b, c, first, last, channel, at, x_stride, delta_stride, b_stride, c_stride, used, size
-    )
-    x1, delta1, b1, c1 = token_inputs(
-        x, delta, b, c, first + 1, last, channel, at, x_stride, delta_stride, b_stride, c_stride, used, size
-    )
+    first, last, kept = span(sequences, sequence)
+    own = channel * states.row + at * states.column
+    past = read_slot(sequences, sequence) * states.slot
+    h = tl.load(states.at + past + own, inside, 0.0).to(tl.float32)
+    x0, delta0, b0, c0 = token_inputs(x, delta, b, c, first, last, channel, at, used, size)
+    x1, delta1, b1, c1 = token_inputs(x, delta, b, c, first + 1, last, channel, at, used, size)
     for token in range(first, last):
-        x2, delta2, b2, c2 = token_inputs(
-            x, delta, b, c, token + 2, last, channel, at, x_stride, delta_stride, b_stride, c_stride, used, size
-        )
+        x2, delta2, b2, c2 = token_inputs(x, delta, b, c, token + 2, last, channel, at, used, size)
         h = tl.exp2(delta0 * rate) * h + (delta0 * x0) * b0
         result = tl.sum(h * c0, 1, keep_dims=True) + skip * x0
         tl.store(y + token * channels + channel, result.to(y.dtype.element_ty), used)
         place = kept - (last - token)
         if place >= 0:
-            slot = tl.load(write + sequence * write_stride + place).to(tl.int64) * slot_stride
-            tl.store(state + slot + own, h.to(state.dtype.element_ty), inside)
+            slot = written_slot(sequences, sequence, place, write_stride) * states.slot
+            tl.store(states.at + slot + own, h.to(states.at.dtype.element_ty), inside)
         x0, delta0, b0, c0 = x1, delta1, b1, c1
         x1, delta1, b1, c1 = x2, delta2, b2, c2
-
-
-def on_device(counts: Tensor | None, host: np.ndarray, like: Tensor) -> Tensor:
-    """Counts as a device tensor; callers that never capture a step may pass only the host array."""
-    return torch.from_numpy(host.astype(np.int32)).to(like.device) if counts is None else counts
 
 
 @causal_conv.provider("triton", on="cuda", accepts=accepts)
@@ -214,27 +180,17 @@ def convolved(
     longest = tokens - sequences + 1
     several = CONV_TOKENS if longest > 4 else 1
     pieces = max(1, min(MOST_PIECES, triton.cdiv(longest, several)))
-    source = contiguous_rows(x)
     if y.numel() and sequences:
         causal_conv_kernel[(triton.cdiv(channels, block), sequences, pieces)](
-            source,
+            Tokens.of(x),
             weight.contiguous(),
-            source if bias is None else bias,
-            state,
+            bias,
+            States.of(state),
             y,
-            on_device(meta.starts, meta.q_start, x),
-            on_device(meta.kepts, meta.kept, x),
-            meta.read,
-            meta.write,
-            channels,
-            source.stride(0),
-            *state.stride(),
+            SequenceSlots.of(meta, x.device),
             meta.write.stride(0),
-            WIDTH=width,
-            HAS_BIAS=bias is not None,
-            SILU=operation is causal_conv_silu,
-            TOKENS=several,
-            CHANNELS=block,
+            channels,
+            ConvolutionTile(width, operation is causal_conv_silu, several, block),
             num_warps=4,
             **overlapped(x),
         )
@@ -252,8 +208,8 @@ def run_selective_scan(
     inner = power_of_two(size)
     few = sequences * channels * inner < 4 * SCAN_NUMBERS * multiprocessors(x.device)
     block = min(max(1, (FEW_SCAN_NUMBERS if few else SCAN_NUMBERS) // inner), power_of_two(channels))
-    source, step, into, out = (contiguous_rows(part) for part in (x, delta, b, c))
     if y.numel() and sequences:
+        source, step, into, out = (Tokens.of(part) for part in (x, delta, b, c))
         selective_scan_kernel[(triton.cdiv(channels, block), sequences)](
             source,
             step,
@@ -261,21 +217,13 @@ def run_selective_scan(
             into,
             out,
             d,
-            state,
+            States.of(state),
             y,
-            on_device(meta.starts, meta.q_start, x),
-            on_device(meta.kepts, meta.kept, x),
-            meta.read,
-            meta.write,
+            SequenceSlots.of(meta, x.device),
+            meta.write.stride(0),
             channels,
             size,
-            source.stride(0),
-            step.stride(0),
-            into.stride(0),
-            out.stride(0),
             *a.stride(),
-            *state.stride(),
-            meta.write.stride(0),
             CHANNELS=block,
             SIZE=inner,
             num_warps=1,

@@ -7,6 +7,8 @@ between replays of a captured step.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -18,9 +20,9 @@ from bankfull.ops.pointwise.triton import activation, launch_size, place, softpl
 from bankfull.ops.recurrence.s4 import diagonal_scan
 from bankfull.ops.recurrence.ssd import Limits, gated_rms_norm, ssd_scan
 from bankfull.ops.recurrence.ssm import RecurrentMeta
-from bankfull.ops.recurrence.triton.ssm import on_device
+from bankfull.ops.recurrence.triton.operands import SequenceSlots, States, read_slot, span, written_slot
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
+from bankfull.ops.triton.rows import Tokens, accepts, contiguous_rows, preloadable, supported
 
 CHUNK = 64
 """Tokens of a sequence that are multiplied as matrices at once, in steps with many tokens of a sequence."""
@@ -35,9 +37,19 @@ DIAGONAL_NUMBERS = 512
 """State elements per program of S4's recurrence, which is sequential over tokens: many small programs."""
 
 
+class ScanTile(NamedTuple):
+    """Channels of a program, elements of a channel's state, padded, tokens of a chunk (0: all one by one), and those up
+    to which a sequence has no chunks."""
+
+    rows: int
+    size: int
+    chunk: int
+    short: int = SHORT
+
+
 @triton.jit
-def time_step(dt, shift, low, high):
-    return tl.minimum(tl.maximum(softplus(dt + shift), low), high)
+def time_step(dt, shift, limits):
+    return tl.minimum(tl.maximum(softplus(dt + shift), limits[0]), limits[1])
 
 
 @triton.jit(do_not_specialize=["write_stride"])
@@ -49,65 +61,52 @@ def ssd_kernel(
     c,
     d,
     bias,
-    state,
+    states,
     y,
-    starts,
-    kepts,
-    read,
-    write,
+    sequences,
+    write_stride,
     heads,
     size,
     n,
     per_group,
-    low,
-    high,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
-    slot_stride,
-    write_stride,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SHORT: tl.constexpr,
+    limits,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Axis 0: heads x blocks of ROWS channels, 1: sequences. SIZE: n padded. CHUNK > 0: all tokens of a long sequence
-    but the last kept ones run in chunks, as y = (C B^T * decay) x + C h; the others one by one."""
-    blocks = tl.cdiv(size, ROWS)
+    """Axis 0: heads x blocks of channels, 1: sequences. With chunks, all tokens of a long sequence but the last kept
+    ones run in them, as y = (C B^T * decay) x + C h; the others one by one."""
+    blocks = tl.cdiv(size, TILE.rows)
     block, sequence = tl.program_id(0), tl.program_id(1)
     head = block // blocks
-    row, at = (block % blocks) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
+    row, at = (block % blocks) * TILE.rows + tl.arange(0, TILE.rows), tl.arange(0, TILE.size)
     used, inside = row < size, (row < size)[:, None] & (at < n)[None, :]
     rate = tl.load(a + head).to(tl.float32) * 1.4426950408889634  # exp(v) = 2^(v log2 e)
     skip, shift = tl.load(d + head).to(tl.float32), tl.load(bias + head).to(tl.float32)
     # The slots' numbers and the state are from before the step's first kernel.
-    first, last = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    kept = tl.load(kepts + sequence)
+    first, last, kept = span(sequences, sequence)
     own = (head * size + row)[:, None].to(tl.int64) * n + at[None, :]
-    past = tl.load(read + sequence).to(tl.int64) * slot_stride
-    h = tl.load(state + past + own, inside, 0.0).to(tl.float32)
+    past = read_slot(sequences, sequence) * states.slot
+    h = tl.load(states.at + past + own, inside, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     x_own, vector = head * size + row, (head // per_group) * n + at
     begin = first
-    if CHUNK > 0:
+    if TILE.chunk > 0:
         whole = last - first - tl.maximum(kept, 1) + 1
-        if whole > SHORT:
+        if whole > TILE.short:
             begin = first + whole
-        for chunk in range(first, begin, CHUNK):
-            token = chunk + tl.arange(0, CHUNK)
+        for chunk in range(first, begin, TILE.chunk):
+            token = chunk + tl.arange(0, TILE.chunk)
             there = token < begin
             tokens = there[:, None]
-            step = time_step(tl.load(dt + token * dt_stride + head, there, 0.0).to(tl.float32), shift, low, high)
+            step = time_step(tl.load(dt.at + token * dt.token + head, there, 0.0).to(tl.float32), shift, limits)
             step = tl.where(there, step, 0.0)
             reached = tl.cumsum(step * rate, 0)
             total = tl.sum(step * rate, 0)
-            xs = tl.load(x + token[:, None] * x_stride + x_own[None, :], tokens & used[None, :], 0.0).to(tl.float32)
+            xs = tl.load(x.at + token[:, None] * x.token + x_own[None, :], tokens & used[None, :], 0.0).to(tl.float32)
             meant = tokens & (at < n)[None, :]
-            bs = tl.load(b + token[:, None] * b_stride + vector[None, :], meant, 0.0).to(tl.float32)
-            cs = tl.load(c + token[:, None] * c_stride + vector[None, :], meant, 0.0).to(tl.float32)
+            bs = tl.load(b.at + token[:, None] * b.token + vector[None, :], meant, 0.0).to(tl.float32)
+            cs = tl.load(c.at + token[:, None] * c.token + vector[None, :], meant, 0.0).to(tl.float32)
             apart = reached[:, None] - reached[None, :]
             apart = tl.where(token[:, None] >= token[None, :], apart, float("-inf"))
             weight = tl.dot(cs, tl.trans(bs), input_precision="tf32") * tl.exp2(apart) * step[None, :]
@@ -118,20 +117,20 @@ def ssd_kernel(
             enter = tl.trans(xs * (tl.exp2(total - reached) * step)[:, None])
             h = tl.exp2(total) * h + tl.dot(enter, bs, input_precision="tf32")
         if (begin > first) & (kept > 0):
-            slot = tl.load(write + sequence * write_stride).to(tl.int64) * slot_stride
-            tl.store(state + slot + own, h.to(state.dtype.element_ty), inside)
+            slot = written_slot(sequences, sequence, 0, write_stride) * states.slot
+            tl.store(states.at + slot + own, h.to(states.at.dtype.element_ty), inside)
     for token in range(begin, last):
-        step = time_step(tl.load(dt + token * dt_stride + head).to(tl.float32), shift, low, high)
-        xs = tl.load(x + token * x_stride + x_own, used, 0.0).to(tl.float32)
-        bs = tl.load(b + token * b_stride + vector, at < n, 0.0).to(tl.float32)
-        cs = tl.load(c + token * c_stride + vector, at < n, 0.0).to(tl.float32)
+        step = time_step(tl.load(dt.at + token * dt.token + head).to(tl.float32), shift, limits)
+        xs = tl.load(x.at + token * x.token + x_own, used, 0.0).to(tl.float32)
+        bs = tl.load(b.at + token * b.token + vector, at < n, 0.0).to(tl.float32)
+        cs = tl.load(c.at + token * c.token + vector, at < n, 0.0).to(tl.float32)
         h = tl.exp2(step * rate) * h + (step * xs)[:, None] * bs[None, :]
         out = tl.sum(h * cs[None, :], 1) + skip * xs
         tl.store(y + (token * heads + head) * size + row, out.to(y.dtype.element_ty), used)
         j = kept - (last - token)
         if j >= 0:
-            slot = tl.load(write + sequence * write_stride + j).to(tl.int64) * slot_stride
-            tl.store(state + slot + own, h.to(state.dtype.element_ty), inside)
+            slot = written_slot(sequences, sequence, j, write_stride) * states.slot
+            tl.store(states.at + slot + own, h.to(states.at.dtype.element_ty), inside)
 
 
 @ssd_scan.provider("triton", on="cuda", accepts=accepts)
@@ -164,38 +163,25 @@ def run_ssd_scan(
         if chunk
         else max(1, min((MANY_ROWS if many else FEW_ROWS) // fewer, power_of_two(size)))
     )
-    source, into, out = (_tokens(part) for part in (x, b, c))
-    steps = contiguous_rows(dt)
+    source, into, out = (Tokens.of(_tokens(part)) for part in (x, b, c))
     ssd_kernel[(heads * triton.cdiv(size, rows), sequences)](
         source,
-        steps,
+        Tokens.of(dt),
         a,
         into,
         out,
         d,
         bias,
-        state,
+        States.of(state),
         y,
-        on_device(meta.starts, meta.q_start, x),
-        on_device(meta.kepts, meta.kept, x),
-        meta.read,
-        meta.write,
+        SequenceSlots.of(meta, x.device),
+        meta.write.stride(0),
         heads,
         size,
         n,
         heads // groups,
-        min(limits[0], LARGEST),
-        min(limits[1], LARGEST),
-        source.stride(0),
-        steps.stride(0),
-        into.stride(0),
-        out.stride(0),
-        state.stride(0),
-        meta.write.stride(0),
-        ROWS=rows,
-        SIZE=inner,
-        CHUNK=chunk,
-        SHORT=SHORT,
+        (min(limits[0], LARGEST), min(limits[1], LARGEST)),
+        ScanTile(rows, inner, chunk),
         num_warps=8 if chunk else 4,
         num_stages=1 if chunk else 3,
         **overlapped(x),
@@ -210,18 +196,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 @triton.jit
 def gated_rms_norm_kernel(
-    x,
-    gate,
-    weight,
-    y,
-    columns,
-    part,
-    x_stride,
-    gate_stride,
-    eps,
-    BEFORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, gate, weight, y, columns, part, eps, BEFORE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Axis 0: rows, 1: parts of a row."""
     row, within = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -229,8 +204,8 @@ def gated_rms_norm_kernel(
     gain = tl.load(weight + at, inside, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    opened = activation(tl.load(gate + row * gate_stride + at, inside, 0.0).to(tl.float32), "silu")
-    numbers = tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
+    opened = activation(tl.load(gate.at + row * gate.token + at, inside, 0.0).to(tl.float32), "silu")
+    numbers = tl.load(x.at + row * x.token + at, inside, 0.0).to(tl.float32)
     if not BEFORE:
         numbers *= opened
     numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / part + eps) * gain
@@ -245,17 +220,14 @@ def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grou
     if not supported(x, gate, weight) or not preloadable(weight) or x.dim() != 2 or part > LONGEST_PART:
         return gated_rms_norm.body(x, gate, weight, eps, groups, before)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, opening = contiguous_rows(x), contiguous_rows(gate)
     if y.numel():
         gated_rms_norm_kernel[(len(x), groups)](
-            rows,
-            opening,
+            Tokens.of(x),
+            Tokens.of(gate),
             weight,
             y,
             x.shape[1],
             part,
-            rows.stride(0),
-            opening.stride(0),
             eps,
             BEFORE=before,
             BLOCK=power_of_two(part),
@@ -271,17 +243,12 @@ def diagonal_kernel(
     decay,
     leave,
     d,
-    state,
+    states,
     y,
-    starts,
-    kepts,
-    read,
-    write,
+    sequences,
+    write_stride,
     channels,
     pairs,
-    x_stride,
-    slot_stride,
-    write_stride,
     CHANNELS: tl.constexpr,
     PAIRS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -298,13 +265,12 @@ def diagonal_kernel(
     sequence = tl.program_id(1)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    first, last = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    kept = tl.load(kepts + sequence)
-    past = state + tl.load(read + sequence).to(tl.int64) * slot_stride
+    first, last, kept = span(sequences, sequence)
+    past = states.at + read_slot(sequences, sequence) * states.slot
     h_re = tl.load(past + at, inside, 0.0).to(tl.float32)
     h_im = tl.load(past + half + at, inside, 0.0).to(tl.float32)
     for token in range(first, last):
-        xs = tl.load(x + token * x_stride + channel, used, 0.0).to(tl.float32)
+        xs = tl.load(x.at + token * x.token + channel, used, 0.0).to(tl.float32)
         next_re = re * h_re - im * h_im + xs[None, :]
         h_im = re * h_im + im * h_re
         h_re = next_re
@@ -312,9 +278,9 @@ def diagonal_kernel(
         tl.store(y + token * channels + channel, out.to(y.dtype.element_ty), used)
         j = kept - (last - token)
         if j >= 0:
-            after = state + tl.load(write + sequence * write_stride + j).to(tl.int64) * slot_stride
-            tl.store(after + at, h_re.to(state.dtype.element_ty), inside)
-            tl.store(after + half + at, h_im.to(state.dtype.element_ty), inside)
+            after = states.at + written_slot(sequences, sequence, j, write_stride) * states.slot
+            tl.store(after + at, h_re.to(states.at.dtype.element_ty), inside)
+            tl.store(after + half + at, h_im.to(states.at.dtype.element_ty), inside)
 
 
 @diagonal_scan.provider("triton", on="cuda", accepts=accepts)
@@ -325,24 +291,18 @@ def run_diagonal_scan(x: Tensor, decay: Tensor, out: Tensor, d: Tensor, state: T
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner = power_of_two(pairs)
     block = min(max(1, DIAGONAL_NUMBERS // inner), power_of_two(channels))
-    source = contiguous_rows(x)
     if y.numel() and sequences:
         diagonal_kernel[(triton.cdiv(channels, block), sequences)](
-            source,
+            Tokens.of(x),
             decay,
             out,
             d,
-            state,
+            States.of(state),
             y,
-            on_device(meta.starts, meta.q_start, x),
-            on_device(meta.kepts, meta.kept, x),
-            meta.read,
-            meta.write,
+            SequenceSlots.of(meta, x.device),
+            meta.write.stride(0),
             channels,
             pairs,
-            source.stride(0),
-            state.stride(0),
-            meta.write.stride(0),
             CHANNELS=block,
             PAIRS=inner,
             num_warps=4,
