@@ -16,14 +16,8 @@ from bankfull.ops.experts.body import expert_mlp
 from bankfull.ops.experts.triton import words as experts_words
 from bankfull.ops.experts.triton.operands import Operands, Order, sorted_pairs
 from bankfull.ops.experts.triton.rows import pair_down_kernel, pair_gate_kernel
-from bankfull.ops.experts.triton.tiles import (
-    many_down_kernel,
-    many_gate_kernel,
-    some_down_kernel,
-    some_gate_kernel,
-    sum_kernel,
-)
-from bankfull.ops.experts.triton.weights import ExpertWeight, ExpertWords, Stacked, form_of, prepare
+from bankfull.ops.experts.triton.tiles import many_experts_kernel, some_experts_kernel, sum_kernel
+from bankfull.ops.experts.triton.weights import ExpertTile, ExpertWeight, ExpertWords, Stack, Stacked, form_of, prepare
 from bankfull.ops.triton.launch import overlapped, power_of_two
 from bankfull.ops.triton.rows import DTYPES, contiguous_rows
 from bankfull.weights.qtensor import QTensor
@@ -66,23 +60,17 @@ def run_expert_mlp(
     if isinstance(gate, ExpertWords):
         few_gate = few and experts_words.opens_few(operands)
         middle = experts_words.few_gate(operands) if few_gate else experts_words.tile_gate(operands, order)
+    elif few:
+        middle = _few_gate(operands, gate)
     else:
-        middle = (
-            _few_gate(operands, gate)
-            if few
-            else _some_gate(operands, gate)
-            if order is None
-            else _many_gate(operands, gate, order)
-        )
+        middle = _gate_tiles(operands, gate, order)
     if isinstance(down, ExpertWords):
         if few and experts_words.closes_few(operands):
             return experts_words.few_down(operands, middle)
         return _summed(operands, experts_words.tile_down(operands, order, middle))
     if few:
         return _few_down(operands, down, middle)
-    return _summed(
-        operands, _some_down(operands, down, middle) if order is None else _many_down(operands, down, order, middle)
-    )
+    return _summed(operands, _down_tiles(operands, down, middle, order))
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -91,177 +79,82 @@ def _aligned(x: Tensor) -> Tensor:
     return rows.clone() if rows.storage_offset() * rows.element_size() % 16 else rows
 
 
-def _gate_up(own: Operands) -> tuple[Tensor, ...]:
-    """Weights, scales and biases of gate and up in kernel argument order."""
+def _gate_and_up(own: Operands) -> tuple[Stack, Stack]:
     gate, up = own.gate, own.up
     assert isinstance(gate, ExpertWeight) and isinstance(up, ExpertWeight)
-    return gate.data, gate.scales, up.data, up.scales, *own.gate_biases
-
-
-def _gate_form(own: Operands, gate: ExpertWeight) -> tuple[int, int, bool, str]:
-    """The last constants of every kernel of gate and up: form and group of the weights, biases, activation."""
-    return gate.form, gate.group, own.has_biases, own.kind
+    return gate.stack(own.biases[0]), up.stack(own.biases[1])
 
 
 def _few_gate(own: Operands, gate: ExpertWeight) -> Tensor:
     _, inner, hidden = gate.shape
-    middle = own.for_pairs(inner)
-    depth = min(GATE_HELD, power_of_two(hidden))
-    out = GATE_HELD // depth
-    pair_gate_kernel[(own.chosen.numel(), -(-inner // out))](
-        own.x,
-        own.x.stride(0),
-        own.chosen,
-        *_gate_up(own),
-        middle,
-        inner,
-        hidden,
-        own.per_token,
-        out,
-        depth,
-        *_gate_form(own, gate),
-        num_warps=2,
-        **overlapped(own.x),
-    )
+    x, middle, depth = own.x, own.for_pairs(inner), min(GATE_HELD, power_of_two(hidden))
+    tile = ExpertTile(own.per_token, 1, GATE_HELD // depth, depth, gate.form, gate.group, own.kind)
+    grid = own.chosen.numel(), -(-inner // tile.outputs)
+    arguments = (x, x.stride(0), own.chosen, *_gate_and_up(own), middle, inner, hidden, tile)
+    pair_gate_kernel[grid](*arguments, num_warps=2, **overlapped(x))
     return middle
 
 
 def _few_down(own: Operands, down: ExpertWeight, middle: Tensor) -> Tensor:
     _, hidden, inner = down.shape
-    y = own.x.new_empty(own.tokens, hidden)
-    depth = min(1024, power_of_two(inner))
+    y, depth = own.x.new_empty(own.tokens, hidden), min(1024, power_of_two(inner))
     together = max(1, min(power_of_two(own.per_token), HELD // depth))
-    out = max(1, HELD // (together * depth))
-    pair_down_kernel[(own.tokens, -(-hidden // out))](
-        middle,
-        own.chosen,
-        own.weights,
-        down.data,
-        down.scales,
-        own.down_bias,
-        y,
-        hidden,
-        inner,
-        own.per_token,
-        together,
-        out,
-        depth,
-        down.form,
-        down.group,
-        own.has_biases,
-        num_warps=4,
-        **overlapped(own.x),
-    )
+    tile = ExpertTile(own.per_token, together, max(1, HELD // (together * depth)), depth, down.form, down.group)
+    grid = own.tokens, -(-hidden // tile.outputs)
+    arguments = (middle, own.chosen, own.weights, down.stack(own.biases[2]), y, hidden, inner, tile)
+    pair_down_kernel[grid](*arguments, num_warps=4, **overlapped(y))
     return y
 
 
-def _some_gate(own: Operands, gate: ExpertWeight) -> Tensor:
-    """A row for each pair, in the order of tokens."""
-    experts, inner, hidden = gate.shape
-    depth, stages = (32, 2) if own.wide else (64, 4)
-    middle, tile = own.for_pairs(inner), 64
-    some_gate_kernel[(-(-inner // tile), experts)](
-        own.x,
-        own.x.stride(0),
-        own.chosen,
-        *_gate_up(own),
-        middle,
-        own.tokens,
-        inner,
-        hidden,
-        own.per_token,
-        power_of_two(own.per_token),
-        max(16, power_of_two(own.tokens)),
-        tile,
-        depth,
-        stages,
-        *_gate_form(own, gate),
-        num_warps=4,
-        **overlapped(own.x),
+def _gate_tiles(own: Operands, gate: ExpertWeight, order: Order | None) -> Tensor:
+    """f(gate(x)) * up(x) of each pair in the order of tokens, or of each place in the order."""
+    few, wide = order is None, own.wide
+    tile = ExpertTile(
+        per_token=own.per_token,
+        rows=max(16, power_of_two(own.tokens)) if few else own.block_rows,
+        outputs=64 if few or wide else 128,
+        depth=32 if wide else 64,
+        form=gate.form,
+        group=gate.group,
+        kind=own.kind,
+        stages=2 if wide else 4 if few else 3,
     )
-    return middle
+    return _tiles(own, own.x, _gate_and_up(own), gate.shape, order, tile)
 
 
-def _some_down(own: Operands, down: ExpertWeight, middle: Tensor) -> Tensor:
-    """A row for each pair, in the order of tokens."""
-    experts, hidden, inner = down.shape
-    depth, stages = (32, 2) if own.wide else (64, 4)
-    out, tile = own.for_pairs(hidden), 128 if hidden >= 1024 else 64
-    some_down_kernel[(-(-hidden // tile), experts)](
-        middle,
-        own.chosen,
-        down.data,
-        down.scales,
-        own.down_bias,
-        out,
-        own.tokens,
-        hidden,
-        inner,
-        own.per_token,
-        power_of_two(own.per_token),
-        max(16, power_of_two(own.tokens)),
-        tile,
-        depth,
-        stages,
-        down.form,
-        down.group,
-        own.has_biases,
-        num_warps=4,
-        **overlapped(own.x),
+def _down_tiles(own: Operands, down: ExpertWeight, middle: Tensor, order: Order | None) -> Tensor:
+    """down(middle) of each pair in the order of tokens."""
+    few, wide = order is None, own.wide
+    tile = ExpertTile(
+        per_token=own.per_token,
+        rows=max(16, power_of_two(own.tokens)) if few else own.block_rows,
+        outputs=(128 if down.shape[1] >= 1024 else 64) if few else 64 if wide else 128,
+        depth=32 if wide else 64,
+        form=down.form,
+        group=down.group,
+        stages=2 if wide else 4,
     )
-    return out
+    return _tiles(own, middle, (down.stack(own.biases[2]), None), down.shape, order, tile)
 
 
-def _many_gate(own: Operands, gate: ExpertWeight, order: Order) -> Tensor:
-    """A row for each place in the order."""
-    _, inner, hidden = gate.shape
-    tile, depth, stages = (64, 32, 2) if own.wide else (128, 64, 3)
-    middle = own.for_pairs(inner)
-    many_gate_kernel[(order.blocks * -(-inner // tile),)](
-        own.x,
-        own.x.stride(0),
-        *order.tensors,
-        *_gate_up(own),
-        middle,
-        inner,
-        hidden,
-        own.per_token,
-        order.rows,
-        tile,
-        depth,
-        stages,
-        *_gate_form(own, gate),
-        num_warps=8 if order.rows == 128 else 4,
-        **overlapped(own.x),
-    )
-    return middle
-
-
-def _many_down(own: Operands, down: ExpertWeight, order: Order, middle: Tensor) -> Tensor:
-    """A row for each pair, in the order of tokens."""
-    _, hidden, inner = down.shape
-    tile, depth, stages = (64, 32, 2) if own.wide else (128, 64, 4)
-    out = own.for_pairs(hidden)
-    many_down_kernel[(order.blocks * -(-hidden // tile),)](
-        middle,
-        *order.tensors,
-        down.data,
-        down.scales,
-        own.down_bias,
-        out,
-        hidden,
-        inner,
-        order.rows,
-        tile,
-        depth,
-        stages,
-        down.form,
-        down.group,
-        own.has_biases,
-        num_warps=8 if order.rows == 128 else 4,
-        **overlapped(own.x),
-    )
-    return out
+def _tiles(
+    own: Operands,
+    x: Tensor,
+    stacks: tuple[Stack, Stack | None],
+    shape: tuple[int, int, int],
+    order: Order | None,
+    tile: ExpertTile,
+) -> Tensor:
+    experts, outputs, columns = shape
+    y, across, pdl = own.for_pairs(outputs), -(-outputs // tile.outputs), overlapped(x)
+    if order is None:
+        arguments = (x, x.stride(0), own.chosen, *stacks, y, own.tokens, outputs, columns, tile)
+        some_experts_kernel[(across, experts)](*arguments, num_warps=4, **pdl)
+    else:
+        warps = 8 if tile.rows == 128 else 4
+        arguments = (x, x.stride(0), order, *stacks, y, outputs, columns, tile)
+        many_experts_kernel[(len(order.experts) * across,)](*arguments, num_warps=warps, **pdl)
+    return y
 
 
 def _summed(own: Operands, out: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def integer_gate_kernel(
         if BIAS:
             left += tl.load(gate_bias + first + now, mask=now < outputs, other=0.0).to(tl.float32)
             right += tl.load(up_bias + first + now, mask=now < outputs, other=0.0).to(tl.float32)
-        values = gate_values(left, right, KIND, dtype).to(dtype)
+        values = gate_values(left, right, KIND, dtype)
         tl.store(hidden + pair.to(tl.int64) * outputs + now, values, mask=now < outputs)
         opening = next_opening
         passing = next_passing

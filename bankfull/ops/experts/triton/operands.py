@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bankfull.ops.experts.triton.tiles import blocks_kernel
 from bankfull.ops.experts.triton.weights import Stacked
-from bankfull.ops.triton.launch import overlapped, power_of_two
+from bankfull.ops.triton.launch import overlapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,20 @@ class Operands:
     def per_token(self) -> int:
         return self.chosen.shape[1]
 
+    @property
+    def block_rows(self) -> int:
+        """Most pairs of a block in the order of experts."""
+        experts, pairs = self.gate.shape[0], self.chosen.numel()
+        return 32 if pairs < 32 * experts else 64 if self.wide or pairs < 96 * experts else 128
+
     def for_pairs(self, columns: int) -> Tensor:
         """Room for a row of every pair of token and expert."""
         return self.x.new_empty(self.chosen.numel(), columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Pairs in the order of experts, cut into blocks of up to `rows` pairs of one expert."""
+class Order(NamedTuple):
+    """Pairs in the order of experts, cut into blocks of up to `Operands.block_rows` pairs of one expert."""
 
-    rows: int
     pairs: Tensor
     ends: Tensor
     """Where each expert's pairs end."""
@@ -72,34 +77,14 @@ class Order:
     firsts: Tensor
     """The first place of each block."""
 
-    @property
-    def blocks(self) -> int:
-        return len(self.experts)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.pairs, self.ends, self.experts, self.firsts
-
 
 def sorted_pairs(own: Operands) -> Order:
-    experts, pairs = own.gate.shape[0], own.chosen.numel()
-    rows = 32 if pairs < 32 * experts else 64 if own.wide or pairs < 96 * experts else 128
+    experts, pairs, rows = own.gate.shape[0], own.chosen.numel(), own.block_rows
     ids, order = own.chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(
         ids, torch.arange(experts, dtype=torch.int32, device=ids.device), right=True, out_int32=True
     )
     blocks = pairs // rows + min(experts, pairs)
-    block_expert = ids.new_full((blocks,), -1)
-    block_first = ids.new_empty(blocks)
-    blocks_kernel[(1,)](
-        ends,
-        block_expert,
-        block_first,
-        pairs,
-        experts,
-        power_of_two(experts),
-        rows,
-        num_warps=4,
-        **overlapped(own.x),
-    )
-    return Order(rows, order.to(torch.int32), ends, block_expert, block_first)
+    found = Order(order.to(torch.int32), ends, ids.new_full((blocks,), -1), ids.new_empty(blocks))
+    blocks_kernel[(1,)](found, experts, rows, num_warps=4, **overlapped(own.x))
+    return found

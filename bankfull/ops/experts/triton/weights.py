@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,21 +20,48 @@ DENSE, BY_ROW, GROUPED, IN_WORDS = range(4)
 CODES = {INT8_ROW: BY_ROW, FP8: BY_ROW, FP8_G128: GROUPED, **{name_of("int8", group): GROUPED for group in GROUPS}}
 
 
+class Stack(NamedTuple):
+    """Stacked matrices as kernels take them."""
+
+    data: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+
+
+class ExpertTile(NamedTuple):
+    """What is constant in a kernel over stacked matrices."""
+
+    per_token: int
+    """Experts of a token."""
+    rows: int
+    """Rows of a tile; experts of a token that are read at once."""
+    outputs: int
+    depth: int
+    """Columns of an iteration."""
+    form: int
+    group: int
+    kind: str = ""
+    """Activation of the gate; empty: there is but one matrix."""
+    stages: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeight:
     """Stacked matrices (experts, outputs, columns): values or bytes."""
 
     data: Tensor
-    scales: Tensor
-    """Scales of the codes; `data` itself where there are none."""
+    scales: Tensor | None
+    """Scales of the codes."""
     form: int
     group: int
     shape: tuple[int, int, int]
 
     @property
     def nbytes(self) -> int:
-        scales = 0 if self.form == DENSE else self.scales.numel() * self.scales.element_size()
-        return self.data.numel() * self.data.element_size() + scales
+        return sum(part.numel() * part.element_size() for part in (self.data, self.scales) if part is not None)
+
+    def stack(self, bias: Tensor | None) -> Stack:
+        return Stack(self.data, self.scales, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +95,20 @@ def prepare(weight: QTensor) -> Stacked:
         return ExpertWords(repack(weight.reshape_leading(experts * outputs)), shape)
     parts = {name: part.contiguous() for name, part in weight.parts.items()}
     if form == DENSE:
-        return ExpertWeight(parts["data"], parts["data"], form, 1, shape)
+        return ExpertWeight(parts["data"], None, form, 1, shape)
     return ExpertWeight(parts["codes"], parts["scales"], form, 1 if form == BY_ROW else weight.scheme.block, shape)
 
 
 @triton.jit
-def weight_tile(
-    data, scales, row, column, columns, inside, FORM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr
-):
+def weight_tile(weight, row, column, columns, inside, TILE: tl.constexpr, KIND: tl.constexpr):
     """Weights of outputs `row` (int64, counted over all experts) and columns `column`, in KIND; one of the two is a row
-    vector, the other a column vector. With one scale per output these are codes: the caller scales its sums."""
-    code = tl.load(data + row * columns + column, mask=inside, other=0.0)
-    if FORM == 2:
-        scale = tl.load(scales + row * (columns // GROUP) + column // GROUP, mask=inside, other=0.0).to(tl.float32)
+    vector, the other a column vector. With one scale per output these are codes: `finished` scales their sums."""
+    code = tl.load(weight.data + row * columns + column, mask=inside, other=0.0)
+    if TILE.form == 2:
+        at = row * (columns // TILE.group) + column // TILE.group
+        scale = tl.load(weight.scales + at, mask=inside, other=0.0).to(tl.float32)
         result = (code.to(tl.float32) * scale).to(KIND)
-    elif FORM == 1:
+    elif TILE.form == 1:
         result = code.to(tl.float32).to(KIND)
     else:
         result = code.to(KIND)
@@ -89,9 +116,16 @@ def weight_tile(
 
 
 @triton.jit
-def output_scale(scales, row, exist, FORM: tl.constexpr):
-    """Factor of the sums of outputs `row`."""
-    found = tl.where(exist, 1.0, 1.0)
-    if FORM == 1:
-        found = tl.load(scales + row, mask=exist, other=0.0)
-    return found
+def along(vector, AXIS: tl.constexpr):
+    """The vector as a row (AXIS 0) or a column (1) of one; without an axis the vector itself."""
+    return vector if AXIS is None else tl.expand_dims(vector, AXIS)
+
+
+@triton.jit
+def finished(sums, weight, row, exist, AXIS: tl.constexpr, TILE: tl.constexpr):
+    """The sums of outputs `row` with their scale and bias; the outputs are `along` AXIS."""
+    if TILE.form == 1:
+        sums = sums * along(tl.load(weight.scales + row, mask=exist, other=0.0), AXIS)
+    if weight.bias is not None:
+        sums += along(tl.load(weight.bias + row, mask=exist, other=0.0).to(tl.float32), AXIS)
+    return sums

@@ -66,7 +66,6 @@ def word_gate_kernel(
     tokens,
     outputs,
     PER_TOKEN: tl.constexpr,
-    SLOTS: tl.constexpr,
     MANY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -94,7 +93,7 @@ def word_gate_kernel(
         is_used = expert >= 0
     else:
         expert = tl.program_id(1)
-        used, slot = slots_of(chosen, expert, row, tokens, PER_TOKEN, SLOTS)
+        used, slot = slots_of(chosen, expert, row, tokens, PER_TOKEN)
         source = row
         target = row * PER_TOKEN + slot
         is_used = tl.max(used.to(tl.int32)) > 0
@@ -136,7 +135,7 @@ def word_gate_kernel(
         if BIAS:
             left += tl.load(gate_bias + weight_row).to(tl.float32)[:, None]
             right += tl.load(up_bias + weight_row).to(tl.float32)[:, None]
-        values = gate_values(left, right, KIND, dtype).to(dtype)
+        values = gate_values(left, right, KIND, dtype)
         places = hidden + target[None, :].to(tl.int64) * outputs + own[:, None]
         tl.store(places, values, mask=exist[:, None] & used[None, :])
 
@@ -156,7 +155,6 @@ def word_down_kernel(
     outputs,
     columns,
     PER_TOKEN: tl.constexpr,
-    SLOTS: tl.constexpr,
     MANY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -181,7 +179,7 @@ def word_down_kernel(
         is_used = expert >= 0
     else:
         expert = tl.program_id(1)
-        used, slot = slots_of(chosen, expert, row, tokens, PER_TOKEN, SLOTS)
+        used, slot = slots_of(chosen, expert, row, tokens, PER_TOKEN)
         source = row * PER_TOKEN + slot
         target = source
         is_used = tl.max(used.to(tl.int32)) > 0

@@ -155,12 +155,11 @@ class ExpertTilePlan:
 
 
 def _tile_constants(own: Operands, matrix: WordWeight, order: Order | None) -> dict[str, Any]:
-    rows = max(16, power_of_two(own.tokens)) if order is None else order.rows
+    rows = max(16, power_of_two(own.tokens)) if order is None else own.block_rows
     # Two groups at once: the scale of a single one would send weights through shared memory. More rows need its space.
     together = max(2 if rows <= 32 else 1, COLUMNS // matrix.form.group)
     return {
         "PER_TOKEN": own.per_token,
-        "SLOTS": power_of_two(own.per_token),
         "MANY": order is not None,
         "BM": rows,
         "T": together,
@@ -177,11 +176,11 @@ def tile_gate(own: Operands, order: Order | None, plan: ExpertTilePlan | None = 
     matrix, (experts, inner, _) = own.gate.matrix, own.gate.shape
     plan = plan or ExpertTilePlan(64, 4, 2 if own.wide else 3)
     middle = own.for_pairs(inner)
-    word_gate_kernel[(-(-inner // plan.outputs), experts if order is None else order.blocks)](
+    word_gate_kernel[(-(-inner // plan.outputs), experts if order is None else len(order.experts))](
         own.x,
         own.x.stride(0),
         own.chosen,
-        *((own.chosen,) * 4 if order is None else order.tensors),
+        *((own.chosen,) * 4 if order is None else order),
         matrix.words,
         own.up.matrix.words,
         *own.gate_biases,
@@ -204,10 +203,10 @@ def tile_down(own: Operands, order: Order | None, middle: Tensor, plan: ExpertTi
     matrix, (experts, hidden, inner) = own.down.matrix, own.down.shape
     plan = plan or ExpertTilePlan(64 if own.wide or hidden < 1024 else 128, 4, 2 if own.wide else 3)
     out = own.for_pairs(hidden)
-    word_down_kernel[(-(-hidden // plan.outputs), experts if order is None else order.blocks)](
+    word_down_kernel[(-(-hidden // plan.outputs), experts if order is None else len(order.experts))](
         middle,
         own.chosen,
-        *((own.chosen,) * 4 if order is None else order.tensors),
+        *((own.chosen,) * 4 if order is None else order),
         matrix.words,
         own.down_bias,
         out,
