@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bankfull.ops import OPERATIONS
 from bankfull.ops.recurrence.triton.linear_attention import CHUNK, FEW_TOKENS, SMALL_CHUNK, chunk_for
+from bankfull.ops.triton import providers  # noqa: F401  (registers the kernels that tests look up)
 from tests.ops.cases import moved
 from tests.ops.compare import assert_close
 from tests.ops.test_triton_pointwise import DEVICE, recurrent_meta
