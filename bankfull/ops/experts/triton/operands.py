@@ -27,21 +27,6 @@ class Operands:
     kind: str
 
     @property
-    def gate_biases(self) -> tuple[Tensor, Tensor]:
-        """Biases of gate and up; missing ones are dummies."""
-        first, second = (self.x if bias is None else bias for bias in self.biases[:2])
-        return first, second
-
-    @property
-    def down_bias(self) -> Tensor:
-        bias = self.biases[2]
-        return self.x if bias is None else bias
-
-    @property
-    def has_biases(self) -> bool:
-        return self.biases[0] is not None
-
-    @property
     def wide(self) -> bool:
         """Whether products are float32, which has no tensor cores: smaller tiles, to fit into registers."""
         return self.x.element_size() > 2

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bankfull.ops.experts.triton.integer import integer_down_kernel, integer_gate_kernel
+from bankfull.ops.experts.triton.integer import IntegerTile, integer_down_kernel, integer_gate_kernel
 from bankfull.ops.experts.triton.operands import Operands, Order
 from bankfull.ops.experts.triton.weights import ExpertWords
-from bankfull.ops.experts.triton.word_tiles import word_down_kernel, word_gate_kernel
-from bankfull.ops.products.triton.quantized.layout import WordWeight
+from bankfull.ops.experts.triton.word_tiles import WordTile, word_experts_kernel
+from bankfull.ops.products.triton.quantized.layout import Words, WordWeight
 from bankfull.ops.products.triton.quantized.persistent import supports
 from bankfull.ops.products.triton.quantized.tiles import COLUMNS, DOWNSCALE
 from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, power_of_two
@@ -76,11 +75,10 @@ def _is_supported(matrix: WordWeight, dtype: torch.dtype) -> bool:
     return _sharing(columns) <= MOST_SHARING and supports(matrix.form, columns, dtype)
 
 
-def _chunks(matrix: WordWeight) -> dict[str, Any]:
-    """The layout, words of a row that warps load at once, and how often they do."""
-    width = min(WORDS_PER_WARP * _sharing(matrix.shape[1]), power_of_two(matrix.row_words))
-    width = max(matrix.form.length, width)
-    return {"FORM": matrix.form, "W": width, "CHUNKS": -(-matrix.row_words // width)}
+def _integer_tile(own: Operands, matrix: WordWeight, outputs: int, together: int, kind: str = "") -> IntegerTile:
+    form, row_words = matrix.form, matrix.row_words
+    width = max(form.length, min(WORDS_PER_WARP * _sharing(matrix.shape[1]), power_of_two(row_words)))
+    return IntegerTile(own.per_token, outputs, together, width, -(-row_words // width), form, kind)
 
 
 def _turns(tiles: int, programs: int) -> int:
@@ -102,15 +100,10 @@ def few_gate(own: Operands, plan: FewPlan | None = None) -> Tensor:
         own.chosen,
         matrix.words,
         own.up.matrix.words,
-        *own.gate_biases,
+        own.biases[:2],
         middle,
         inner,
-        PER_TOKEN=own.per_token,
-        R=together,
-        WARPS=plan.warps,
-        **_chunks(matrix),
-        BIAS=own.has_biases,
-        KIND=own.kind,
+        _integer_tile(own, matrix, together, plan.warps, own.kind),
         num_warps=plan.warps * _sharing(matrix.shape[1]),
         num_stages=1,
         **overlapped(own.x),
@@ -131,15 +124,11 @@ def few_down(own: Operands, middle: Tensor, plan: FewPlan | None = None) -> Tens
         own.chosen,
         own.weights,
         matrix.words,
-        own.down_bias,
+        own.biases[2],
         y,
         hidden,
         inner,
-        PER_TOKEN=own.per_token,
-        A=plan.outputs,
-        B=slots,
-        **_chunks(matrix),
-        BIAS=own.has_biases,
+        _integer_tile(own, matrix, plan.outputs, slots),
         num_warps=slots * _sharing(inner),
         num_stages=1,
         **overlapped(own.x),
@@ -154,69 +143,52 @@ class ExpertTilePlan:
     stages: int
 
 
-def _tile_constants(own: Operands, matrix: WordWeight, order: Order | None) -> dict[str, Any]:
-    rows = max(16, power_of_two(own.tokens)) if order is None else own.block_rows
-    # Two groups at once: the scale of a single one would send weights through shared memory. More rows need its space.
-    together = max(2 if rows <= 32 else 1, COLUMNS // matrix.form.group)
-    return {
-        "PER_TOKEN": own.per_token,
-        "MANY": order is not None,
-        "BM": rows,
-        "T": together,
-        "FORM": matrix.form,
-        "EVEN": matrix.words.groups % together == 0,
-        "DOWN": 0 if own.x.dtype == torch.float16 else DOWNSCALE,
-        "BIAS": own.has_biases,
-    }
-
-
 def tile_gate(own: Operands, order: Order | None, plan: ExpertTilePlan | None = None) -> Tensor:
     """f(gate(x)) * up(x) of each pair, or of each place in the order."""
-    assert isinstance(own.gate, ExpertWords) and isinstance(own.up, ExpertWords)
-    matrix, (experts, inner, _) = own.gate.matrix, own.gate.shape
+    gate, up = own.gate, own.up
+    assert isinstance(gate, ExpertWords) and isinstance(up, ExpertWords)
     plan = plan or ExpertTilePlan(64, 4, 2 if own.wide else 3)
-    middle = own.for_pairs(inner)
-    word_gate_kernel[(-(-inner // plan.outputs), experts if order is None else len(order.experts))](
-        own.x,
-        own.x.stride(0),
-        own.chosen,
-        *((own.chosen,) * 4 if order is None else order),
-        matrix.words,
-        own.up.matrix.words,
-        *own.gate_biases,
-        middle,
-        own.tokens,
-        inner,
-        BN=plan.outputs,
-        KIND=own.kind,
-        **_tile_constants(own, matrix, order),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        **overlapped(own.x),
-    )
-    return middle
+    return _tiles(own, own.x, gate, up.matrix.words, own.biases[:2], order, plan, own.kind)
 
 
 def tile_down(own: Operands, order: Order | None, middle: Tensor, plan: ExpertTilePlan | None = None) -> Tensor:
     """down(middle) of each pair."""
     assert isinstance(own.down, ExpertWords)
-    matrix, (experts, hidden, inner) = own.down.matrix, own.down.shape
-    plan = plan or ExpertTilePlan(64 if own.wide or hidden < 1024 else 128, 4, 2 if own.wide else 3)
-    out = own.for_pairs(hidden)
-    word_down_kernel[(-(-hidden // plan.outputs), experts if order is None else len(order.experts))](
-        middle,
+    plan = plan or ExpertTilePlan(64 if own.wide or own.down.shape[1] < 1024 else 128, 4, 2 if own.wide else 3)
+    return _tiles(own, middle, own.down, None, own.biases[2:], order, plan, "")
+
+
+def _tiles(
+    own: Operands,
+    x: Tensor,
+    weight: ExpertWords,
+    up: Words | None,
+    biases: tuple[Tensor | None, ...],
+    order: Order | None,
+    plan: ExpertTilePlan,
+    kind: str,
+) -> Tensor:
+    (experts, outputs, _), words, form = weight.shape, weight.matrix.words, weight.matrix.form
+    rows = max(16, power_of_two(own.tokens)) if order is None else own.block_rows
+    # Two groups at once: the scale of a single one would send weights through shared memory. More rows need its space.
+    together = max(2 if rows <= 32 else 1, COLUMNS // form.group)
+    down = 0 if x.dtype == torch.float16 else DOWNSCALE
+    tile = WordTile(own.per_token, rows, plan.outputs, together, words.groups % together == 0, down, form, kind)
+    y = own.for_pairs(outputs)
+    word_experts_kernel[(-(-outputs // plan.outputs), experts if order is None else len(order.experts))](
+        x,
+        x.stride(0),
         own.chosen,
-        *((own.chosen,) * 4 if order is None else order),
-        matrix.words,
-        own.down_bias,
-        out,
+        order,
+        words,
+        up,
+        biases,
+        y,
         own.tokens,
-        hidden,
-        inner,
-        BN=plan.outputs,
-        **_tile_constants(own, matrix, order),
+        outputs,
+        tile,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        **overlapped(own.x),
+        **overlapped(x),
     )
-    return out
+    return y
