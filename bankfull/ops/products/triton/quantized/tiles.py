@@ -220,16 +220,16 @@ def tiles_kernel(
 @triton.jit
 def reduce_splits_kernel(
     sums,
+    scales,
     out,
-    words,
+    outputs,
     size,
-    FORM: tl.constexpr,
     DOWN: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Adds the partial sums of `tiles_kernel`, in planes of `size`."""
+    """Adds the partial sums of `tiles_kernel`, in planes of `size`. It takes scales if there is one per row."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -238,10 +238,10 @@ def reduce_splits_kernel(
     for split_length in tl.static_range(SPLITS):
         result += tl.load(sums + split_length * size + at, inside, 0.0)
     result = result * power(DOWN)
-    if FORM.by_row:
-        result = result * tl.load(words.scales + at % words.outputs, inside, 0.0)
+    if scales is not None:
+        result = result * tl.load(scales + at % outputs, inside, 0.0)
     if out.bias is not None:
-        result += tl.load(out.bias + at % words.outputs, inside, 0.0).to(tl.float32)
+        result += tl.load(out.bias + at % outputs, inside, 0.0).to(tl.float32)
     tl.store(out.y + at, result.to(out.y.dtype.element_ty), inside)
 
 
@@ -298,10 +298,10 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling
         block = 1024
         reduce_splits_kernel[(triton.cdiv(y.numel(), block),)](
             sums,
+            weight.words.scales if weight.form.by_row else None,
             ProductOutput(bias, y),
-            weight.words,
+            outputs,
             y.numel(),
-            FORM=weight.form,
             DOWN=down,
             SPLITS=splits,
             BLOCK=block,
