@@ -148,12 +148,14 @@ def _tiles(
     experts, outputs, columns = shape
     y, across, pdl = own.for_pairs(outputs), -(-outputs // tile.outputs), overlapped(x)
     if order is None:
-        arguments = (x, x.stride(0), own.chosen, *stacks, y, own.tokens, outputs, columns, tile)
-        some_experts_kernel[(across, experts)](*arguments, num_warps=4, **pdl)
+        some_experts_kernel[(across, experts)](
+            x, x.stride(0), own.chosen, *stacks, y, own.tokens, outputs, columns, tile, num_warps=4, **pdl
+        )
     else:
         warps = 8 if tile.rows == 128 else 4
-        arguments = (x, x.stride(0), order, *stacks, y, outputs, columns, tile)
-        many_experts_kernel[(len(order.experts) * across,)](*arguments, num_warps=warps, **pdl)
+        many_experts_kernel[(len(order.experts) * across,)](
+            x, x.stride(0), order, *stacks, y, outputs, columns, tile, num_warps=warps, **pdl
+        )
     return y
 
 
