@@ -16,8 +16,9 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import OPERATIONS, Kit, PagedMeta, RecurrentMeta, Unnormed, kit_for
-from bankfull.ops.attention.triton.rope import launch_rotate_and_write
+from bankfull.ops.attention.triton.rope import Turn, launch_rotate_and_write
 from bankfull.ops.pages.rounded import ROUNDED
+from bankfull.ops.pages.side import Cache, Pages
 from bankfull.ops.products.triton import linear as dense
 from bankfull.ops.products.triton.quantized.layout import repack
 from bankfull.ops.products.triton.quantized.rows import few_rows
@@ -256,11 +257,11 @@ def edges() -> Two:
     made: list[Launch] = []
     for q_dtype, dtype, size, values in ((torch.float32, DTYPE, 16, 16), (DTYPE, DTYPE, 128, 64)):
         q, k, v = (torch.empty(9, 2, n, dtype=q_dtype, device=META) for n in (size, size, values))
-        pages = [torch.empty(3, 16, 2, n, dtype=dtype, device=META) for n in (size, values)]
+        cache = Cache(*(Pages.of(torch.empty(3, 16, 2, n, dtype=dtype, device=META)) for n in (size, values)))
         slots = torch.empty(9, dtype=torch.int64, device=META)
         angles = torch.empty(9, size // 2, dtype=q_dtype, device=META)
         for keep in (False, True):
-            call = partial(launch_rotate_and_write, q, k, v, *pages, slots, (angles, angles), None, keep)
+            call = partial(launch_rotate_and_write, q, k, v, cache, slots, Turn.of((angles, angles), None), keep)
             made.append((f"{q_dtype} queries of {size}, {dtype} pages, values of {values}, {keep}", call))
     made += over_rounded_pages(torch.float32, ([40], 100))
     made += sparse(((torch.float32, 16), Mask(5, 4, global_tokens=3)), ((DTYPE, 128), Mask(8, stride=8)))

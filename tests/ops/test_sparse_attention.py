@@ -131,7 +131,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of several tiles and splits, and scratch memory that no other test has used."""
     splits = pytest.importorskip("bankfull.ops.attention.triton.splits")
     late = replace(splits.LATE, programs=4, most_splits=3)
-    monkeypatch.setattr("bankfull.ops.attention.triton.sparse.LATE", late)
+    monkeypatch.setattr("bankfull.ops.attention.triton.decode_launch.LATE", late)
     monkeypatch.setattr(splits, "_scratches", {})
 
 

@@ -122,7 +122,7 @@ def was_merged() -> bool:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = attention_splits.Scratch
+    made = attention_splits.allocated
 
     def poisoned(*sizes: Any) -> attention_splits.Scratch:
         scratch = made(*sizes)
@@ -130,7 +130,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
             part.fill_(float("nan"))
         return scratch
 
-    monkeypatch.setattr(attention_splits, "Scratch", poisoned)
+    monkeypatch.setattr(attention_splits, "allocated", poisoned)
 
 
 @pytest.mark.covering(1)
@@ -238,9 +238,9 @@ def test_sequences_that_begin_read_their_own_rows_and_find_the_same_bits_as_in_p
     seen: list[list[int]] = []
     launch = attention.launch_prefill
 
-    def noting(q, keys, *rest: Any) -> None:
-        seen.append([keys.dim(), *sorted({line[0] for line in rest[4](16).tolist()})])
-        launch(q, keys, *rest)
+    def noting(q, cache, sequences, tiles_of, *rest: Any) -> None:
+        seen.append([cache.keys.at.dim(), *sorted({line[0] for line in tiles_of(16).tolist()})])
+        launch(q, cache, sequences, tiles_of, *rest)
 
     monkeypatch.setattr(attention, "launch_prefill", noting)
     own = made.check()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bankfull.ops import partial_attention
 from bankfull.ops.attention.triton import held as attention_held
+from bankfull.ops.attention.triton import partial as _partial  # noqa: F401  (registers the provider)
 from bankfull.ops.attention.triton import splits as attention_splits
 from bankfull.state.mask import Mask
 from tests.ops import cases

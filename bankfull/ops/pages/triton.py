@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,41 +25,56 @@ from bankfull.ops.pages.rounded import (
     write_pages_int4,
     write_pages_int8,
 )
+from bankfull.ops.pages.side import Pages
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import HeadRows
 
 NUMBERS = 4096
 """Approximate elements per program."""
 
 
+class TokenTile(NamedTuple):
+    """The heads of tokens, and the tile of a program."""
+
+    heads: int
+    size: int
+    """Numbers of a head, or of a part of it that has a scale of its own."""
+    padded: int
+    page: int
+    """Tokens of a page."""
+    lines: int
+    """Heads or parts per program."""
+
+    @classmethod
+    def of(cls, pages: Tensor, size: int) -> TokenTile:
+        padded = power_of_two(size)
+        return cls(pages.shape[2], size, padded, pages.shape[1], max(1, min(NUMBERS // padded, 1024)))
+
+
+@triton.jit
+def page_offsets(pages, slot, head, TILE: tl.constexpr):
+    """Offsets of a head's numbers in these slots."""
+    return slot // TILE.page * pages.frame + slot % TILE.page * pages.place + head * pages.head
+
+
+@triton.jit
+def scale_offsets(pages, slot, head, TILE: tl.constexpr):
+    return slot // TILE.page * pages.scale_frame + slot % TILE.page * pages.scale_place + head * pages.scale_head
+
+
 @triton.jit(do_not_specialize=["count"])
-def write_tokens(
-    new,
-    pages,
-    slots,
-    new_token,
-    new_head,
-    frame,
-    place,
-    page_head,
-    count,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    LINES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """LINES (token, head) pairs per program."""
+def write_tokens(new, pages, slots, count, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    """Lines are (token, head) pairs."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
-    token, head = line // HEADS, line % HEADS
-    dims = tl.arange(0, PADDED)
-    met = (token < count)[:, None] & (dims < SIZE)[None, :]
+    line = tl.program_id(0).to(tl.int64) * TILE.lines + tl.arange(0, TILE.lines)
+    token, head = line // TILE.heads, line % TILE.heads
+    dims = tl.arange(0, TILE.padded)
+    met = (token < count)[:, None] & (dims < TILE.size)[None, :]
     slot = tl.load(slots + token, mask=token < count, other=0).to(tl.int64)
-    x = tl.load(new + (token * new_token + head * new_head)[:, None] + dims[None, :], mask=met, other=0.0)
-    offsets = slot // PAGE * frame + slot % PAGE * place + head * page_head
-    tl.store(pages + offsets[:, None] + dims[None, :], x.to(pages.dtype.element_ty), mask=met)
+    x = tl.load(new.at + (token * new.token + head * new.head)[:, None] + dims[None, :], mask=met, other=0.0)
+    there = pages.at + page_offsets(pages, slot, head, TILE)[:, None] + dims[None, :]
+    tl.store(there, x.to(pages.at.dtype.element_ty), mask=met)
 
 
 @triton.jit
@@ -82,35 +97,18 @@ def e4m3_bits(x):
 
 @triton.jit(do_not_specialize=["count"])
 def pair_tokens(
-    new,
-    pages,
-    scales,
-    slots,
-    new_token,
-    new_head,
-    frame,
-    place,
-    page_head,
-    scale_frame,
-    scale_place,
-    scale_head,
-    count,
-    LOWEST: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    LINES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    new, pages, slots, count, LOWEST: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """int4 codes in pairs, LINES groups of numbers per program; bitwise equal to the body's."""
+    """int4 codes in pairs; lines are groups of numbers, GROUPS of a head. Bitwise equal to the body's."""
+    LINES: tl.constexpr = TILE.lines
+    GROUP: tl.constexpr = TILE.size
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
-    token, head, group = line // (HEADS * GROUPS), line // GROUPS % HEADS, line % GROUPS
+    token, head, group = line // (TILE.heads * GROUPS), line // GROUPS % TILE.heads, line % GROUPS
     inside = token < count
     slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
-    first = new + token * new_token + head * new_head + group * GROUP
+    first = new.at + token * new.token + head * new.head + group * GROUP
     x = tl.load(first[:, None] + tl.arange(0, GROUP)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     unknown = tl.max((x != x).to(tl.int32), 1) > 0
     high, low = tl.max(x, 1), tl.min(x, 1)
@@ -120,49 +118,28 @@ def pair_tokens(
     code = tl.where(code == code, code, 0.0)
     code = (nearest(tl.minimum(tl.maximum(code, LOWEST), 7.0)) - LOWEST).to(tl.int32)
     even, odd = tl.split(tl.reshape(code, [LINES, GROUP // 2, 2]))
-    offsets = slot // PAGE * frame + slot % PAGE * place + head * page_head + group * (GROUP // 2)
-    there = pages + offsets[:, None] + tl.arange(0, GROUP // 2)[None, :]
+    offsets = page_offsets(pages, slot, head, TILE) + group * (GROUP // 2)
+    there = pages.at + offsets[:, None] + tl.arange(0, GROUP // 2)[None, :]
     tl.store(there, (even | (odd << 4)).to(tl.uint8), mask=inside[:, None])
-    offsets = slot // PAGE * scale_frame + slot % PAGE * scale_place + head * scale_head + group
-    tl.store(scales + offsets, scale, mask=inside)
+    tl.store(pages.scales + scale_offsets(pages, slot, head, TILE) + group, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
-def round_tokens(
-    new,
-    pages,
-    scales,
-    slots,
-    fixed,
-    new_token,
-    new_head,
-    frame,
-    place,
-    page_head,
-    scale_frame,
-    scale_place,
-    scale_head,
-    count,
-    LEVELS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    LINES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Codes and scales are bitwise equal to the body's: divisions and roundings are exact. FLOATS: e4m3 codes, as
-    bytes. `fixed`: scales of the heads; None: each token has its own."""
+def round_tokens(new, pages, slots, fixed, count, LEVELS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    """Codes and scales are bitwise equal to the body's: divisions and roundings are exact. e4m3 codes are written as
+    bytes without a sign. `fixed`: scales of the heads; None: each token has its own."""
+    FLOATS: tl.constexpr = pages.at.dtype.element_ty == tl.uint8
+    LINES: tl.constexpr = TILE.lines
+    PADDED: tl.constexpr = TILE.padded
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
-    token, head = line // HEADS, line % HEADS
+    token, head = line // TILE.heads, line % TILE.heads
     inside = token < count
     dims = tl.arange(0, PADDED)
-    met = inside[:, None] & (dims < SIZE)[None, :]
+    met = inside[:, None] & (dims < TILE.size)[None, :]
     slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
-    x = tl.load(new + (token * new_token + head * new_head)[:, None] + dims[None, :], mask=met, other=0.0)
+    x = tl.load(new.at + (token * new.token + head * new.head)[:, None] + dims[None, :], mask=met, other=0.0)
     x = x.to(tl.float32)
     unknown = tl.max((x != x).to(tl.int32), 1) > 0
     most = tl.where(unknown, float("nan"), tl.max(tl.abs(x), 1))
@@ -174,17 +151,9 @@ def round_tokens(
     code = tl.where(code == code, code, 0.0)
     code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
     code = e4m3_bits(code) if FLOATS else nearest(code)
-    offsets = slot // PAGE * frame + slot % PAGE * place + head * page_head
-    tl.store(pages + offsets[:, None] + dims[None, :], code.to(pages.dtype.element_ty), mask=met)
-    offsets = slot // PAGE * scale_frame + slot % PAGE * scale_place + head * scale_head
-    tl.store(scales + offsets, scale, mask=inside)
-
-
-def _shape(heads: int, size: int, count: int) -> tuple[int, int, int]:
-    """Padded head size, (token, head) pairs per program, number of programs."""
-    padded = power_of_two(size)
-    lines = max(1, min(NUMBERS // padded, 1024))
-    return padded, lines, triton.cdiv(count * heads, lines)
+    there = pages.at + page_offsets(pages, slot, head, TILE)[:, None] + dims[None, :]
+    tl.store(there, code.to(pages.at.dtype.element_ty), mask=met)
+    tl.store(pages.scales + scale_offsets(pages, slot, head, TILE), scale, mask=inside)
 
 
 def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
@@ -201,22 +170,9 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
         raise ValueError("write_pages: each head's elements must be contiguous in a page")
     if new.stride(2) != 1:
         new = new.contiguous()
-    count, heads, size = new.shape
-    padded, lines, programs = _shape(heads, size, count)
-    write_tokens[(programs,)](
-        new,
-        pages,
-        slots,
-        *new.stride()[:2],
-        *pages.stride()[:3],
-        count,
-        heads,
-        size,
-        padded,
-        pages.shape[1],
-        lines,
-        num_warps=4,
-        **overlapped(new),
+    tile = TokenTile.of(pages, new.shape[2])
+    write_tokens[(triton.cdiv(new.shape[0] * tile.heads, tile.lines),)](
+        HeadRows.of(new), Pages.of(pages), slots, len(new), tile, num_warps=4, **overlapped(new)
     )
 
 
@@ -238,28 +194,11 @@ def _round(
     new = _checked(name, new, pages, slots)
     if scales.shape != pages.shape[:3]:
         raise ValueError(f"{name}: scales {tuple(scales.shape)} do not match pages {tuple(pages.shape)}")
-    count, heads, size = new.shape
-    padded, lines, programs = _shape(heads, size, count)
     floats = pages.dtype.is_floating_point
-    round_tokens[(programs,)](
-        new,
-        pages.view(torch.uint8) if floats else pages,
-        scales,
-        slots,
-        fixed,
-        *new.stride()[:2],
-        *pages.stride()[:3],
-        *scales.stride(),
-        count,
-        levels,
-        floats,
-        heads,
-        size,
-        padded,
-        pages.shape[1],
-        lines,
-        num_warps=4,
-        **overlapped(new),
+    tile, held = TokenTile.of(pages, new.shape[2]), Pages.of(pages.view(torch.uint8) if floats else pages, scales)
+    rest = slots, fixed, len(new), levels, tile
+    round_tokens[(triton.cdiv(len(new) * tile.heads, tile.lines),)](
+        HeadRows.of(new), held, *rest, num_warps=4, **overlapped(new)
     )
 
 
@@ -280,24 +219,11 @@ def run_write_pages_int4(new: Tensor, pages: Tensor, scales: Tensor, slots: Tens
     group = int4_group(size)
     if scales.shape != (*pages.shape[:3], size // group) or scales.stride(3) != 1:
         raise ValueError(f"write_pages_int4: scales {tuple(scales.shape)} do not match pages {tuple(pages.shape)}")
-    lines = NUMBERS // group
-    pair_tokens[(triton.cdiv(count * heads * (size // group), lines),)](
-        new,
-        pages,
-        scales,
-        slots,
-        *new.stride()[:2],
-        *pages.stride()[:3],
-        *scales.stride()[:3],
-        count,
-        INT4_LOWEST,
-        heads,
-        size // group,
-        group,
-        pages.shape[1],
-        lines,
-        num_warps=4,
-        **overlapped(new),
+    groups = size // group
+    tile = TokenTile.of(pages, group)._replace(lines=NUMBERS // group)
+    rest = slots, count, INT4_LOWEST, groups, tile
+    pair_tokens[(triton.cdiv(count * heads * groups, tile.lines),)](
+        HeadRows.of(new), Pages.of(pages, scales), *rest, num_warps=4, **overlapped(new)
     )
 
 

@@ -11,6 +11,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of operands and results. The arithmetic is float32, so float64 is left to the bodies."""
 
 
+class HeadRows(NamedTuple):
+    """Vectors (tokens, heads, size), contiguous in their last dimension, with the strides of the others."""
+
+    at: Tensor
+    token: int
+    head: int
+
+    @classmethod
+    def of(cls, at: Tensor) -> HeadRows:
+        return cls(at, *at.stride()[:2])
+
+
 def accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
     return dtype in DTYPES
 

@@ -8,13 +8,19 @@ import torch
 import triton
 from torch import Tensor
 
-from bankfull.ops.attention.body import TREE_TOKENS, HeadNorms
+from bankfull.ops.attention.body import TREE_TOKENS
 from bankfull.ops.attention.triton.decode import attention_decode
-from bankfull.ops.attention.triton.held import Held
-from bankfull.ops.attention.triton.splits import MERGED, most_queries, scratch, split_count, split_plan, tile_keys
-from bankfull.ops.attention.triton.tile import dot_dtype, score_factors
-from bankfull.ops.pages.rounded import INT4, head_numbers, int4_group
+from bankfull.ops.attention.triton.head_tile import HeadTile
+from bankfull.ops.attention.triton.listed import most_listed, numbers_of
+from bankfull.ops.attention.triton.map import Sequences
+from bankfull.ops.attention.triton.rope import Turn
+from bankfull.ops.attention.triton.sparse import sparse_decode
+from bankfull.ops.attention.triton.splits import LATE, MERGED, most_queries, scratch, split_count, split_plan, tile_keys
+from bankfull.ops.attention.triton.tile import Scoring
+from bankfull.ops.pages.rounded import INT4
+from bankfull.ops.pages.side import Cache
 from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, power_of_two
+from bankfull.ops.triton.rows import HeadRows
 
 MOST_TOKENS = 16
 """Sequences with more new tokens use the prefill kernel, unless they may have a tree."""
@@ -25,132 +31,69 @@ WIDTHS = (1, 4, MOST_TOKENS, 32, TREE_TOKENS)
 def launch_decode(
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    table: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    chosen: Tensor | None,
-    ancestors: Tensor | None,
+    cache: Cache,
+    sequences: Sequences,
     width: int,
     out: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
-    norms: HeadNorms | None,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    sinks: Tensor | None,
-    held: Held | None = None,
+    turn: Turn,
+    scoring: Scoring,
 ) -> None:
-    """Decode sequences with at most `width` new tokens: the whole batch, or those `chosen`. `new`: keys and values to
-    be written to their pages; without them, queries are already final. `held`: partial attention over these keys, whose
-    table, lengths and ancestors are passed."""
-    heads, size = q.shape[1:]
-    page, key_heads = v_pages.shape[1:3]
-    values = head_numbers(v_pages)
-    groups = heads // key_heads
+    """Decode sequences with at most `width` new tokens. `new`: keys and values to be written to their pages; without
+    them, queries are already final, unless there is a `turn`."""
+    keys, values = cache
+    mask = scoring.mask
     width = next(most for most in WIDTHS if width <= most)
-    paired = k_pages.dtype is INT4
-    words = scales is not None and new is None and all(map(_in_words, (k_pages, v_pages)))
-    least = 64 if paired and words else 32 if paired or words else 16
-    padded, padded_values = (max(least, power_of_two(n)) for n in (size, values))
-    largest = max(padded, padded_values)
-    most_rows = most_queries(largest, q.element_size())
-    live = min(power_of_two(groups * width), most_rows)
+    words = keys.scales is not None and new is None and mask is None and _in_words(keys.at) and _in_words(values.at)
+    tile = turn.compiled(HeadTile.of(q, cache, 64 if words and keys.at.dtype is INT4 else 32 if words else 16))
+    largest = max(tile.padded, tile.padded_values)
+    needed = tile.groups * width
+    live = min(power_of_two(needed), most_queries(largest, q.element_size()))
     rows = max(16, live)
-    row_tiles = triton.cdiv(groups * width, rows)
-    sequences = len(table) if chosen is None else len(chosen)
-    pairs = sequences * key_heads * row_tiles
-    early = new is not None and pairs <= multiprocessors(q.device)
-    plan = split_plan(pairs, live, multiprocessors(q.device), new is not None)
-    block = tile_keys(largest, q.element_size(), k_pages.element_size(), plan.tile_bytes)
-    most = split_count(pairs, table.shape[1] * page, block, plan.programs * multiprocessors(q.device))
-    splits = min(most, plan.most_splits)
-    buffers = scratch(q.device, rows, padded_values)
-    k, v = new or (q, q)
-    cos, sin = angles or (None, None)
-    k_scales, v_scales = scales or (None, None)
-    inner, outer = score_factors(scale, cap)
-    attention_decode[(key_heads * row_tiles, most, sequences)](
-        q,
-        k,
-        v,
-        out,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        table,
-        slots,
-        starts,
-        lengths,
-        chosen,
-        ancestors,
-        held and held.begins,
-        held and held.ends,
-        held and held.past_lengths,
-        sinks,
-        cos,
-        sin,
-        norms and norms.q,
-        norms and norms.k,
-        buffers.acc,
-        buffers.peak,
-        buffers.total,
-        buffers.arrivals,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        out.stride(0),
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        *((0, 0, 0) if k_scales is None else k_scales.stride()[:3]),
-        *((0, 0, 0) if v_scales is None else v_scales.stride()[:3]),
-        table.stride(0),
-        0 if cos is None else cos.stride(0),
-        0 if sin is None else sin.stride(0),
-        inner,
-        outer,
-        norms.eps if norms else 0.0,
-        norms.offset if norms else 0.0,
-        window,
-        splits,
-        groups,
-        size,
-        values,
-        padded,
-        padded_values,
-        1 if cos is None else cos.shape[1],
-        bool(norms and norms.offset),
-        page,
-        cap is not None,
-        new is not None,
-        k_pages.stride()[:2] == v_pages.stride()[:2],
-        rows,
-        live,
-        row_tiles,
-        1 if width == 1 else 16,
-        block,
-        plan.stages,
-        plan.least,
-        early,
-        min(plan.at_once, max(1, MERGED // (live * padded_values))),
-        dot_dtype(q),
-        int4_group(size) if paired else 0,
-        words,
-        1 if scales is None else min(map(_alignment, scales)),
-        words and not INTERPRETED and q.dtype is torch.bfloat16 and torch.version.hip is None,
-        num_warps=plan.warps,
-        **overlapped(q),
+    row_tiles = triton.cdiv(needed, rows)
+    table, chosen = sequences.table, sequences.chosen
+    count = len(table) if chosen is None else len(chosen)
+    pairs = count * values.heads * row_tiles
+    processors = multiprocessors(q.device)
+    plan = LATE if mask is not None else split_plan(pairs, live, processors, new is not None)
+    block = tile_keys(largest, q.element_size(), keys.at.element_size(), plan.tile_bytes)
+    most = table.shape[1] * values.tokens
+    if mask is not None:
+        live, most = rows, most_listed(mask, width, most)
+    most = split_count(pairs, most, block, plan.programs * processors)
+    tile = tile._replace(
+        capped=scoring.cap is not None,
+        partial=out.shape[2] > tile.values,
+        mask=None if mask is None else numbers_of(mask),
+        rows=rows,
+        live=live,
+        row_tiles=row_tiles,
+        block=block,
+        stages=plan.stages,
+        least=plan.least,
+        at_once=min(plan.at_once, max(1, MERGED // (live * tile.padded_values))),
+        new=1 if width == 1 else 16,
+        early=new is not None and pairs <= processors,
+        words=words,
+        scale_bytes=min(_alignment(side.scales) for side in cache),
+        assembled=words and not INTERPRETED and q.dtype is torch.bfloat16 and torch.version.hip is None,
     )
+    grid, splits = (values.heads * row_tiles, most, count), min(most, plan.most_splits)
+    rest = scratch(q.device, rows, tile.padded_values), scoring.scores, table.stride(0)
+    options = {"num_warps": plan.warps, **overlapped(q)}
+    queries, result = HeadRows.of(q), HeadRows.of(out)
+    if mask is not None:
+        sparse_decode[grid](queries, result, cache, sequences, *rest, splits, tile, **options)
+        return
+    k, v = (None, None) if new is None else map(HeadRows.of, new)
+    rest = turn, *rest, scoring.window, splits, tile
+    attention_decode[grid](queries, k, v, result, cache, sequences, *rest, **options)
 
 
-def _alignment(scales: Tensor) -> int:
+def _alignment(scales: Tensor | None) -> int:
     """The largest power of two of bytes, up to 16, at which the scales of every token and head begin."""
-    apart = math.gcd(scales.data_ptr(), *(n * scales.element_size() for n in scales.stride()[:3]))
-    return math.gcd(apart, 16)
+    if scales is None:
+        return 1
+    return math.gcd(16, scales.data_ptr(), *(n * scales.element_size() for n in scales.stride()[:3]))
 
 
 def _in_words(pages: Tensor) -> bool:

@@ -7,14 +7,14 @@ distances, so the position of the j-th key follows from j. Only listed keys are 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton
 import triton.language as tl
 
 from bankfull.ops.attention.sight import seen_by_one
-from bankfull.ops.attention.triton.tile import bit_count, capped, online_softmax
+from bankfull.ops.attention.triton.tile import Softmax, bit_count, capped, no_keys, online_softmax
 from bankfull.state.mask import Mask
 
 FAR = 1 << 30
@@ -48,191 +48,171 @@ def most_listed(mask: Mask, queries: int, places: int) -> int:
     return min(places, (seen + mask.window + mask.global_tokens) * max(queries, 1))
 
 
+class KeyList(NamedTuple):
+    """The parts of the list, in a kernel: each has a number of keys, in runs at a distance (the period)."""
+
+    fixed: Any
+    """Global tokens."""
+    origin: Any
+    run: Any
+    period: Any
+    strided: Any
+    """Keys on the stride before the first window."""
+    own: Any
+    own_run: Any
+    own_period: Any
+    local: Any
+    """Keys of the windows."""
+    start: Any
+    """The start of the first window."""
+    end: Any
+    """The end of the keys in the list, from which the tokens of a tree follow."""
+    keys: Any
+    """Their number, with those of the tree."""
+    tree_tokens: Any
+
+
 @triton.jit
-def sight_of(first, count, end, MASK: tl.constexpr):
-    """The parts of the list for queries at first .. first + count, among the keys before `end`: the number of global
-    tokens; origin, run, period and number of what is on the stride; the same of the windows; the first window's start.
-    """
-    WINDOW: tl.constexpr = MASK[0]
-    DILATION: tl.constexpr = MASK[1]
-    EXTENT: tl.constexpr = MASK[2]
-    STRIDE: tl.constexpr = MASK[3]
-    COLUMNS: tl.constexpr = MASK[4]
-    GLOBALS: tl.constexpr = MASK[5]
-    ALIGNED: tl.constexpr = MASK[6]
+def key_list(first, queries, end, tree_tokens, TILE: tl.constexpr):
+    """The list for some queries from `first` on, among the keys before `end`; without queries, it has no keys."""
+    MASK: tl.constexpr = TILE.mask
+    count = tl.maximum(queries, 1)
     last = first + count - 1
-    fixed = tl.minimum(end, GLOBALS)
-    start = first // WINDOW * WINDOW if ALIGNED else tl.maximum(first - EXTENT + 1, 0)
+    fixed = tl.minimum(end, MASK.globals)
+    start = first // MASK.window * MASK.window if MASK.aligned else tl.maximum(first - MASK.extent + 1, 0)
     origin = start * 0
     run = origin + 1
     period = origin + 1
     strided = origin
-    if STRIDE > 0:
-        if COLUMNS > 0:
-            run = origin + COLUMNS
-            period = origin + STRIDE
-            origin = origin + GLOBALS // STRIDE * STRIDE + STRIDE - COLUMNS
+    if MASK.stride > 0:
+        if MASK.columns > 0:
+            run = origin + MASK.columns
+            period = origin + MASK.stride
+            origin = origin + MASK.globals // MASK.stride * MASK.stride + MASK.stride - MASK.columns
             before = tl.maximum(start - origin, 0)
-            strided = before // STRIDE * COLUMNS + tl.minimum(before % STRIDE, COLUMNS)
+            strided = before // MASK.stride * MASK.columns + tl.minimum(before % MASK.stride, MASK.columns)
         else:
             # Runs of all queries, `index` strides before them: those that reach before the window, and not only into
-            # the global tokens. From STRIDE queries on, they see every key.
-            near = (first - start) // STRIDE + 1
-            far = tl.where(last >= GLOBALS, (last - GLOBALS) // STRIDE, 0)
-            dense = count >= STRIDE
+            # the global tokens. From `stride` queries on, they see every key.
+            near = (first - start) // MASK.stride + 1
+            far = tl.where(last >= MASK.globals, (last - MASK.globals) // MASK.stride, 0)
+            dense = count >= MASK.stride
             run = tl.where(dense, 1, count)
-            period = tl.where(dense, 1, STRIDE)
-            origin = tl.where(dense, tl.minimum(start, GLOBALS), first - far * STRIDE)
+            period = tl.where(dense, 1, MASK.stride)
+            origin = tl.where(dense, tl.minimum(start, MASK.globals), first - far * MASK.stride)
             strided = tl.where(dense, start - origin, tl.maximum(far - near + 1, 0) * count)
-    own = tl.maximum(start, GLOBALS)
+    own = tl.maximum(start, MASK.globals)
     own_run = own * 0 + 1
     own_period = own_run
     local = tl.maximum(tl.minimum(last + 1, end) - own, 0)
-    if DILATION > 1:
-        steps = tl.where(last >= GLOBALS, tl.minimum((last - GLOBALS) // DILATION, WINDOW - 1), 0)
-        apart = count < DILATION
-        own = tl.where(apart, first - steps * DILATION, own)
+    if MASK.dilation > 1:
+        steps = tl.where(last >= MASK.globals, tl.minimum((last - MASK.globals) // MASK.dilation, MASK.window - 1), 0)
+        apart = count < MASK.dilation
+        own = tl.where(apart, first - steps * MASK.dilation, own)
         own_run = tl.where(apart, count, own_run)
-        own_period = tl.where(apart, DILATION, own_period)
-        local = tl.where(apart, tl.where(last >= GLOBALS, (steps + 1) * count, 0), local)
-    return fixed, origin, run, period, strided, own, own_run, own_period, local, start
+        own_period = tl.where(apart, MASK.dilation, own_period)
+        local = tl.where(apart, tl.where(last >= MASK.globals, (steps + 1) * count, 0), local)
+    keys = tl.where(queries > 0, fixed + strided + local + tree_tokens, 0)
+    parts = origin, run, period, strided, own, own_run, own_period, local, start
+    return KeyList(fixed, *parts, end, keys, tree_tokens)
 
 
 @triton.jit
-def listed_keys(index, end, sight, tree_tokens, MASK: tl.constexpr):
+def listed_keys(index, listed, TILE: tl.constexpr):
     """Positions of the keys at these indices of the list, and whether there is such a key: runs may begin inside of the
-    part before, or end beyond their own. After the list come `tree_tokens` keys from `end` on."""
-    DILATION: tl.constexpr = MASK[1]
-    STRIDE: tl.constexpr = MASK[3]
-    GLOBALS: tl.constexpr = MASK[5]
-    fixed, origin, run, period, strided, own, own_run, own_period, local, start = sight
+    part before, or end beyond their own. The keys of a tree come last."""
+    MASK: tl.constexpr = TILE.mask
     key = index
-    there = index < fixed
-    at = index - fixed
-    if STRIDE > 0:
-        found = origin + at // run * period + at % run
-        inside = (at >= 0) & (at < strided)
+    there = index < listed.fixed
+    at = index - listed.fixed
+    if MASK.stride > 0:
+        found = listed.origin + at // listed.run * listed.period + at % listed.run
+        inside = (at >= 0) & (at < listed.strided)
         key = tl.where(inside, found, key)
-        there = there | (inside & (found >= GLOBALS) & (found < start))
-    at = at - strided
-    found = own + at
-    if DILATION > 1:
-        found = own + at // own_run * own_period + at % own_run
-    inside = (at >= 0) & (at < local)
+        there = there | (inside & (found >= MASK.globals) & (found < listed.start))
+    at = at - listed.strided
+    found = listed.own + at
+    if MASK.dilation > 1:
+        found = listed.own + at // listed.own_run * listed.own_period + at % listed.own_run
+    inside = (at >= 0) & (at < listed.local)
     key = tl.where(inside, found, key)
-    there = there | (inside & (found >= GLOBALS) & (found < end))
-    at = at - local
-    inside = (at >= 0) & (at < tree_tokens)
-    return tl.where(inside, end + at, key), there | inside
+    there = there | (inside & (found >= MASK.globals) & (found < listed.end))
+    at = at - listed.local
+    inside = (at >= 0) & (at < listed.tree_tokens)
+    return tl.where(inside, listed.end + at, key), there | inside
 
 
 @triton.jit
-def masked_sight(position, key, MASK: tl.constexpr):
+def masked_sight(position, key, TILE: tl.constexpr):
     """`Mask.visible` of every query (rows) and key (columns)."""
-    WINDOW: tl.constexpr = MASK[0]
-    DILATION: tl.constexpr = MASK[1]
-    EXTENT: tl.constexpr = MASK[2]
-    STRIDE: tl.constexpr = MASK[3]
-    COLUMNS: tl.constexpr = MASK[4]
-    GLOBALS: tl.constexpr = MASK[5]
-    ALIGNED: tl.constexpr = MASK[6]
+    MASK: tl.constexpr = TILE.mask
     key = key[None, :]
     past = position[:, None] - key
-    if ALIGNED:
-        seen = position[:, None] // WINDOW == key // WINDOW
+    if MASK.aligned:
+        seen = position[:, None] // MASK.window == key // MASK.window
     else:
-        seen = past < EXTENT
-        if DILATION > 1:
-            seen = seen & (past % DILATION == 0)
-    if STRIDE > 0:
-        seen = seen | ((key % STRIDE >= STRIDE - COLUMNS) if COLUMNS > 0 else (past % STRIDE == 0))
-    if GLOBALS > 0:
-        seen = seen | (key < GLOBALS)
+        seen = past < MASK.extent
+        if MASK.dilation > 1:
+            seen = seen & (past % MASK.dilation == 0)
+    if MASK.stride > 0:
+        on_stride = (key % MASK.stride >= MASK.stride - MASK.columns) if MASK.columns > 0 else (past % MASK.stride == 0)
+        seen = seen | on_stride
+    if MASK.globals > 0:
+        seen = seen | (key < MASK.globals)
     return (past >= 0) & seen
 
 
 @triton.jit
 def attend_listed(
-    low,
-    high,
-    queries,
-    position,
-    path,
-    ancestors,
-    end,
-    tree_tokens,
-    sight,
-    k_base,
-    v_base,
-    k_scales,
-    v_scales,
-    table_base,
-    k_frame,
-    k_place,
-    v_frame,
-    v_place,
-    k_scale_frame,
-    k_scale_place,
-    v_scale_frame,
-    v_scale_place,
-    inner,
-    outer,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUES: tl.constexpr,
-    PADDED: tl.constexpr,
-    PADDED_VALUES: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    MASK: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    low, high, queries, position, path, ancestors, listed, cache, key_head, table_base, scores, TILE: tl.constexpr
 ):
-    """Online softmax over the keys low .. high of the list `sight`. `path`: the mask of each query's ancestors among
-    the tokens from `end` on, whose own masks are `ancestors`; None: no trees. PARTIAL: without the keys of pages whose
+    """Online softmax over the keys low .. high of the list. `path`: the mask of each query's ancestors among the tokens
+    of the tree, whose own masks are `ancestors`; None: no trees. Partial attention is without the keys of pages whose
     entries of the table are negative."""
-    dims = tl.arange(0, PADDED)
-    numbers = tl.arange(0, PADDED_VALUES)
-    within = tl.arange(0, BLOCK)
-    factor = inner
-    if CAPPED:
+    k_pages, v_pages = cache
+    dims = tl.arange(0, TILE.padded)
+    numbers = tl.arange(0, TILE.padded_values)
+    within = tl.arange(0, TILE.block)
+    k_base = k_pages.at + key_head * k_pages.head
+    v_base = v_pages.at + key_head * v_pages.head
+    factor = scores.inner
+    if TILE.capped:
         factor = 1.0
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
-    for at in tl.range(low, high, BLOCK, num_stages=STAGES):
-        key, there = listed_keys(at + within, end, sight, tree_tokens, MASK)
+    peak, total, acc = no_keys(TILE)
+    for at in tl.range(low, high, TILE.block, num_stages=TILE.stages):
+        key, there = listed_keys(at + within, listed, TILE)
         there = there & (at + within < high)
-        frame = tl.load(table_base + key // PAGE, mask=there, other=0).to(tl.int64)
-        if PARTIAL:
+        frame = tl.load(table_base + key // TILE.page, mask=there, other=0).to(tl.int64)
+        if TILE.partial:
             there = there & (frame >= 0)
-        place = (key % PAGE).to(tl.int64)
-        k_there = k_base + (frame * k_frame + place * k_place)[:, None] + dims[None, :]
-        keys = tl.load(k_there, mask=there[:, None] & (dims < SIZE)[None, :], other=0.0)
-        v_there = v_base + (frame * v_frame + place * v_place)[:, None] + numbers[None, :]
-        values = tl.load(v_there, mask=there[:, None] & (numbers < VALUES)[None, :], other=0.0)
-        score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
+        place = (key % TILE.page).to(tl.int64)
+        k_there = k_base + (frame * k_pages.frame + place * k_pages.place)[:, None] + dims[None, :]
+        keys = tl.load(k_there, mask=there[:, None] & (dims < TILE.size)[None, :], other=0.0)
+        v_there = v_base + (frame * v_pages.frame + place * v_pages.place)[:, None] + numbers[None, :]
+        values = tl.load(v_there, mask=there[:, None] & (numbers < TILE.values)[None, :], other=0.0)
+        score = tl.dot(queries, tl.trans(keys.to(TILE.product)), input_precision="ieee")
         value_scale = None
-        if k_scales is not None:
-            k_scale = tl.load(k_scales + frame * k_scale_frame + place * k_scale_place, mask=there, other=0.0)
-            score = score * k_scale[None, :]
-            value_scale = tl.load(v_scales + frame * v_scale_frame + place * v_scale_place, mask=there, other=0.0)
-        if CAPPED:
-            score = capped(score, inner, outer)
+        if k_pages.scales is not None:
+            k_scales = k_pages.scales + key_head * k_pages.scale_head
+            k_scales += frame * k_pages.scale_frame + place * k_pages.scale_place
+            v_scales = v_pages.scales + key_head * v_pages.scale_head
+            v_scales += frame * v_pages.scale_frame + place * v_pages.scale_place
+            score = score * tl.load(k_scales, mask=there, other=0.0)[None, :]
+            value_scale = tl.load(v_scales, mask=there, other=0.0)
+        if TILE.capped:
+            score = capped(score, scores)
         if path is not None:
             # A draft's position is that of its path, not that of its slot.
-            later = there & (key >= end)
-            bit = tl.minimum(tl.maximum(key - end, 0), 63)
+            later = there & (key >= listed.end)
+            bit = tl.minimum(tl.maximum(key - listed.end, 0), 63)
             own_path = tl.load(ancestors + bit, mask=later, other=0)
             in_tree = (own_path != 0)[None, :] & (path != 0)[:, None]
             on_path = ((path[:, None] >> bit.to(tl.int64)[None, :]) & 1) != 0
-            key = tl.where(own_path != 0, end + bit_count(own_path).to(tl.int32) - 1, key)
+            key = tl.where(own_path != 0, listed.end + bit_count(own_path).to(tl.int32) - 1, key)
             seen = tl.where(in_tree, on_path, True) & there[None, :]
         else:
             seen = there[None, :]
-        seen = seen & masked_sight(position, key, MASK)
+        seen = seen & masked_sight(position, key, TILE)
         score = tl.where(seen, score, float("-inf"))
-        peak, total, acc = online_softmax(score, factor, values.to(PRODUCT), value_scale, peak, total, acc, True)
-    return peak, total, acc
+        peak, total, acc = online_softmax(score, factor, values.to(TILE.product), value_scale, peak, total, acc, True)
+    return Softmax(peak, total, acc)

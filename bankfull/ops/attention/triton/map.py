@@ -6,12 +6,50 @@ They depend only on q_start, which is exact on the host; sequence lengths are re
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.ops.attention.body import PagedMeta
 from bankfull.ops.triton.launch import stream_of
+from bankfull.ops.triton.rows import contiguous_rows
+
+
+class Sequences(NamedTuple):
+    """The sequences of a launch, on the device."""
+
+    table: Tensor
+    """(sequences, pages) frames."""
+    starts: Tensor | None
+    """(sequences + 1) int32: first new tokens."""
+    lengths: Tensor
+    """(sequences) int32."""
+    slots: Tensor | None = None
+    """(tokens) places of the new tokens in their pages."""
+    chosen: Tensor | None = None
+    """The sequences to attend to; None: all."""
+    tiles: Tensor | None = None
+    """(tiles, 4) int32: as in `tile_map`."""
+    ancestors: Tensor | None = None
+    """(tokens) int64: as in `PagedMeta`."""
+    begins: Tensor | None = None
+    """(tokens) int32: the first key in each token's window, in partial attention with a window."""
+    ends: Tensor | None = None
+    """(tokens) int32: the key after the last one that each token sees, in partial attention."""
+    past_lengths: Tensor | None = None
+    """(sequences) int32: keys before the step's tokens, in partial attention."""
+
+    @classmethod
+    def of(cls, meta: PagedMeta, device: torch.device) -> Sequences:
+        starts = to_device(meta.q_start, device) if meta.starts is None else meta.starts
+        lengths = to_device(meta.kv_len, device) if meta.lengths is None else meta.lengths
+        return cls(contiguous_rows(meta.pages), starts, lengths, meta.slots, ancestors=meta.ancestors)
+
+    def in_tiles(self, tiles: Tensor) -> Sequences:
+        """These tiles of sequences without trees."""
+        return self._replace(starts=None, slots=None, tiles=tiles, ancestors=None)
 
 
 def tile_map(q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, tokens: int) -> np.ndarray:

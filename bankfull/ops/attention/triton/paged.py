@@ -2,13 +2,11 @@
 
 Sequences with few new tokens use the decode kernel, which streams their KV cache once, split over the multiprocessors.
 So do trees of drafts, which only this kernel supports. Others use the prefill kernel with tiles of queries, which alone
-supports blocks whose tokens see each other. A mixed batch runs both. Sparse masks have a decode and a prefill kernel of
-their own (`attention_sparse.py`), for the same shares of a batch.
+supports blocks whose tokens see each other. A mixed batch runs both. Under a sparse mask, both read only listed keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -16,19 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops.attention.body import TREE_TOKENS, HeadNorms, PagedMeta, SequencePartition, attend, paged_attention
+from bankfull.ops.attention.body import TREE_TOKENS, HeadNorms, PagedMeta, attend, paged_attention
 from bankfull.ops.attention.triton.decode_launch import MOST_TOKENS, launch_decode
-from bankfull.ops.attention.triton.held import Held
-from bankfull.ops.attention.triton.map import device_sequences, device_tiles, to_device
+from bankfull.ops.attention.triton.map import Sequences, device_sequences, device_tiles
 from bankfull.ops.attention.triton.prefill_launch import launch_prefill
-from bankfull.ops.attention.triton.rope import launch_rotate_and_write
-from bankfull.ops.attention.triton.sparse import launch_sparse_decode, launch_sparse_prefill
-from bankfull.ops.attention.triton.tile import FLOATS
+from bankfull.ops.attention.triton.rope import Turn, launch_rotate_and_write
+from bankfull.ops.attention.triton.tile import FLOATS, Scoring
 from bankfull.ops.norm.triton import run_rms_norm
-from bankfull.ops.pages.rounded import FP8, INT4, head_numbers, is_rounded
+from bankfull.ops.pages.rounded import FP8, INT4, is_rounded
+from bankfull.ops.pages.side import Cache, Pages
 from bankfull.ops.rope.triton import run_rotate
 from bankfull.ops.triton.rows import contiguous_rows
-from bankfull.state.mask import Mask, Sight
+from bankfull.state.mask import Sight
 
 LARGEST_HEAD = 256
 """Largest head size whose tile fits into registers."""
@@ -55,37 +52,28 @@ def _accepts_attend(**facts: Any) -> bool:
     return accepts(**facts) and not is_rounded(facts.get("pages") or torch.float32)
 
 
-def check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: Sight, sinks: Tensor | None) -> None:
-    page, key_heads = k_pages.shape[1:3]
-    if head_numbers(k_pages) != q.shape[2] or v_pages.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
+def checked(q: Tensor, cache: Cache, meta: PagedMeta, scoring: Scoring) -> Cache:
+    keys, values = cache
+    page, key_heads = keys.at.shape[1:3]
+    if keys.numbers != q.shape[2] or values.at.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
         raise ValueError("attention: shapes of queries, keys, values and page size do not match")
     if q.shape[1] % key_heads or len(meta.pages) != len(meta.kv_len):
         raise ValueError("attention: query heads must be a multiple of KV heads, with one page table per sequence")
-    if any(part.stride(3) != 1 and part.shape[3] > 1 for part in (k_pages, v_pages)):
+    if any(side.at.stride(3) != 1 and side.at.shape[3] > 1 for side in cache):
         raise ValueError("attention: each head's elements must be contiguous in a page")
-    if meta.block and (window is not None or meta.ancestors is not None):
+    if meta.block and (scoring.sight is not None or meta.ancestors is not None):
         raise ValueError("attention: blocks that see each other have neither a window nor a tree")
-    if isinstance(window, int) and window < 1:
-        raise ValueError(f"attention: a window of {window} tokens is too small; use at least 1")
+    if isinstance(scoring.sight, int) and scoring.sight < 1:
+        raise ValueError(f"attention: a window of {scoring.sight} tokens is too small; use at least 1")
+    sinks = scoring.sinks
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_contiguous()):
         raise ValueError(f"attention: {q.shape[1]} heads need one sink each, not {tuple(sinks.shape)}")
-
-
-def checked_scales(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-    if (scales is None) == is_rounded(k_pages.dtype):
-        raise ValueError(f"attention: KV pages in {k_pages.dtype} were passed {'no ' * (scales is None)}scales")
-    if k_pages.dtype is INT4 and (k_pages.shape != v_pages.shape or q.shape[2] % 8):
+    plain = keys.scales is None or values.scales is None
+    if plain == is_rounded(keys.at.dtype):
+        raise ValueError(f"attention: KV pages in {keys.at.dtype} were passed {'no ' * plain}scales")
+    if keys.at.dtype is INT4 and (keys.at.shape != values.at.shape or q.shape[2] % 8):
         raise ValueError("attention: int4 keys and values must have heads of one size, a multiple of 8")
-    return scales
-
-
-def _on_device(meta: PagedMeta, device: torch.device) -> tuple[Tensor, Tensor]:
-    starts = to_device(meta.q_start, device) if meta.starts is None else meta.starts
-    lengths = to_device(meta.kv_len, device) if meta.lengths is None else meta.lengths
-    return starts, lengths
+    return cache
 
 
 def _most_few(meta: PagedMeta) -> int:
@@ -101,151 +89,33 @@ def _fresh(meta: PagedMeta) -> np.ndarray:
 
 def over_pages(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
+    cache: Cache,
     meta: PagedMeta,
+    sequences: Sequences,
     out: Tensor,
-    scale: float,
-    window: Sight,
-    cap: float | None,
-    sinks: Tensor | None,
-    own: tuple[Tensor, Tensor] | None = None,
-    held: Held | None = None,
+    scoring: Scoring,
+    own: Cache | None = None,
 ) -> Tensor:
-    """Attention of final queries over pages that hold all keys and values; `own`: also the step's keys and values.
-    `held`: partial attention over these keys; `meta` is theirs, and the window is in them."""
-    if isinstance(window, Mask):
-        return under_mask(q, k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
-    if meta.partition is not None:
-        return _by_partition(q, k_pages, v_pages, scales, meta, meta.partition, out, scale, window, cap, sinks)
-    counts, table = np.diff(meta.q_start), contiguous_rows(meta.pages)
+    """Attention of final queries over pages that hold all keys and values; `own`: also the step's keys and values."""
+    block = 0 if sequences.ends is not None else meta.block
+    if meta.partition is not None:  # a captured step, whose sequences only the device knows
+        assert meta.starts is not None and meta.lengths is not None and meta.ancestors is None
+        launch_prefill(q, cache, sequences, meta.partition.tiles, out, scoring, block)
+        if meta.partition.decodes is not None:
+            launch_decode(q, None, cache, sequences._replace(chosen=meta.partition.decodes), 1, out, Turn(), scoring)
+        return out  # padding tokens get no result
+    counts = np.diff(meta.q_start)
     few = counts <= (_most_few(meta) if meta.ancestors is None else TREE_TOKENS)
     fresh = _fresh(meta) & ~few & (own is not None)
     short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(fresh)
-    starts, lengths = _on_device(meta, q.device)
-    for sequences, (keys, values) in ((long, (k_pages, v_pages)), (new, own or (k_pages, v_pages))):
-        if len(sequences):
-            tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, sequences, device=q.device)
-            launch_prefill(
-                q,
-                keys,
-                values,
-                scales,
-                table,
-                lengths,
-                tiles_of,
-                out,
-                scale,
-                window,
-                cap,
-                sinks,
-                0 if held is not None else meta.block,
-                held,
-            )
+    for some, held in ((long, cache), (new, own or cache)):
+        if len(some):
+            tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, some, device=q.device)
+            launch_prefill(q, held, sequences, tiles_of, out, scoring, block)
     if len(short):
-        launch_decode(
-            q,
-            None,
-            k_pages,
-            v_pages,
-            scales,
-            table,
-            meta.slots,
-            starts,
-            lengths,
-            device_sequences(short, q.device) if not few.all() else None,
-            meta.ancestors,
-            int(counts[short].max()),
-            out,
-            None,
-            None,
-            scale,
-            window,
-            cap,
-            sinks,
-            held,
-        )
-    return out
-
-
-def under_mask(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    meta: PagedMeta,
-    out: Tensor,
-    scale: float,
-    mask: Mask,
-    cap: float | None,
-    sinks: Tensor | None,
-    partly: bool = False,
-) -> Tensor:
-    """`over_pages` with the kernels of sparse masks, also for captured steps. `partly`: partial attention over the
-    pages that are here."""
-    table, (starts, lengths) = contiguous_rows(meta.pages), _on_device(meta, q.device)
-    tiles_of: Callable[[int], Tensor] | None
-    if meta.partition is not None:
-        tiles_of, width = meta.partition.tiles, 1 if meta.partition.decodes is not None else 0
-        chosen = meta.partition.decodes
-    else:
-        counts = np.diff(meta.q_start)
-        few = counts <= (MOST_TOKENS if meta.ancestors is None else TREE_TOKENS)
-        short, long = np.flatnonzero(few), np.flatnonzero(~few)
-        width = int(counts[short].max()) if len(short) else 0
-        chosen = device_sequences(short, q.device) if width and len(long) else None
-        tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, long, device=q.device) if len(long) else None
-    if tiles_of is not None:
-        rest = tiles_of, out, scale, mask, cap, sinks, partly
-        launch_sparse_prefill(q, k_pages, v_pages, scales, table, lengths, *rest)
-    if width:
-        args = starts, lengths, chosen, meta.ancestors, width, out, scale, mask, cap, sinks, partly
-        launch_sparse_decode(q, k_pages, v_pages, scales, table, *args)
-    return out
-
-
-def _by_partition(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    meta: PagedMeta,
-    partition: SequencePartition,
-    out: Tensor,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """`over_pages` for captured steps, whose sequences only the device knows. Padding tokens get no result."""
-    assert meta.starts is not None and meta.lengths is not None and meta.ancestors is None
-    table = contiguous_rows(meta.pages)
-    launch_prefill(
-        q, k_pages, v_pages, scales, table, meta.lengths, partition.tiles, out, scale, window, cap, sinks, meta.block
-    )
-    if partition.decodes is not None:
-        launch_decode(
-            q,
-            None,
-            k_pages,
-            v_pages,
-            scales,
-            table,
-            meta.slots,
-            meta.starts,
-            meta.lengths,
-            partition.decodes,
-            None,
-            1,
-            out,
-            None,
-            None,
-            scale,
-            window,
-            cap,
-            sinks,
-        )
+        chosen = device_sequences(short, q.device) if not few.all() else None
+        width = int(counts[short].max())
+        launch_decode(q, None, cache, sequences._replace(chosen=chosen), width, out, Turn(), scoring)
     return out
 
 
@@ -262,10 +132,10 @@ def run_paged_attention(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    check(q, k_pages, v_pages, meta, window, sinks)
-    out = torch.empty((*q.shape[:2], head_numbers(v_pages)), dtype=q.dtype, device=q.device)
-    scales = checked_scales(q, k_pages, v_pages, k_scales, v_scales)
-    return over_pages(contiguous_rows(q), k_pages, v_pages, scales, meta, out, scale, window, cap, sinks)
+    scoring = Scoring(scale, window, cap, sinks)
+    cache = checked(q, Cache(Pages.of(k_pages, k_scales), Pages.of(v_pages, v_scales)), meta, scoring)
+    out = torch.empty((*q.shape[:2], cache.values.numbers), dtype=q.dtype, device=q.device)
+    return over_pages(contiguous_rows(q), cache, meta, Sequences.of(meta, q.device), out, scoring)
 
 
 @attend.provider("triton", on="cuda", accepts=_accepts_attend)
@@ -283,46 +153,24 @@ def run_attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    check(q, k_pages, v_pages, meta, window, sinks)
-    q = contiguous_rows(q)
+    scoring = Scoring(scale, window, cap, sinks)
+    cache = checked(q, Cache(Pages.of(k_pages), Pages.of(v_pages)), meta, scoring)
+    q, sequences = contiguous_rows(q), Sequences.of(meta, q.device)
     new = None if k is None or v is None else (contiguous_rows(k), contiguous_rows(v))
-    if angles is not None:
-        angles = contiguous_rows(angles[0]), contiguous_rows(angles[1])
-    if norms is not None:
-        norms = HeadNorms(contiguous_rows(norms.q), contiguous_rows(norms.k), norms.eps, norms.offset)
+    turn = Turn.of(angles, norms)
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     width = int(np.diff(meta.q_start).max())
-    if meta.partition is None and width <= _most_few(meta) and not isinstance(window, Mask):
-        launch_decode(
-            q,
-            new,
-            k_pages,
-            v_pages,
-            None,
-            contiguous_rows(meta.pages),
-            meta.slots,
-            *_on_device(meta, q.device),
-            None,
-            meta.ancestors,
-            width,
-            out,
-            angles,
-            norms,
-            scale,
-            window,
-            cap,
-            sinks,
-        )
+    if meta.partition is None and width <= _most_few(meta) and scoring.mask is None:
+        launch_decode(q, new, cache, sequences, width, out, turn, scoring)
         return out
     if new is None:
         if norms is not None:
-            q = run_rms_norm(q, norms.q, norms.eps, norms.offset)
+            q = run_rms_norm(q, contiguous_rows(norms.q), norms.eps, norms.offset)
         q = q if angles is None else run_rotate(q, *angles)
-        return over_pages(q, k_pages, v_pages, None, meta, out, scale, window, cap, sinks)
+        return over_pages(q, cache, meta, sequences, out, scoring)
     k, v = new
     # Pages of another dtype hold rounded keys and values, and all readers must see the same ones.
-    fresh = meta.partition is None and not isinstance(window, Mask) and bool(_fresh(meta).any())
+    fresh = meta.partition is None and scoring.mask is None and bool(_fresh(meta).any())
     keep = fresh and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
-    rotated, keys = launch_rotate_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
-    kept = (keys, v) if keep else None
-    return over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, sinks, kept)
+    q, k = launch_rotate_and_write(q, k, v, cache, meta.slots, turn, keep)
+    return over_pages(q, cache, meta, sequences, out, scoring, Cache(Pages.of(k), Pages.of(v)) if keep else None)

@@ -11,8 +11,10 @@ from bankfull.ops.attention.body import PagedMeta
 from bankfull.ops.attention.partial import partial_attention
 from bankfull.ops.attention.triton import paged as attention
 from bankfull.ops.attention.triton.held import held_of
+from bankfull.ops.attention.triton.map import Sequences
+from bankfull.ops.attention.triton.tile import Scoring
 from bankfull.ops.latent.triton import attention as latent_attention
-from bankfull.ops.pages.rounded import head_numbers
+from bankfull.ops.pages.side import Cache, Pages
 from bankfull.ops.triton.rows import contiguous_rows
 from bankfull.state.mask import Mask, Sight
 
@@ -36,14 +38,15 @@ def run_partial_attention(
     v_scales: Tensor | None = None,
 ) -> Tensor:
     assert meta.partition is None, "the host knows the sequences of a step over context ranks"
+    latents = isinstance(v_pages, int) and k_pages.shape[2] == 1 and v_pages < q.shape[2] and cap is None
     values = k_pages[..., :v_pages] if isinstance(v_pages, int) else v_pages
-    attention.check(q, k_pages, values, meta, window, None)
-    scales = attention.checked_scales(q, k_pages, values, k_scales, v_scales)
+    scoring = Scoring(scale, window, cap)
+    cache = attention.checked(q, Cache(Pages.of(k_pages, k_scales), Pages.of(values, v_scales)), meta, scoring)
     q = contiguous_rows(q)
-    out = torch.empty((*q.shape[:2], head_numbers(values) + 1), dtype=torch.float32, device=q.device)
+    out = torch.empty((*q.shape[:2], cache.values.numbers + 1), dtype=torch.float32, device=q.device)
     if isinstance(window, Mask):
-        return attention.under_mask(q, k_pages, values, scales, meta, out, scale, window, cap, None, True)
-    here, held = held_of(meta, window, q.device)
-    if isinstance(v_pages, int) and k_pages.shape[2] == 1 and v_pages < q.shape[2] and cap is None:
-        return latent_attention.attend_latents(q, k_pages, v_pages, here, out, scale, None, held)
-    return attention.over_pages(q, k_pages, values, scales, here, out, scale, None, cap, None, held=held)
+        return attention.over_pages(q, cache, meta, Sequences.of(meta, q.device), out, scoring)
+    held, scoring = held_of(meta, window, q.device), Scoring(scale, None, cap)
+    if latents:
+        return latent_attention.attend_latents(q, cache, meta, held, out, scoring)
+    return attention.over_pages(q, cache, meta, held, out, scoring)

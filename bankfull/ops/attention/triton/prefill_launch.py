@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bankfull.ops.attention.triton.held import Held
+from bankfull.ops.attention.triton.head_tile import HeadTile
+from bankfull.ops.attention.triton.listed import numbers_of
+from bankfull.ops.attention.triton.map import Sequences
 from bankfull.ops.attention.triton.prefill import attention_prefill
-from bankfull.ops.attention.triton.tile import dot_dtype, score_factors
-from bankfull.ops.pages.rounded import INT4, head_numbers, int4_group
+from bankfull.ops.attention.triton.tile import Scoring
+from bankfull.ops.pages.side import Cache
 from bankfull.ops.triton.launch import INTERPRETED, overlapped, power_of_two
+from bankfull.ops.triton.rows import HeadRows
 
 
 def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
@@ -41,84 +44,44 @@ def tensor_map(rows: Tensor, block: int) -> TensorDescriptor | None:
 
 def launch_prefill(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    table: Tensor,
-    lengths: Tensor,
+    cache: Cache,
+    sequences: Sequences,
     tiles_of: Callable[[int], Tensor],
     out: Tensor,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
     sight: int = 0,
-    held: Held | None = None,
 ) -> None:
     """Attention of final queries over pages that hold all keys and values, with the tiles that `tiles_of(tokens per
-    tile)` returns. With three dimensions, `keys` and `values` are the step's own, and the sequences of the tiles must
-    have no past. `sight`: `PagedMeta.block`. `held`: partial attention over these keys, whose table is passed."""
-    fresh = keys.dim() == 3
-    heads, size = q.shape[1:]
-    key_heads, numbers, paired = values.shape[-2], head_numbers(values), values.dtype is INT4
-    page = 1 if fresh else values.shape[1]
-    groups = heads // key_heads
-    padded, padded_values = (max(32 if paired else 16, power_of_two(n)) for n in (size, numbers))
-    rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
-    if scales is not None and values.dtype is not torch.int8:  # these conversions need registers
-        block = max(16, block // 2)  # at least what a product needs
-    packed = groups if groups <= rows else 1
+    tile)` returns. A cache of the step's own rows: the sequences of the tiles must have no past. `sight`:
+    `PagedMeta.block`."""
+    tile = HeadTile.of(q, cache)
+    rows, block, warps, stages = tile_shape(max(tile.padded, tile.padded_values), q.element_size())
+    keys, values = cache
+    mask = scoring.mask
+    if values.scales is not None and values.at.dtype is not torch.int8 and mask is None:
+        block = max(16, block // 2)  # these conversions need registers; 16 is what a product needs
+    packed = tile.groups if tile.groups <= rows else 1
+    head_tiles = q.shape[1] // packed
     tiles = tiles_of(rows // packed)
-    k_scales, v_scales = scales or (None, None)
-    inner, outer = score_factors(scale, cap)
-    k_strides, v_strides = ((0, *part.stride()[:2]) if fresh else part.stride()[:3] for part in (keys, values))
     options = overlapped(q)
     k_map = v_map = None
     # GPUs with programmatic dependent launch also have TMA. Other tile sizes were not measured with it.
-    if fresh and block == 64 and (INTERPRETED or options["OVERLAP"]):
-        k_map, v_map = tensor_map(keys, block), tensor_map(values, block)
+    if tile.fresh and block == 64 and (INTERPRETED or options["OVERLAP"]):
+        k_map, v_map = tensor_map(keys.at, block), tensor_map(values.at, block)
     mapped = k_map is not None and v_map is not None
-    attention_prefill[(len(tiles) * (heads // packed),)](
-        q,
-        out,
-        k_map if mapped else keys,
-        v_map if mapped else values,
-        k_scales,
-        v_scales,
-        table,
-        lengths,
-        tiles,
-        held and held.begins,
-        held and held.ends,
-        sinks,
-        *q.stride()[:2],
-        out.stride(0),
-        *k_strides,
-        *v_strides,
-        *((0, 0, 0) if k_scales is None else k_scales.stride()[:3]),
-        *((0, 0, 0) if v_scales is None else v_scales.stride()[:3]),
-        table.stride(0),
-        inner,
-        outer,
-        window,
-        sight or None,
-        heads // packed,
-        groups,
-        packed,
-        size,
-        numbers,
-        padded,
-        padded_values,
-        page,
-        cap is not None,
-        k_strides[:2] == v_strides[:2],
-        rows,
-        block,
-        stages,
-        dot_dtype(q),
-        fresh,
-        mapped,
-        int4_group(size) if paired else 0,
-        num_warps=warps,
-        **options,
+    maps = (k_map, v_map) if mapped else (None, None)
+    tile = tile._replace(
+        capped=scoring.cap is not None,
+        partial=out.shape[2] > tile.values,
+        mask=None if mask is None else numbers_of(mask),
+        rows=rows,
+        mapped=mapped,
+        head_tiles=head_tiles,
+        packed=packed,
+        block=block,
+        stages=stages,
+    )
+    rest = scoring.scores, sequences.table.stride(0), scoring.window, sight or None, tile
+    attention_prefill[(len(tiles) * head_tiles,)](
+        HeadRows.of(q), HeadRows.of(out), cache, *maps, sequences.in_tiles(tiles), *rest, num_warps=warps, **options
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from bankfull.ops.attention.triton.tile import Softmax, store_heads
 from bankfull.ops.triton.launch import multiprocessors, stream_of
 
 FEW_PAIRS = 32
@@ -52,21 +55,22 @@ MERGED = 4096
 """Elements of partial results loaded together."""
 
 
-class Scratch:
-    """Partial results, and the number of finished programs per pair (sequence, tile of rows).
+class Scratch(NamedTuple):
+    """Partial results, and the number of finished programs per pair (sequence, tile of rows)."""
 
-    Sized for the maximum number of programs with split sequences, so that one allocation serves every batch and keeps
-    its address for captured steps. Each stream has its own.
-    """
+    acc: Tensor
+    peak: Tensor
+    total: Tensor
+    arrivals: Tensor
 
-    def __init__(self, device: torch.device, lines: int, values: int) -> None:
-        programs = (
-            2 * max(plan.programs for plan in (FEW, FEW_QUERIES, MANY, SOME, LATE, LATE_WIDE)) * multiprocessors(device)
-        )
-        self.acc = torch.empty(programs * lines * values, dtype=torch.float32, device=device)
-        self.peak = torch.empty(programs * lines, dtype=torch.float32, device=device)
-        self.total = torch.empty_like(self.peak)
-        self.arrivals = torch.zeros(programs, dtype=torch.int32, device=device)
+
+def allocated(device: torch.device, lines: int, values: int) -> Scratch:
+    """Sized for the maximum number of programs with split sequences, so that one allocation serves every batch and
+    keeps its address for captured steps. Each stream has its own."""
+    most = max(plan.programs for plan in (FEW, FEW_QUERIES, MANY, SOME, LATE, LATE_WIDE))
+    programs = 2 * most * multiprocessors(device)
+    acc, peak, total = (torch.empty(programs * lines * n, dtype=torch.float32, device=device) for n in (values, 1, 1))
+    return Scratch(acc, peak, total, torch.zeros(programs, dtype=torch.int32, device=device))
 
 
 _scratches: dict[tuple[torch.device, int, int, int], Scratch] = {}
@@ -76,7 +80,7 @@ def scratch(device: torch.device, lines: int, values: int) -> Scratch:
     key = device, stream_of(device), lines, values
     if key in _scratches:
         return _scratches[key]
-    buffers = Scratch(device, lines, values)
+    buffers = allocated(device, lines, values)
     # During capture nothing runs, so the zeros exist only once the graph is replayed: do not share this allocation.
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         _scratches[key] = buffers
@@ -107,41 +111,49 @@ def split_plan(pairs: int, live: int, multiprocessors: int, fused: bool) -> Spli
 
 
 @triton.jit
-def merged(
-    partial_acc,
-    partial_peak,
-    partial_total,
-    first,
-    count,
-    real,
-    PADDED_VALUES: tl.constexpr,
-    ROWS: tl.constexpr,
-    LIVE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+def merged(scratch, first, count, real, TILE: tl.constexpr):
     """Merge the partial results first .. first + count in this order; padding rows were never stored. Several are
     loaded together, because each round costs a memory latency. Loads bypass L1: other programs wrote the data."""
-    row = tl.arange(0, LIVE)
-    numbers = tl.arange(0, PADDED_VALUES)
-    peak = tl.full([LIVE], float("-inf"), tl.float32)
-    total = tl.zeros([LIVE], tl.float32)
-    acc = tl.zeros([LIVE, PADDED_VALUES], tl.float32)
+    AT_ONCE: tl.constexpr = TILE.at_once
+    row = tl.arange(0, TILE.live)
+    numbers = tl.arange(0, TILE.padded_values)
+    peak = tl.full([TILE.live], float("-inf"), tl.float32)
+    total = tl.full([TILE.live], 0.0, tl.float32)
+    acc = tl.full([TILE.live, TILE.padded_values], 0.0, tl.float32)
     for at in range(0, count, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             there = real & (at + i < count)
-            line = (first + at + i) * ROWS + row
-            other_peak = tl.load(partial_peak + line, mask=there, other=float("-inf"), cache_modifier=".cg")
-            other_total = tl.load(partial_total + line, mask=there, other=0.0, cache_modifier=".cg")
-            other_acc = tl.load(
-                partial_acc + line[:, None] * PADDED_VALUES + numbers[None, :],
-                mask=there[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
+            line = (first + at + i) * TILE.rows + row
+            other_peak = tl.load(scratch.peak + line, mask=there, other=float("-inf"), cache_modifier=".cg")
+            other_total = tl.load(scratch.total + line, mask=there, other=0.0, cache_modifier=".cg")
+            places = scratch.acc + line[:, None] * TILE.padded_values + numbers[None, :]
+            other_acc = tl.load(places, mask=there[:, None], other=0.0, cache_modifier=".cg")
             highest = tl.maximum(peak, other_peak)
             safe = tl.where(highest == float("-inf"), 0.0, highest)
             rescale, weight = tl.exp2(peak - safe), tl.exp2(other_peak - safe)
             total = total * rescale + other_total * weight
             acc = acc * rescale[:, None] + other_acc * weight[:, None]
             peak = highest
-    return acc, peak, total
+    return Softmax(peak, total, acc)
+
+
+@triton.jit
+def store_or_merge(out, softmax, scores, scratch, stored, live, pair, split, splits, active, TILE: tl.constexpr):
+    """Store the result of a pair that has one active split; else that of this split, and of all if it is the last one
+    to finish. `stored`, `live`: all rows of the tile, and those in use."""
+    if active == 1:
+        store_heads(out, softmax, scores, stored, TILE)
+    else:
+        line = (pair * splits + split) * TILE.rows + tl.arange(0, TILE.rows)
+        numbers = tl.arange(0, TILE.padded_values)
+        tl.store(scratch.peak + line, softmax.peak, mask=stored.real)
+        tl.store(scratch.total + line, softmax.total, mask=stored.real)
+        places = scratch.acc + line[:, None] * TILE.padded_values + numbers[None, :]
+        tl.store(places, softmax.acc, mask=stored.real[:, None])
+        # All warps must have finished their stores before one thread increments the counter.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(scratch.arrivals + pair, 1, sem="acq_rel")
+        if arrived == active - 1:
+            store_heads(out, merged(scratch, pair * splits, active, live.real, TILE), scores, live, TILE)
+            # Reset for the next launch, which may be a replay of this one.
+            tl.store(scratch.arrivals + pair, 0)

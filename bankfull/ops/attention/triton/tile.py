@@ -1,11 +1,12 @@
 """Shared parts of the attention kernels: visible keys, online softmax, page lookup and dot product dtypes.
 
-Scores are exponents of two: `exp2` is one instruction, and the factor log2(e) is part of the score scale.
+ScoreFactors are exponents of two: `exp2` is one instruction, and the factor log2(e) is part of the score scale.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import INTERPRETED
+from bankfull.state.mask import Mask, Sight
 
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2_E = math.log2(math.e)
@@ -23,43 +25,80 @@ def dot_dtype(x: Tensor) -> tl.dtype:
     return tl.float32 if INTERPRETED else FLOATS[x.dtype]
 
 
-def score_factors(scale: float, cap: float | None) -> tuple[float, float]:
-    """`inner` scales a raw score; with a soft cap, `outer` is the bound used by `capped`."""
-    if scale <= 0:
-        raise ValueError(f"attention: the score scale must be a positive number, not {scale}")
-    if cap is None:
-        return scale * LOG2_E, 0.0
-    return 2.0 * LOG2_E * scale / cap, cap * LOG2_E
+class ScoreFactors(NamedTuple):
+    """How scores become weights."""
+
+    inner: float
+    """The factor of a raw score."""
+    outer: float
+    """The bound of a soft cap, as `capped` uses it; 0.0 without one."""
+    sinks: Tensor | None
+    """(heads) one more logit of each head."""
+
+
+class Scoring(NamedTuple):
+    """Which keys count, and by how much."""
+
+    scale: float
+    sight: Sight = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def window(self) -> int | None:
+        return None if isinstance(self.sight, Mask) else self.sight
+
+    @property
+    def mask(self) -> Mask | None:
+        return self.sight if isinstance(self.sight, Mask) else None
+
+    @property
+    def scores(self) -> ScoreFactors:
+        if self.scale <= 0:
+            raise ValueError(f"attention: the score scale must be a positive number, not {self.scale}")
+        if self.cap is None:
+            return ScoreFactors(self.scale * LOG2_E, 0.0, self.sinks)
+        return ScoreFactors(2.0 * LOG2_E * self.scale / self.cap, self.cap * LOG2_E, self.sinks)
 
 
 @triton.jit
-def load_frames(table, at, begin, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Page frames of the keys at .. at + BLOCK of a sequence; `at` is a multiple of BLOCK. Only begin .. end is live.
+def load_frames(table, at, begin, end, TILE: tl.constexpr):
+    """Page frames of the keys of a block from `at` on, in a sequence; only begin .. end is live.
 
     Returned exactly as loaded: Triton pipelines a loop whose loads depend on a load of the previous iteration, but not
     on values computed from it."""
-    within = tl.arange(0, BLOCK)
+    within = tl.arange(0, TILE.block)
     live = (at + within >= begin) & (at + within < end)
-    if BLOCK % PAGE == 0:
-        return tl.load(table + at // PAGE + within // PAGE, mask=live, other=0)
-    return tl.load(table + (at + within) // PAGE, mask=live, other=0)
+    if TILE.block % TILE.page == 0:
+        return tl.load(table + at // TILE.page + within // TILE.page, mask=live, other=0)
+    return tl.load(table + (at + within) // TILE.page, mask=live, other=0)
 
 
 @triton.jit
-def offsets(frames, at, frame_stride, place_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets of these keys. If BLOCK is a multiple of PAGE, everything but the frame is loop-invariant, which leaves
-    one wide multiplication of two 32-bit integers."""
-    within = tl.arange(0, BLOCK)
+def offsets(frames, at, frame_stride, place_stride, TILE: tl.constexpr):
+    """Offsets of these keys. If a block has whole pages, everything but the frame is loop-invariant, which leaves one
+    wide multiplication of two 32-bit integers."""
+    within = tl.arange(0, TILE.block)
     frames = frames.to(tl.int32)
-    if BLOCK % PAGE == 0:
-        return frames.to(tl.int64) * frame_stride + (within % PAGE).to(tl.int64) * place_stride
-    return frames.to(tl.int64) * frame_stride + ((at + within) % PAGE).to(tl.int64) * place_stride
+    if TILE.block % TILE.page == 0:
+        return frames.to(tl.int64) * frame_stride + (within % TILE.page).to(tl.int64) * place_stride
+    return frames.to(tl.int64) * frame_stride + ((at + within) % TILE.page).to(tl.int64) * place_stride
 
 
 @triton.jit
-def capped(score, inner, outer):
+def scale_places(frames, at, key_head, pages, TILE: tl.constexpr):
+    """Pointers to the first scales of these keys for a KV head. What is known of their addresses is said here, because
+    it would not pass a function's end."""
+    SCALE_BYTES: tl.constexpr = TILE.scale_bytes
+    places = pages.scales + key_head * pages.scale_head
+    places += offsets(frames, at, pages.scale_frame, pages.scale_place, TILE)
+    return tl.multiple_of(places, SCALE_BYTES) if TILE.words and TILE.group else places
+
+
+@triton.jit
+def capped(score, scores):
     """cap * tanh(score * scale / cap) as an exponent of two. tanh x = 1 - 2 / (e^2x + 1), even if e^2x overflows."""
-    return outer - 2.0 * outer / (tl.exp2(score * inner) + 1.0)
+    return scores.outer - 2.0 * scores.outer / (tl.exp2(score * scores.inner) + 1.0)
 
 
 @triton.jit
@@ -124,28 +163,34 @@ def online_softmax_one(score, factor, value, peak, total, acc):
 
 
 @triton.jit
-def unpacked(codes, scales, BLOCK: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, PRODUCT: tl.constexpr):
-    """The even and the odd numbers (BLOCK, BYTES) of heads in int4 codes (BLOCK, BYTES), each times its group's scale
-    (BLOCK, GROUPS). The bits of a code and those of 2^23 are a float32, so that no conversion is needed."""
-    words = codes.to(tl.uint32)
-    even = ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-    odd = ((words >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-    each = tl.broadcast_to(scales.to(tl.float32)[:, :, None], [BLOCK, GROUPS, BYTES // GROUPS])
-    each = tl.reshape(each, [BLOCK, BYTES])
-    return (even * each).to(PRODUCT), (odd * each).to(PRODUCT)
+def of_parts(scales, PARTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Scales of groups (BLOCK, GROUPS) for each part of a head (BLOCK, PARTS)."""
+    each = tl.broadcast_to(scales[:, :, None], [BLOCK, GROUPS, PARTS // GROUPS])
+    return tl.reshape(each, [BLOCK, PARTS])
 
 
 @triton.jit
-def split_bytes(words, FLOATS: tl.constexpr, ASSEMBLED: tl.constexpr, PRODUCT: tl.constexpr):
+def unpacked(codes, scales, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """The even and the odd numbers of heads in int4 codes (block, PADDED / 2), each times its group's scale. The bits
+    of a code and those of 2^23 are a float32, so that no conversion is needed."""
+    words = codes.to(tl.uint32)
+    even = ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    odd = ((words >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    each = of_parts(scales.to(tl.float32), PADDED // 2, PADDED // TILE.group, TILE.block)
+    return (even * each).to(TILE.product), (odd * each).to(TILE.product)
+
+
+@triton.jit
+def split_bytes(words, FLOATS: tl.constexpr, TILE: tl.constexpr):
     """The low and the high bytes of 16-bit words as numbers: int8, or e4m3 if FLOATS.
 
     Words, unlike bytes, go from shared memory to the operands of a product by one instruction for a matrix of them. And
-    two words of a register are converted at once (ASSEMBLED; other compilers than NVIDIA's get the plain conversion):
+    two words of a register are converted at once (other compilers than NVIDIA's get the plain conversion):
     - int8: the low 7 bits are the mantissa of 128 + code, exact in bfloat16; 128 is subtracted, or 256 if the sign bit
       is set, which is the lowest exponent bit of 256.
     - e4m3: sign, exponent and mantissa move to their places in bfloat16; 2^120 is the ratio of the exponents' biases.
     """
-    if ASSEMBLED and FLOATS:
+    if TILE.assembled and FLOATS:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, f;
@@ -166,7 +211,7 @@ def split_bytes(words, FLOATS: tl.constexpr, ASSEMBLED: tl.constexpr, PRODUCT: t
             is_pure=True,
             pack=2,
         )
-    if ASSEMBLED:
+    if TILE.assembled:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, h, m;
@@ -188,22 +233,15 @@ def split_bytes(words, FLOATS: tl.constexpr, ASSEMBLED: tl.constexpr, PRODUCT: t
     low, high = words.to(tl.int8), (words >> 8).to(tl.int8)
     if FLOATS:
         low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
-    return low.to(PRODUCT), high.to(PRODUCT)
+    return low.to(TILE.product), high.to(TILE.product)
 
 
 @triton.jit
-def of_words(scales, BLOCK: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales of groups (BLOCK, GROUPS) for each word of a head (BLOCK, WORDS)."""
-    each = tl.broadcast_to(scales[:, :, None], [BLOCK, GROUPS, WORDS // GROUPS])
-    return tl.reshape(each, [BLOCK, WORDS])
-
-
-@triton.jit
-def split_nibbles(words, scales, ASSEMBLED: tl.constexpr, PRODUCT: tl.constexpr):
+def split_nibbles(words, scales, TILE: tl.constexpr):
     """The four int4 codes of 16-bit words as numbers, times the scale of each word; words as in `split_bytes`. In
     bfloat16 a code is the low mantissa bits of 128 + code, from which 136 is subtracted; the product with the scale is
     rounded once, as that in float32."""
-    if ASSEMBLED:
+    if TILE.assembled:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, m, z;
@@ -233,32 +271,22 @@ def split_nibbles(words, scales, ASSEMBLED: tl.constexpr, PRODUCT: tl.constexpr)
         )
     else:
         factors = scales.to(tl.float32)
-        first = (((words & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
-        second = ((((words >> 4) & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
-        third = ((((words >> 8) & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
-        fourth = ((((words >> 12) & 15) - 8).to(tl.float32) * factors).to(PRODUCT)
+        first = (((words & 15) - 8).to(tl.float32) * factors).to(TILE.product)
+        second = ((((words >> 4) & 15) - 8).to(tl.float32) * factors).to(TILE.product)
+        third = ((((words >> 8) & 15) - 8).to(tl.float32) * factors).to(TILE.product)
+        fourth = ((((words >> 12) & 15) - 8).to(tl.float32) * factors).to(TILE.product)
         return first, second, third, fourth
 
 
 @triton.jit
-def load_pairs(
-    there,
-    scales,
-    places,
-    inside,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):
-    """Heads (BLOCK, PADDED) from int4 codes at `there` (BLOCK, PADDED / 2), whose scales are at `scales + places`."""
+def load_pairs(there, scales, inside, SIZE: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """Heads (block, PADDED) from int4 codes at `there` (block, PADDED / 2), whose scales begin at `scales`."""
     pairs = tl.arange(0, PADDED // 2)
-    groups = tl.arange(0, PADDED // GROUP)
+    groups = tl.arange(0, PADDED // TILE.group)
     codes = tl.load(there, mask=inside[:, None] & (pairs < SIZE // 2)[None, :], other=0)
-    met = inside[:, None] & (groups < SIZE // GROUP)[None, :]
-    scale = tl.load(scales + places[:, None] + groups[None, :], mask=met, other=0.0)
-    even, odd = unpacked(codes, scale, BLOCK, PADDED // 2, PADDED // GROUP, PRODUCT)
+    met = inside[:, None] & (groups < SIZE // TILE.group)[None, :]
+    scale = tl.load(scales[:, None] + groups[None, :], mask=met, other=0.0)
+    even, odd = unpacked(codes, scale, PADDED, TILE)
     return tl.interleave(even, odd)
 
 
@@ -307,6 +335,33 @@ def repeated(x, ROWS: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.reshape(tl.broadcast_to(x[None, :, :], [ROWS // LIVE, LIVE, COLUMNS]), [ROWS, COLUMNS])
 
 
+class Softmax(NamedTuple):
+    """The state of each row, in a kernel."""
+
+    peak: Any
+    """The highest score."""
+    total: Any
+    """The sum of the weights, which are relative to it."""
+    acc: Any
+    """The sum of the weighted values."""
+
+
+@triton.jit
+def no_keys(TILE: tl.constexpr):
+    peak = tl.full([TILE.rows], float("-inf"), tl.float32)
+    total = tl.full([TILE.rows], 0.0, tl.float32)
+    return Softmax(peak, total, tl.full([TILE.rows, TILE.padded_values], 0.0, tl.float32))
+
+
+class QueryRows(NamedTuple):
+    """The rows of a tile, in a kernel."""
+
+    token: Any
+    head: Any
+    real: Any
+    """Whether there is such a query."""
+
+
 @triton.jit
 def log_sum(peak, total):
     """The natural logarithm of a sum of weights, which are relative to 2^peak; minus infinity where it is empty."""
@@ -314,30 +369,17 @@ def log_sum(peak, total):
 
 
 @triton.jit
-def store_heads(
-    out,
-    acc,
-    peak,
-    total,
-    sinks,
-    token,
-    head,
-    real,
-    out_token,
-    VALUES: tl.constexpr,
-    PADDED_VALUES: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    """Weighted values divided by the sum of weights; zero for a row that saw no key. `sinks`: one more logit of each
-    head, counted here, after all splits are merged; exp2 may overflow, then the sink takes all the weight. PARTIAL: the
-    log-sum-exp of the scores follows the values of each head."""
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+def store_heads(out, softmax, scores, rows, TILE: tl.constexpr):
+    """Weighted values divided by the sum of weights; zero for a row that saw no key. Sinks are counted here, after all
+    splits are merged; exp2 may overflow, then the sink takes all the weight."""
+    peak, total, acc = softmax
+    if scores.sinks is not None:
+        sink = tl.load(scores.sinks + rows.head, mask=rows.real, other=0.0).to(tl.float32) * 1.4426950408889634
         total += tl.exp2(sink - peak)
-    numbers = tl.arange(0, PADDED_VALUES)
+    numbers = tl.arange(0, TILE.padded_values)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    heads = out + token.to(tl.int64) * out_token + head * (VALUES + PARTIAL)
-    if PARTIAL:
-        tl.store(heads + VALUES, log_sum(peak, total), mask=real)
-    there = heads[:, None] + numbers[None, :]
-    tl.store(there, acc.to(out.dtype.element_ty), mask=real[:, None] & (numbers < VALUES)[None, :])
+    heads = out.at + rows.token.to(tl.int64) * out.token + rows.head * (TILE.values + TILE.partial)
+    if TILE.partial:
+        tl.store(heads + TILE.values, log_sum(peak, total), mask=rows.real)
+    met = rows.real[:, None] & (numbers < TILE.values)[None, :]
+    tl.store(heads[:, None] + numbers[None, :], acc.to(out.at.dtype.element_ty), mask=met)

@@ -3,7 +3,7 @@ expansion for long chunks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bankfull.ops.attention.body import PagedMeta
+from bankfull.ops.attention.triton.rope import Turn
 from bankfull.ops.attention.triton.tile import dot_dtype
 from bankfull.ops.latent.body import (
     HeadWeights,
@@ -21,34 +22,34 @@ from bankfull.ops.latent.body import (
     head_products,
     write_latents,
 )
+from bankfull.ops.pages.side import Pages
 from bankfull.ops.rope.body import rotate
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import DTYPES, accepts, contiguous_rows, preloadable
+from bankfull.ops.triton.rows import DTYPES, HeadRows, accepts, contiguous_rows, preloadable
 from bankfull.weights.qtensor import QTensor
 
 FEW_TOKENS = 64
 """Tokens up to which narrow tiles of outputs keep every multiprocessor busy."""
 
 
+class Matrices(NamedTuple):
+    """One matrix per head, with its size and its strides."""
+
+    at: Tensor
+    columns: int
+    outputs: int
+    head: int
+    column: int
+    output: int
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def head_products_kernel(
     x,
-    weight,
+    matrices,
     y,
-    cos,
-    sin,
+    angles,
     tokens,
-    columns,
-    outputs,
-    x_token,
-    x_head,
-    w_head,
-    w_column,
-    w_output,
-    y_token,
-    y_head,
-    cos_token,
-    sin_token,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -64,63 +65,45 @@ def head_products_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
     output = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
-    here, there = token < tokens, output < outputs
-    row = x + token.to(tl.int64) * x_token + head * x_head
-    matrix = weight + head * w_head + output.to(tl.int64) * w_output
+    here, there = token < tokens, output < matrices.outputs
+    row = x.at + token.to(tl.int64) * x.token + head * x.head
+    matrix = matrices.at + head * matrices.head + output.to(tl.int64) * matrices.output
     acc = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-    for first in range(0, columns, COLUMNS):
+    for first in range(0, matrices.columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        inside = column < columns
+        inside = column < matrices.columns
         left = tl.load(row[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-        at = matrix[None, :] + column.to(tl.int64)[:, None] * w_column
+        at = matrix[None, :] + column.to(tl.int64)[:, None] * matrices.column
         right = tl.load(at, mask=inside[:, None] & there[None, :], other=0.0)
         acc = tl.dot(left.to(PRODUCT), right.to(PRODUCT), acc, input_precision="ieee")
-    target = y + token.to(tl.int64) * y_token + head * y_head
-    tl.store(target[:, None] + output[None, :], acc.to(y.dtype.element_ty), mask=here[:, None] & there[None, :])
+    target = y.at + token.to(tl.int64) * y.token + head * y.head
+    tl.store(target[:, None] + output[None, :], acc.to(y.at.dtype.element_ty), mask=here[:, None] & there[None, :])
     if HALF > 0 and tl.program_id(2) == 0:
         pair = tl.arange(0, PADDED_HALF)[None, :]
         rotated = here[:, None] & (pair < HALF)
-        cosine = tl.load(cos + (token.to(tl.int64) * cos_token)[:, None] + pair, rotated, 0.0).to(tl.float32)
-        sine = tl.load(sin + (token.to(tl.int64) * sin_token)[:, None] + pair, rotated, 0.0).to(tl.float32)
-        one = tl.load(row[:, None] + columns + pair, rotated, 0.0).to(tl.float32)
-        other = tl.load(row[:, None] + columns + HALF + pair, rotated, 0.0).to(tl.float32)
-        place = target[:, None] + outputs + pair
-        tl.store(place, (one * cosine - other * sine).to(y.dtype.element_ty), rotated)
-        tl.store(place + HALF, (other * cosine + one * sine).to(y.dtype.element_ty), rotated)
+        cosine = angles.cos + (token.to(tl.int64) * angles.cos_token)[:, None] + pair
+        sine = angles.sin + (token.to(tl.int64) * angles.sin_token)[:, None] + pair
+        cosine, sine = tl.load(cosine, rotated, 0.0).to(tl.float32), tl.load(sine, rotated, 0.0).to(tl.float32)
+        one = tl.load(row[:, None] + matrices.columns + pair, rotated, 0.0).to(tl.float32)
+        other = tl.load(row[:, None] + matrices.columns + HALF + pair, rotated, 0.0).to(tl.float32)
+        place = target[:, None] + matrices.outputs + pair
+        tl.store(place, (one * cosine - other * sine).to(y.at.dtype.element_ty), rotated)
+        tl.store(place + HALF, (other * cosine + one * sine).to(y.at.dtype.element_ty), rotated)
 
 
 def _launch_products(x: Tensor, weight: HeadWeights, y: Tensor, angles: tuple[Tensor, Tensor] | None) -> None:
     tokens, heads, _ = x.shape
-    matrices = weight.matrices(weight.stored.parts["data"].dtype)
+    stored = weight.matrices(weight.stored.parts["data"].dtype)
     few = tokens <= FEW_TOKENS
     rows = min(64, max(16, power_of_two(tokens)))
     outputs = 32 if few else 64
-    cos, sin = (x, x) if angles is None else angles
     half = 0 if angles is None else angles[0].shape[1]
     if not x.numel():
         return
+    matrices = Matrices(stored, weight.columns, weight.outputs, *stored.stride())
+    tile = half, power_of_two(max(1, half)), rows, outputs, 64, dot_dtype(x)
     head_products_kernel[(triton.cdiv(tokens, rows), heads, triton.cdiv(weight.outputs, outputs))](
-        x,
-        matrices,
-        y,
-        cos,
-        sin,
-        tokens,
-        weight.columns,
-        weight.outputs,
-        *x.stride()[:2],
-        *matrices.stride(),
-        *y.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
-        half,
-        power_of_two(max(1, half)),
-        rows,
-        outputs,
-        64,
-        dot_dtype(x),
-        num_warps=4,
-        **overlapped(x),
+        HeadRows.of(x), matrices, HeadRows.of(y), Turn.of(angles, None), tokens, *tile, num_warps=4, **overlapped(x)
     )
 
 
@@ -145,23 +128,18 @@ def run_absorb_queries(q: Tensor, cos: Tensor, sin: Tensor, weight: HeadWeights)
     if q.shape[1] != weight.heads or rope != 2 * cos.shape[1]:
         raise ValueError("absorb_queries: shapes of queries, angles and matrices do not match")
     y = torch.empty(*q.shape[:2], weight.outputs + rope, dtype=q.dtype, device=q.device)
-    _launch_products(contiguous_rows(q), weight, y, (contiguous_rows(cos), contiguous_rows(sin)))
+    _launch_products(contiguous_rows(q), weight, y, (cos, sin))
     return y
 
 
 @triton.jit
 def write_latents_kernel(
     kv,
+    kv_token,
     weight,
-    cos,
-    sin,
+    angles,
     pages,
     slots,
-    kv_token,
-    cos_token,
-    sin_token,
-    frame,
-    place,
     eps,
     RANK: tl.constexpr,
     PADDED: tl.constexpr,
@@ -177,21 +155,21 @@ def write_latents_kernel(
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    target = pages + slot // PAGE * frame + slot % PAGE * place
+    target = pages.at + slot // PAGE * pages.frame + slot % PAGE * pages.place
     row = kv + token * kv_token
     latent = tl.load(row + at, at < RANK, 0.0).to(tl.float32)
     latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
     latent = latent.to(kv.dtype.element_ty).to(tl.float32) * gain
-    tl.store(target + at, latent.to(kv.dtype.element_ty).to(pages.dtype.element_ty), at < RANK)
+    tl.store(target + at, latent.to(kv.dtype.element_ty).to(pages.at.dtype.element_ty), at < RANK)
     pair = tl.arange(0, PADDED_HALF)
     inside = pair < HALF
-    cosine = tl.load(cos + token * cos_token + pair, inside, 0.0).to(tl.float32)
-    sine = tl.load(sin + token * sin_token + pair, inside, 0.0).to(tl.float32)
+    cosine = tl.load(angles.cos + token * angles.cos_token + pair, inside, 0.0).to(tl.float32)
+    sine = tl.load(angles.sin + token * angles.sin_token + pair, inside, 0.0).to(tl.float32)
     left = tl.load(row + RANK + pair, inside, 0.0).to(tl.float32)
     right = tl.load(row + RANK + HALF + pair, inside, 0.0).to(tl.float32)
     out = target + RANK + pair
-    tl.store(out, (left * cosine - right * sine).to(pages.dtype.element_ty), inside)
-    tl.store(out + HALF, (right * cosine + left * sine).to(pages.dtype.element_ty), inside)
+    tl.store(out, (left * cosine - right * sine).to(pages.at.dtype.element_ty), inside)
+    tl.store(out + HALF, (right * cosine + left * sine).to(pages.at.dtype.element_ty), inside)
 
 
 @write_latents.provider("triton", on="cuda", accepts=accepts)
@@ -204,28 +182,11 @@ def run_write_latents(
     if pages.dtype not in DTYPES or not preloadable(weight):
         write_latents.body(kv, weight, eps, cos, sin, pages, slots)
         return
-    kv, cos, sin = contiguous_rows(kv), contiguous_rows(cos), contiguous_rows(sin)
+    kv = contiguous_rows(kv)
     if len(kv):
-        write_latents_kernel[(len(kv),)](
-            kv,
-            weight,
-            cos,
-            sin,
-            pages,
-            slots,
-            kv.stride(0),
-            cos.stride(0),
-            sin.stride(0),
-            *pages.stride()[:2],
-            eps,
-            rank,
-            power_of_two(rank),
-            half,
-            power_of_two(half),
-            pages.shape[1],
-            num_warps=4,
-            **overlapped(kv),
-        )
+        tile = rank, power_of_two(rank), half, power_of_two(half), pages.shape[1]
+        rest = weight, Turn.of((cos, sin), None), Pages.of(pages), slots, eps, *tile
+        write_latents_kernel[(len(kv),)](kv, kv.stride(0), *rest, num_warps=4, **overlapped(kv))
 
 
 @expanded_attention.provider("triton", on="cuda", accepts=_accepts_dense)
