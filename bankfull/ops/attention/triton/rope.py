@@ -12,7 +12,6 @@ from torch import Tensor
 from bankfull.ops.attention.body import HeadNorms
 from bankfull.ops.attention.triton.head_tile import HeadTile
 from bankfull.ops.pages.side import Cache
-from bankfull.ops.pages.triton import page_offsets
 from bankfull.ops.triton.launch import overlapped, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import HeadRows, contiguous_rows
 
@@ -120,11 +119,13 @@ def rotate_and_write(
         tl.store(query_places, query, mask=inside[:, None] & (dims < TILE.size)[None, :])
     else:
         slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
+        frame, place = slot // TILE.page, slot % TILE.page
         if head < HEADS + KEY_HEADS:
             own = head - HEADS
             key = normed_and_rotated(k.at + token * k.token + own * k.head, inside, token, turn.k_weight, turn, TILE)
             met = inside[:, None] & (dims < TILE.size)[None, :]
-            key_places = k_pages.at + page_offsets(k_pages, slot, own, TILE)[:, None] + dims[None, :]
+            offsets = frame * k_pages.frame + place * k_pages.place + own * k_pages.head
+            key_places = k_pages.at + offsets[:, None] + dims[None, :]
             tl.store(key_places, key.to(k_pages.at.dtype.element_ty), mask=met)
             if rotated_k is not None:
                 tl.store(rotated_k + ((token * KEY_HEADS + own) * TILE.size)[:, None] + dims[None, :], key, mask=met)
@@ -133,7 +134,8 @@ def rotate_and_write(
             numbers = tl.arange(0, TILE.padded_values)
             met = inside[:, None] & (numbers < TILE.values)[None, :]
             value = tl.load(v.at + (token * v.token + own * v.head)[:, None] + numbers[None, :], mask=met, other=0.0)
-            value_places = v_pages.at + page_offsets(v_pages, slot, own, TILE)[:, None] + numbers[None, :]
+            offsets = frame * v_pages.frame + place * v_pages.place + own * v_pages.head
+            value_places = v_pages.at + offsets[:, None] + numbers[None, :]
             tl.store(value_places, value.to(v_pages.at.dtype.element_ty), mask=met)
 
 

@@ -130,10 +130,10 @@ def latent_attention_kernel(
             inside = (key >= begin) & (key < high)
             places = offsets(frames, at, pages.frame, pages.place, TILE)
             row = pages.at + places[:, None]
-            met = inside[:, None] & (numbers < TILE.values)[None, :]
-            latents = tl.load(row + numbers[None, :], mask=met, other=0.0).to(TILE.product)
-            met = inside[:, None] & (turned < ROPE)[None, :]
-            keys = tl.load(row + TILE.values + turned[None, :], mask=met, other=0.0).to(TILE.product)
+            plain = inside[:, None] & (numbers < TILE.values)[None, :]
+            latents = tl.load(row + numbers[None, :], mask=plain, other=0.0).to(TILE.product)
+            rotated = inside[:, None] & (turned < ROPE)[None, :]
+            keys = tl.load(row + TILE.values + turned[None, :], mask=rotated, other=0.0).to(TILE.product)
             score = tl.dot(plain_query, tl.trans(latents), input_precision="ieee")
             score = tl.dot(rope_query, tl.trans(keys), score, input_precision="ieee")
             seen = visible_keys(key, position, begin, high, reach, path, tree, False)

@@ -48,7 +48,7 @@ def head_products_kernel(
     x,
     matrices,
     y,
-    angles,
+    turn,
     tokens,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
@@ -81,9 +81,8 @@ def head_products_kernel(
     if HALF > 0 and tl.program_id(2) == 0:
         pair = tl.arange(0, PADDED_HALF)[None, :]
         rotated = here[:, None] & (pair < HALF)
-        cosine = angles.cos + (token.to(tl.int64) * angles.cos_token)[:, None] + pair
-        sine = angles.sin + (token.to(tl.int64) * angles.sin_token)[:, None] + pair
-        cosine, sine = tl.load(cosine, rotated, 0.0).to(tl.float32), tl.load(sine, rotated, 0.0).to(tl.float32)
+        cosine = tl.load(turn.cos + (token.to(tl.int64) * turn.cos_token)[:, None] + pair, rotated, 0.0).to(tl.float32)
+        sine = tl.load(turn.sin + (token.to(tl.int64) * turn.sin_token)[:, None] + pair, rotated, 0.0).to(tl.float32)
         one = tl.load(row[:, None] + matrices.columns + pair, rotated, 0.0).to(tl.float32)
         other = tl.load(row[:, None] + matrices.columns + HALF + pair, rotated, 0.0).to(tl.float32)
         place = target[:, None] + matrices.outputs + pair
