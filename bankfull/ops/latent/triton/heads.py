@@ -33,11 +33,9 @@ FEW_TOKENS = 64
 
 
 class Matrices(NamedTuple):
-    """One matrix per head, with its size and its strides."""
+    """One matrix per head, with its strides."""
 
     at: Tensor
-    columns: int
-    outputs: int
     head: int
     column: int
     output: int
@@ -45,11 +43,13 @@ class Matrices(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens"])
 def head_products_kernel(
+    tokens,
+    columns,
+    outputs,
     x,
     matrices,
     y,
     turn,
-    tokens,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -65,13 +65,13 @@ def head_products_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
     output = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
-    here, there = token < tokens, output < matrices.outputs
+    here, there = token < tokens, output < outputs
     row = x.at + token.to(tl.int64) * x.token + head * x.head
     matrix = matrices.at + head * matrices.head + output.to(tl.int64) * matrices.output
     acc = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-    for first in range(0, matrices.columns, COLUMNS):
+    for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        inside = column < matrices.columns
+        inside = column < columns
         left = tl.load(row[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
         at = matrix[None, :] + column.to(tl.int64)[:, None] * matrices.column
         right = tl.load(at, mask=inside[:, None] & there[None, :], other=0.0)
@@ -83,9 +83,9 @@ def head_products_kernel(
         rotated = here[:, None] & (pair < HALF)
         cosine = tl.load(turn.cos + (token.to(tl.int64) * turn.cos_token)[:, None] + pair, rotated, 0.0).to(tl.float32)
         sine = tl.load(turn.sin + (token.to(tl.int64) * turn.sin_token)[:, None] + pair, rotated, 0.0).to(tl.float32)
-        one = tl.load(row[:, None] + matrices.columns + pair, rotated, 0.0).to(tl.float32)
-        other = tl.load(row[:, None] + matrices.columns + HALF + pair, rotated, 0.0).to(tl.float32)
-        place = target[:, None] + matrices.outputs + pair
+        one = tl.load(row[:, None] + columns + pair, rotated, 0.0).to(tl.float32)
+        other = tl.load(row[:, None] + columns + HALF + pair, rotated, 0.0).to(tl.float32)
+        place = target[:, None] + outputs + pair
         tl.store(place, (one * cosine - other * sine).to(y.at.dtype.element_ty), rotated)
         tl.store(place + HALF, (other * cosine + one * sine).to(y.at.dtype.element_ty), rotated)
 
@@ -99,10 +99,11 @@ def _launch_products(x: Tensor, weight: HeadWeights, y: Tensor, angles: tuple[Te
     half = 0 if angles is None else angles[0].shape[1]
     if not x.numel():
         return
-    matrices = Matrices(stored, weight.columns, weight.outputs, *stored.stride())
+    sizes = tokens, weight.columns, weight.outputs
+    operands = HeadRows.of(x), Matrices(stored, *stored.stride()), HeadRows.of(y), Turn.of(angles, None)
     tile = half, power_of_two(max(1, half)), rows, outputs, 64, dot_dtype(x)
     head_products_kernel[(triton.cdiv(tokens, rows), heads, triton.cdiv(weight.outputs, outputs))](
-        HeadRows.of(x), matrices, HeadRows.of(y), Turn.of(angles, None), tokens, *tile, num_warps=4, **overlapped(x)
+        *sizes, *operands, *tile, num_warps=4, **overlapped(x)
     )
 
 
