@@ -85,8 +85,9 @@ def launch_decode(
         sparse_decode[grid](queries, result, cache, sequences, *rest, splits, tile, **options)
         return
     k, v = (None, None) if new is None else map(HeadRows.of, new)
-    rest = turn, *rest, scoring.window, splits, tile
-    attention_decode[grid](queries, k, v, result, cache, sequences, *rest, **options)
+    attention_decode[grid](
+        queries, k, v, result, cache, sequences, turn, *rest, scoring.window, splits, tile, **options
+    )
 
 
 def _alignment(scales: Tensor | None) -> int:

@@ -123,12 +123,12 @@ def rotate_and_write(
         if head < HEADS + KEY_HEADS:
             own = head - HEADS
             key = normed_and_rotated(k.at + token * k.token + own * k.head, inside, token, turn.k_weight, turn, TILE)
-            met = inside[:, None] & (dims < TILE.size)[None, :]
+            known = inside[:, None] & (dims < TILE.size)[None, :]
             offsets = frame * k_pages.frame + place * k_pages.place + own * k_pages.head
             key_places = k_pages.at + offsets[:, None] + dims[None, :]
-            tl.store(key_places, key.to(k_pages.at.dtype.element_ty), mask=met)
+            tl.store(key_places, key.to(k_pages.at.dtype.element_ty), mask=known)
             if rotated_k is not None:
-                tl.store(rotated_k + ((token * KEY_HEADS + own) * TILE.size)[:, None] + dims[None, :], key, mask=met)
+                tl.store(rotated_k + ((token * KEY_HEADS + own) * TILE.size)[:, None] + dims[None, :], key, mask=known)
         else:
             own = head - HEADS - KEY_HEADS
             numbers = tl.arange(0, TILE.padded_values)
