@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from bankfull.ops import OPERATIONS, Kit, Operation, RecurrentMeta, Unnormed, native, triton  # noqa: F401  (triton registers its providers)
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
+from bankfull.ops import OPERATIONS, Kit, Operation, RecurrentMeta, Unnormed, native
 from bankfull.ops.registry import Provider
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases, oracles

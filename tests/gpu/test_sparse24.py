@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.config import RunConfig
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model

@@ -16,7 +16,7 @@ from bankfull.config import SchedConfig
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
-from bankfull.ops import Kit, kit_for, native, triton  # noqa: F401  (registers Triton's providers)
+from bankfull.ops import Kit, kit_for, native
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
 from bankfull.weights.source import open_model

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model

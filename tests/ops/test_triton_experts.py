@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bankfull.ops import Kit, RoutingRule, expert_mlp, route, triton  # noqa: F401  (triton registers its providers)
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
+from bankfull.ops import Kit, RoutingRule, expert_mlp, route
 from bankfull.ops.experts.triton import experts
 from bankfull.ops.experts.triton import words as experts_words
 from bankfull.ops.experts.triton.experts import FEW_TOKENS, SOME_TOKENS

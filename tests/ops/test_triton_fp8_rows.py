@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import gated_linear, linear
 from bankfull.ops.products.triton.quantized import linear as quantized
 from bankfull.ops.products.triton.quantized.fp8_rows import MOST_ROWS, Fp8Plan, fp8_rows, segments_in_flight, supports

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.build import Build
 from bankfull.layers.linear import GatedLinear, Linear
 from bankfull.ops import (

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import partial_attention
 from bankfull.ops.attention.triton import held as attention_held
 from bankfull.ops.attention.triton import partial as _partial  # noqa: F401  (registers the provider)

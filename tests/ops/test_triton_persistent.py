@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.linear import normed_rows
 from bankfull.ops import Unnormed, best_output, gated_linear, linear, normed_gated_linear, normed_linear
 from bankfull.ops.products.body import highest

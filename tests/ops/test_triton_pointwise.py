@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import OPERATIONS, RecurrentMeta
 from bankfull.ops.norm.triton import LONGEST, tile
 from bankfull.ops.pointwise.body import _KINDS as KINDS

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import Kit, Unnormed, gated_linear, linear, normed_gated_linear, normed_linear
 from bankfull.ops.products.triton.sparse24 import layout as sparse24_layout
 from bankfull.ops.products.triton.sparse24 import library as sparse24_library

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bankfull.ops import OPERATIONS, RecurrentMeta, triton  # noqa: F401  (registers the providers)
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
+from bankfull.ops import OPERATIONS, RecurrentMeta
 from bankfull.ops.recurrence.triton import state_space
 from tests.ops.test_triton_pointwise import DEVICE, STEP, recurrent_meta
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import rope_angles
 from bankfull.ops.triton.steps import BLOCK, RopeAngles, StepTrees, append_tokens, gather_step
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import (
     Kit,
     Unnormed,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.norm import AddThen

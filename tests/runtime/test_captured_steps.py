@@ -7,6 +7,7 @@ from functools import lru_cache
 import pytest
 import torch
 
+import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
