@@ -308,18 +308,6 @@ def test_progress_is_told_request_by_request(llm: LLM, capfd: pytest.CaptureFixt
     assert "requests" in capfd.readouterr().err
 
 
-def test_a_strategy_that_needs_what_is_not_there_is_refused() -> None:
-    from bankfull.config import RunConfig, SchedConfig, StateConfig
-    from bankfull.decode.plain import Plain
-    from bankfull.loading import load
-
-    class Greedy(Plain):
-        needs = frozenset({"scratch"})
-
-    with pytest.raises(ConfigError, match="Greedy needs scratch"):
-        load(str(speaking_folder()), RunConfig(), SchedConfig(), StateConfig(), strategy=Greedy())
-
-
 def test_a_model_without_a_template_says_so(tmp_path: object) -> None:
     import shutil
     from pathlib import Path

@@ -76,7 +76,7 @@ def test_on_means_megatron_and_the_order_does_not_matter() -> None:
     ("text", "words"),
     [
         ("", "empty"),
-        ("dp=2", "no axis 'dp'; its axes are tp, pp, cp, ep, sp, ffn, hot"),
+        ("dp=2", "no axis 'dp'; its axes are tp, pp, cp, ep, hot, ffn, sp"),
         ("tp", "gives no value for tp"),
         ("tp=2,tp=2", "tp twice"),
         ("tp=0", "from 1 to 4096, not '0'"),
