@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ TINY = 1e-20
 CLAMPED_SWIGLU = "clamped_swiglu"
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 """gpt-oss clamps the gate from above and `up` on both sides; the gate's sigmoid has this slope."""
+
+
+class PlainRule(NamedTuple):
+    """A RoutingRule in numbers, as kernels take it."""
+
+    experts: int
+    per_token: int
+    sigmoid: bool
+    renormalize: bool
+    scale: float
+    groups: int
+    groups_kept: int
+    group_best: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,19 @@ class RoutingRule:
     def share(self) -> float:
         """Fraction of the experts that a token uses."""
         return self.per_token / self.experts
+
+    @property
+    def plain(self) -> PlainRule:
+        return PlainRule(
+            self.experts,
+            self.per_token,
+            self.scores == SIGMOID,
+            self.renormalize,
+            self.scale,
+            self.groups,
+            self.groups_kept,
+            self.group_best,
+        )
 
 
 def distinct_experts(tokens: int, experts: int, per_token: int) -> float:

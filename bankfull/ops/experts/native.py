@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bankfull.ops.experts.body import (
     CLAMPED_SWIGLU,
-    SIGMOID,
     RoutingRule,
     add_gated,
     expert_mlp,
@@ -65,19 +64,6 @@ def pack_experts(weight: QTensor) -> PackedExperts:
     return PackedExperts(data, layout, (experts, outputs, inner))
 
 
-def routing_tuple(rule: RoutingRule) -> tuple[Any, ...]:
-    return (
-        rule.experts,
-        rule.per_token,
-        rule.scores == SIGMOID,
-        rule.renormalize,
-        rule.scale,
-        rule.groups,
-        rule.groups_kept,
-        rule.group_best,
-    )
-
-
 def _accepts_floats(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
     return dtype is torch.float32 and isa_is_chosen()
 
@@ -113,7 +99,7 @@ def run_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[T
     rows, wide_bias = float_rows(logits), None if bias is None else float_rows(bias)
     weights = torch.empty(len(rows), rule.per_token)
     chosen = torch.empty(len(rows), rule.per_token, dtype=torch.int32)
-    _native.route(address(rows), address(wide_bias), address(weights), address(chosen), len(rows), routing_tuple(rule))
+    _native.route(address(rows), address(wide_bias), address(weights), address(chosen), len(rows), rule.plain)
     return weights, chosen
 
 

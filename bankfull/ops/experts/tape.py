@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from bankfull.ops.experts.body import RoutingRule
-from bankfull.ops.experts.native import FUNCTIONS, PackedExperts, part_of, routing_tuple
+from bankfull.ops.experts.native import FUNCTIONS, PackedExperts, part_of
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.tape.forms import Outputs, floats, form, is_float
 from bankfull.ops.native.tape.instruction import Fixed, Operand
@@ -25,7 +25,7 @@ def route(rec: Recorder, out: Outputs, logits: Tensor, bias: Tensor | None, rule
         "route",
         {"logits": place, "bias": floats(bias)},
         {"weights": rec.view(out[0]), "chosen": rec.view(out[1])},
-        rule=routing_tuple(rule),
+        rule=rule.plain,
     )
     return True
 

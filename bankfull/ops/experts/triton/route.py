@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.experts.body import SIGMOID, TINY, RoutingRule, add_gated, route
+from bankfull.ops.experts.body import TINY, RoutingRule, add_gated, route
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import Tokens, accepts, contiguous_rows, supported
 
 SMALLEST = tl.constexpr(TINY)
-SIGMOIDS = tl.constexpr(SIGMOID)
 LOWEST = tl.constexpr(-(2**63))
 """A key below all others."""
 MOST_EXPERTS, MOST_PER_TOKEN = 4096, 64
@@ -55,7 +54,7 @@ def route_kernel(logits, logits_stride, bias, weights, chosen, RULE: tl.constexp
     )
     wait_for_inputs(OVERLAP)
     found = tl.load(logits + token * logits_stride + index, mask=exist, other=gone).to(tl.float32)
-    if RULE.scores == SIGMOIDS:
+    if RULE.sigmoid:
         scores = 1.0 / (1.0 + tl.exp(-found))
     else:
         risen = tl.exp(found - tl.max(found))
@@ -118,7 +117,7 @@ def run_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[T
     chosen = rows.new_empty(len(rows), rule.per_token, dtype=torch.int32)
     if len(rows):
         shift = None if bias is None else bias.contiguous()
-        arguments = (rows, rows.stride(0), shift, weights, chosen, rule)
+        arguments = (rows, rows.stride(0), shift, weights, chosen, rule.plain)
         route_kernel[(len(rows),)](*arguments, num_warps=1 if rule.experts <= 256 else 4, **overlapped(rows))
     return weights, chosen
 

@@ -54,10 +54,11 @@ def some_experts_kernel(
             both = exist[:, None] & inside[None, :]
             lines = tl.load(source + here[:, None], mask=used[None, :] & inside[:, None], other=0.0)
             part = weight_tile(weight, row[:, None], here[None, :], columns, both, TILE, dtype)
+            if kind != "":  # both are loaded before the first product
+                other_part = weight_tile(up, row[:, None], here[None, :], columns, both, TILE, dtype)
             total = tl.dot(part, lines, total, input_precision="ieee")
             if kind != "":
-                part = weight_tile(up, row[:, None], here[None, :], columns, both, TILE, dtype)
-                other = tl.dot(part, lines, other, input_precision="ieee")
+                other = tl.dot(other_part, lines, other, input_precision="ieee")
         total = finished(total, weight, row, exist, 1, TILE)
         if kind != "":
             total = gate_values(total, finished(other, up, row, exist, 1, TILE), kind, dtype)
@@ -129,10 +130,11 @@ def many_experts_kernel(x, x_stride, order, weight, up, y, outputs, columns, TIL
             both = exist[None, :] & inside[:, None]
             lines = tl.load(source + here[None, :], mask=used[:, None] & inside[None, :], other=0.0)
             part = weight_tile(weight, row[None, :], here[:, None], columns, both, TILE, dtype)
+            if kind != "":  # both are loaded before the first product
+                other_part = weight_tile(up, row[None, :], here[:, None], columns, both, TILE, dtype)
             total = tl.dot(lines, part, total, input_precision="ieee")
             if kind != "":
-                part = weight_tile(up, row[None, :], here[:, None], columns, both, TILE, dtype)
-                other = tl.dot(lines, part, other, input_precision="ieee")
+                other = tl.dot(lines, other_part, other, input_precision="ieee")
         total = finished(total, weight, row, exist, 0, TILE)
         if kind == "":
             target = tl.load(order.pairs + place, mask=used, other=0)
