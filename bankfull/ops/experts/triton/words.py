@@ -12,7 +12,7 @@ from bankfull.ops.experts.triton.operands import Operands, Order
 from bankfull.ops.experts.triton.weights import ExpertWords
 from bankfull.ops.experts.triton.word_tiles import WordTile, word_experts_kernel
 from bankfull.ops.products.triton.quantized.layout import Words, WordWeight
-from bankfull.ops.products.triton.quantized.persistent import supports
+from bankfull.ops.products.triton.quantized.persistent import REGISTERS, supports
 from bankfull.ops.products.triton.quantized.tiles import COLUMNS, DOWNSCALE
 from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, power_of_two
 
@@ -94,6 +94,10 @@ def few_gate(own: Operands, plan: FewPlan | None = None) -> Tensor:
     together = plan.outputs * plan.warps
     programs = _turns(-(-inner // together), plan.programs * multiprocessors(own.x.device) // pairs)
     middle = own.for_pairs(inner)
+    warps = plan.warps * _sharing(matrix.shape[1])
+    # The plan's programs must fit side by side; how many registers the compiler takes depends on details.
+    share = REGISTERS // (32 * warps * plan.programs)
+    bounded = {} if share >= 256 or INTERPRETED else {"maxnreg": share}
     integer_gate_kernel[(pairs, programs)](
         own.x,
         own.x.stride(0),
@@ -104,8 +108,9 @@ def few_gate(own: Operands, plan: FewPlan | None = None) -> Tensor:
         middle,
         inner,
         _integer_tile(own, matrix, together, plan.warps, own.kind),
-        num_warps=plan.warps * _sharing(matrix.shape[1]),
+        num_warps=warps,
         num_stages=1,
+        **bounded,
         **overlapped(own.x),
     )
     return middle
