@@ -63,6 +63,11 @@ def _store(pages: Tensor, scales: Tensor, slots: Tensor, codes: Tensor, scale: T
     scales[page, offset] = scale
 
 
+def _divided(numbers: Tensor, by: float) -> Tensor:
+    """On a GPU torch multiplies by a number's reciprocal, which may differ in the last bit; by a tensor it divides."""
+    return numbers / numbers.new_full((), by)
+
+
 def _cost(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor, fixed: Tensor | None = None) -> Cost:
     written = len(slots) * nbytes(pages[0, 0], scales[0, 0])
     return Cost(3.0 * new.numel(), nbytes(new, slots) + (0 if fixed is None else nbytes(fixed)), written)
@@ -73,7 +78,7 @@ def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
     """`write_pages` with quantization: pages (frames, page_tokens, heads, size) hold int8 codes, scales (frames,
     page_tokens, heads) one float32 scale per token and head. Non-finite inputs produce a non-finite scale."""
     numbers = new.to(torch.float32)
-    scale = numbers.abs().amax(-1) / LEVELS
+    scale = _divided(numbers.abs().amax(-1), LEVELS)
     codes = (numbers / scale.unsqueeze(-1)).nan_to_num(0.0).round().clamp(-LEVELS, LEVELS)
     _store(pages, scales, slots, codes.to(torch.int8), scale)
 
@@ -84,7 +89,7 @@ def write_pages_fp8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor, f
     token's largest number to the largest code; larger numbers are then clamped."""
     numbers = new.to(torch.float32)
     most = numbers.abs().amax(-1)
-    scale = most / FP8_LARGEST if fixed is None else torch.where(most.isfinite(), fixed.to(torch.float32), most)
+    scale = _divided(most, FP8_LARGEST) if fixed is None else torch.where(most.isfinite(), fixed.to(torch.float32), most)
     codes = (numbers / scale.unsqueeze(-1)).nan_to_num(0.0).clamp(-FP8_LARGEST, FP8_LARGEST)
     _store(pages, scales, slots, codes.to(FP8), scale)
 
