@@ -89,7 +89,10 @@ def write_pages_fp8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor, f
     token's largest number to the largest code; larger numbers are then clamped."""
     numbers = new.to(torch.float32)
     most = numbers.abs().amax(-1)
-    scale = _divided(most, FP8_LARGEST) if fixed is None else torch.where(most.isfinite(), fixed.to(torch.float32), most)
+    if fixed is None:
+        scale = _divided(most, FP8_LARGEST)
+    else:
+        scale = torch.where(most.isfinite(), fixed.to(torch.float32), most)
     codes = (numbers / scale.unsqueeze(-1)).nan_to_num(0.0).clamp(-FP8_LARGEST, FP8_LARGEST)
     _store(pages, scales, slots, codes.to(FP8), scale)
 
