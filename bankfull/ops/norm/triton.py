@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.norm.body import add_rms_norm, layer_norm, rms_norm
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
 
 LONGEST = 16384
@@ -186,7 +186,7 @@ def tile(rows: int, columns: int, device: torch.device) -> tuple[int, dict[str, 
     if rows < 4 * several * multiprocessors(device):
         several = 1
     warps = min(16, max(1, several * block // 512))
-    return triton.cdiv(rows, several), {"ROWS": several, "BLOCK": block, "num_warps": warps}
+    return cdiv(rows, several), {"ROWS": several, "BLOCK": block, "num_warps": warps}
 
 
 def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:

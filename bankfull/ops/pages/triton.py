@@ -26,7 +26,7 @@ from bankfull.ops.pages.rounded import (
     write_pages_int8,
 )
 from bankfull.ops.pages.side import Pages
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import HeadRows
 
 NUMBERS = 4096
@@ -171,7 +171,7 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     if new.stride(2) != 1:
         new = new.contiguous()
     tile = TokenTile.of(pages, new.shape[2])
-    write_tokens[(triton.cdiv(new.shape[0] * tile.heads, tile.lines),)](
+    write_tokens[(cdiv(new.shape[0] * tile.heads, tile.lines),)](
         HeadRows.of(new), Pages.of(pages), slots, len(new), tile, num_warps=4, **overlapped(new)
     )
 
@@ -197,7 +197,7 @@ def _round(
     floats = pages.dtype.is_floating_point
     tile, held = TokenTile.of(pages, new.shape[2]), Pages.of(pages.view(torch.uint8) if floats else pages, scales)
     rest = slots, fixed, len(new), levels, tile
-    round_tokens[(triton.cdiv(len(new) * tile.heads, tile.lines),)](
+    round_tokens[(cdiv(len(new) * tile.heads, tile.lines),)](
         HeadRows.of(new), held, *rest, num_warps=4, **overlapped(new)
     )
 
@@ -222,7 +222,7 @@ def run_write_pages_int4(new: Tensor, pages: Tensor, scales: Tensor, slots: Tens
     groups = size // group
     tile = TokenTile.of(pages, group)._replace(lines=NUMBERS // group)
     rest = slots, count, INT4_LOWEST, groups, tile
-    pair_tokens[(triton.cdiv(count * heads * groups, tile.lines),)](
+    pair_tokens[(cdiv(count * heads * groups, tile.lines),)](
         HeadRows.of(new), Pages.of(pages, scales), *rest, num_warps=4, **overlapped(new)
     )
 

@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from bankfull.ops.norm.body import add
 from bankfull.ops.pointwise.body import activate, activate_mul, soft_cap
-from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import INTERPRETED, cdiv, multiprocessors, overlapped, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import accepts, supported, two_dimensional
 
 LARGE_BLOCK, SMALL_BLOCK = 4096, 1024
@@ -157,7 +157,7 @@ def launch_size(line: Tensor) -> tuple[int, dict[str, int]]:
     rows, columns = line.shape
     large = line.numel() >= 2 * LARGE_BLOCK * multiprocessors(line.device)
     block, warps = (LARGE_BLOCK, LARGE_WARPS) if large else (SMALL_BLOCK, SMALL_WARPS)
-    return rows * triton.cdiv(columns, block), {"BLOCK": block, "num_warps": warps}
+    return rows * cdiv(columns, block), {"BLOCK": block, "num_warps": warps}
 
 
 @activate.provider("triton", on="cuda", accepts=accepts)

@@ -63,5 +63,14 @@ def multiprocessors(device: torch.device) -> int:
     return 4 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# Triton has both for the host, too; but as functions that kernels may call they cost as much as half a launch.
+
+
 def power_of_two(n: int) -> int:
-    return int(triton.next_power_of_2(n))
+    """The smallest one that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up."""
+    return -(-n // size)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.triton.launch import power_of_two
+from bankfull.ops.triton.launch import cdiv, power_of_two
 
 ROWS, WARPS = 32, 1
 """Rows of a program, and its warps: in one warp a column is found without a barrier."""
@@ -74,7 +74,7 @@ def rounded_columns(
     feedback = feedback.contiguous()  # a device's Cholesky factor has its columns in a row
     assert all(one.is_contiguous() for one in (numbers, wanted, scales, zeros))
     codes, errors = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
-    rounded_columns_kernel[(triton.cdiv(rows, ROWS),)](
+    rounded_columns_kernel[(cdiv(rows, ROWS),)](
         numbers,
         wanted,
         feedback,

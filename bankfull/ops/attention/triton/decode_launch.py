@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from bankfull.ops.attention.body import TREE_TOKENS
@@ -19,7 +18,7 @@ from bankfull.ops.attention.triton.splits import LATE, MERGED, most_queries, scr
 from bankfull.ops.attention.triton.tile import Scoring
 from bankfull.ops.pages.rounded import INT4
 from bankfull.ops.pages.side import Cache
-from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, power_of_two
+from bankfull.ops.triton.launch import INTERPRETED, cdiv, multiprocessors, overlapped, power_of_two
 from bankfull.ops.triton.rows import HeadRows
 
 MOST_TOKENS = 16
@@ -49,7 +48,7 @@ def launch_decode(
     needed = tile.groups * width
     live = min(power_of_two(needed), most_queries(largest, q.element_size()))
     rows = max(16, live)
-    row_tiles = triton.cdiv(needed, rows)
+    row_tiles = cdiv(needed, rows)
     table, chosen = sequences.table, sequences.chosen
     count = len(table) if chosen is None else len(chosen)
     pairs = count * values.heads * row_tiles

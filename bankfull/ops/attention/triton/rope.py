@@ -12,7 +12,7 @@ from torch import Tensor
 from bankfull.ops.attention.body import HeadNorms
 from bankfull.ops.attention.triton.head_tile import HeadTile
 from bankfull.ops.pages.side import Cache
-from bankfull.ops.triton.launch import overlapped, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, overlapped, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import HeadRows, contiguous_rows
 
 NUMBERS = 4096
@@ -151,7 +151,7 @@ def launch_rotate_and_write(
     tokens = NUMBERS // max(tile.padded, tile.padded_values)
     given = (HeadRows.of(part) for part in (q, k, v, rotated))
     turned = heads if changes else 0
-    rotate_and_write[(turned + 2 * key_heads, triton.cdiv(count, tokens))](
+    rotate_and_write[(turned + 2 * key_heads, cdiv(count, tokens))](
         *given, rotated_keys, cache, slots, turn, count, turned, key_heads, tokens, tile, num_warps=4, **overlapped(q)
     )
     return rotated, k if rotated_keys is None else rotated_keys

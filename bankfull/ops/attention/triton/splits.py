@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.attention.triton.tile import Softmax, store_heads
-from bankfull.ops.triton.launch import multiprocessors, stream_of
+from bankfull.ops.triton.launch import cdiv, multiprocessors, stream_of
 
 FEW_PAIRS = 32
 """Largest number of (sequence, KV head) pairs that counts as few."""
@@ -89,7 +89,7 @@ def scratch(device: torch.device, lines: int, values: int) -> Scratch:
 
 def split_count(pairs: int, most_tokens: int, block: int, programs: int) -> int:
     """Depends only on what a captured step fixes: sequences, heads, and the width of its page tables."""
-    return min(triton.cdiv(programs, pairs), max(1, triton.cdiv(most_tokens, block)))
+    return min(cdiv(programs, pairs), max(1, cdiv(most_tokens, block)))
 
 
 def most_queries(padded: int, product_bytes: int) -> int:

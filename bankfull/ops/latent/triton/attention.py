@@ -33,7 +33,7 @@ from bankfull.ops.attention.triton.tile import (
 )
 from bankfull.ops.latent.body import latent_attention
 from bankfull.ops.pages.side import Cache, Pages
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import HeadRows, contiguous_rows
 
 BLOCK = 32
@@ -157,7 +157,7 @@ def _launch(
     """Sequences with at most `width` new tokens; or `tiles` of `width` tokens."""
     tile, (pages, _) = HeadTile.of(q, cache), cache
     rows = min(max(16, power_of_two(width * tile.groups)), 16 if q.element_size() == 4 else TILE_ROWS)
-    row_tiles = triton.cdiv(width * tile.groups, rows)
+    row_tiles = cdiv(width * tile.groups, rows)
     table, chosen = sequences.table, sequences.chosen
     block, splits = 16 if q.element_size() == 4 else BLOCK, 1
     if tiles is not None:
@@ -165,7 +165,7 @@ def _launch(
     else:
         count = len(table) if chosen is None else len(chosen)
         room = PROGRAMS * multiprocessors(q.device) // max(1, count * row_tiles)
-        splits = max(1, min(room, triton.cdiv(table.shape[1] * tile.page, block)))
+        splits = max(1, min(room, cdiv(table.shape[1] * tile.page, block)))
     partial = out.shape[2] > tile.values
     tile = tile._replace(rows=rows, live=rows, block=block, stages=STAGES, least=LEAST, partial=partial)
     rope, parts = tile.size - tile.values, scratch(q.device, rows, tile.padded_values)

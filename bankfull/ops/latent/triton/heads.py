@@ -24,7 +24,7 @@ from bankfull.ops.latent.body import (
 )
 from bankfull.ops.pages.side import Pages
 from bankfull.ops.rope.body import rotate
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import DTYPES, HeadRows, accepts, contiguous_rows, preloadable
 from bankfull.weights.qtensor import QTensor
 
@@ -102,7 +102,7 @@ def _launch_products(x: Tensor, weight: HeadWeights, y: Tensor, angles: tuple[Te
     sizes = tokens, weight.columns, weight.outputs
     operands = HeadRows.of(x), Matrices(stored, *stored.stride()), HeadRows.of(y), Turn.of(angles, None)
     tile = half, power_of_two(max(1, half)), rows, outputs, 64, dot_dtype(x)
-    head_products_kernel[(triton.cdiv(tokens, rows), heads, triton.cdiv(weight.outputs, outputs))](
+    head_products_kernel[(cdiv(tokens, rows), heads, cdiv(weight.outputs, outputs))](
         *sizes, *operands, *tile, num_warps=4, **overlapped(x)
     )
 

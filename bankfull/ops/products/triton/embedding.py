@@ -17,7 +17,7 @@ from bankfull.ops.products.triton.quantized.embedding import (
     stored_numbers,
     stored_table,
 )
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import DTYPES
 from bankfull.weights.qtensor import QTensor
 
@@ -68,7 +68,7 @@ def run_embedding(ids: Tensor, weight: QTensor, dtype: torch.dtype, scale: float
     block = min(WIDEST if weight.is_dense else WIDEST_QUANTIZED, power_of_two(table.columns))
     if y.numel():
         factor = None if scale == 1.0 else float(scale)
-        embedding_kernel[(ids.numel(), triton.cdiv(table.columns, block))](
+        embedding_kernel[(ids.numel(), cdiv(table.columns, block))](
             ids.contiguous(), table, y, factor, form, block, num_warps=4, **overlapped(y)
         )
     return y

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -41,7 +40,7 @@ from bankfull.ops.products.w8a8 import (
 )
 from bankfull.ops.sampling.triton.sampling import best
 from bankfull.ops.shapes import check_linear
-from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, power_of_two
+from bankfull.ops.triton.launch import INTERPRETED, cdiv, multiprocessors, overlapped, power_of_two
 from bankfull.weights.qtensor import QTensor
 
 NAME = "triton-q"
@@ -125,7 +124,7 @@ def _tiles(outputs: int, columns: int, device: torch.device) -> tuple[int, int, 
     """Depth, stages and splits. On an H200, 32 rows of the wide layers of 7B and 8B read 3.3 to 3.7 TB/s. Narrow layers
     are split among programs, until there are one or two for each multiprocessor."""
     depth = next(depth for depth in (128, 64, 32) if columns % depth == 0)
-    splits, tiles = 1, triton.cdiv(outputs, OUT)
+    splits, tiles = 1, cdiv(outputs, OUT)
     while splits < 8 and tiles * splits < 3 * multiprocessors(device) // 2 and columns % (2 * splits * depth) == 0:
         splits *= 2
     stages = min(6 if splits > 1 or tiles < 4 * multiprocessors(device) else 4, shared_memory(device) // (128 * depth))
@@ -177,7 +176,7 @@ def _own_gemm(x: Rounded, words: Words, bias: Tensor | None, dtype: torch.dtype)
     rows, outputs, device = len(x.codes), words.outputs, x.codes.device
     out = ProductOutput(bias, torch.empty(rows, outputs, dtype=dtype, device=device))
     tile = Tile(128, 256, 128, 3) if not INTERPRETED else Tile(32, 32, 32, 3)
-    blocks = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.out)
+    blocks = cdiv(rows, tile.rows) * cdiv(outputs, tile.out)
     w8a8_gemm_kernel[(min(blocks, multiprocessors(device)),)](
         TensorDescriptor.from_tensor(x.codes, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(words.codes, [tile.out, tile.depth]),

@@ -14,7 +14,7 @@ from torch import Tensor
 from bankfull.ops.products.triton.quantized.codes import third_bits
 from bankfull.ops.products.triton.quantized.layout import WordWeight
 from bankfull.ops.products.triton.quantized.tiles import DOWNSCALE, dequantized, group_scales, per_word, power
-from bankfull.ops.triton.launch import overlapped, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, overlapped, start_next, wait_for_inputs
 
 SLICE = 1 << 25
 """Elements that are expanded at a time: it bounds the memory, and part of them is still cached at their product."""
@@ -77,7 +77,7 @@ def expand_kernel(
 def expand(weight: WordWeight, first: int, count: int, into: Tensor) -> Tensor:
     """Outputs `first` to `first + count` as values, in the first rows of `into`."""
     together = max(1, COLUMNS // weight.form.group)
-    expand_kernel[(triton.cdiv(count, OUT), triton.cdiv(weight.words.groups, together))](
+    expand_kernel[(cdiv(count, OUT), cdiv(weight.words.groups, together))](
         into,
         weight.words,
         first,

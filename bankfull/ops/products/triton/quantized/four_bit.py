@@ -21,6 +21,7 @@ from bankfull.ops.products.triton.operands import ProductInput, ProductOutput, T
 from bankfull.ops.products.triton.quantized.layout import Form, WordWeight
 from bankfull.ops.triton.launch import (
     INTERPRETED,
+    cdiv,
     multiprocessors,
     overlapped,
     power_of_two,
@@ -123,8 +124,8 @@ def four_bit_tiles(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor
     """x (rows, columns), contiguous, times the weight."""
     rows, outputs, groups = len(x), weight.shape[0], weight.words.groups
     out, warps, splits = _cut(outputs, groups, x.device)
-    share = triton.cdiv(groups, splits)
-    splits = triton.cdiv(groups, share)
+    share = cdiv(groups, splits)
+    splits = cdiv(groups, share)
     height = max(16, power_of_two(rows))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     four_bit_tiles_kernel[(outputs // out, splits)](

@@ -27,7 +27,7 @@ from bankfull.ops.pointwise.triton import activation
 from bankfull.ops.products.triton.operands import ProductInput, ProductOutput
 from bankfull.ops.products.triton.quantized.codes import power
 from bankfull.ops.products.triton.quantized.layout import WordWeight
-from bankfull.ops.triton.launch import INTERPRETED, overlapped, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import INTERPRETED, cdiv, overlapped, start_next, wait_for_inputs
 
 MOST_ROWS = 8
 """Columns of the smallest tensor core product."""
@@ -366,11 +366,11 @@ def fp8_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "",
         in_flight,
         min(in_flight, plan.together),
         plan.outputs // 16,
-        triton.cdiv(segments, together),
+        cdiv(segments, together),
         segments % together == 0,
         gate,
     )
-    fp8_rows_kernel[(triton.cdiv(outputs, plan.outputs),)](
+    fp8_rows_kernel[(cdiv(outputs, plan.outputs),)](
         ProductInput(x, x.stride(0)),
         ProductOutput(bias, y),
         weight.words,

@@ -30,6 +30,7 @@ from bankfull.ops.products.triton.tile_outputs import RowTile, tile_outputs
 from bankfull.ops.sampling.triton.sampling import best_of_parts
 from bankfull.ops.triton.launch import (
     INTERPRETED,
+    cdiv,
     multiprocessors,
     overlapped,
     power_of_two,
@@ -203,7 +204,7 @@ def one_row(
 
 def most_kept(columns: int) -> int:
     """Outlier columns that fit into a row of 8-bit codes: each thread may add one for each output."""
-    return power_of_two(triton.cdiv(columns, 4)) // 4
+    return power_of_two(cdiv(columns, 4)) // 4
 
 
 def best_of_row(x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, plan: GemvPlan | None = None) -> Tensor:
@@ -240,7 +241,7 @@ def _launch(
     # Short rows have smaller programs than the plans were measured with, so more of them fit.
     usual = USUAL * 8 // max(8, form.per_word)
     more = max(1, plan.groups * usual // (32 * plan.words) // warps)
-    programs = min(triton.cdiv(outputs, plan.outputs), plan.programs * more * multiprocessors(device))
+    programs = min(cdiv(outputs, plan.outputs), plan.programs * more * multiprocessors(device))
     if best:
         y = torch.empty(1, programs, dtype=torch.float32, device=device)
         out = ProductOutput(bias, y, torch.empty(1, programs, dtype=torch.int32, device=device))

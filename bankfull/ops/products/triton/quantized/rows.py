@@ -23,7 +23,7 @@ from bankfull.ops.products.triton.operands import Kept, ProductInput, ProductOut
 from bankfull.ops.products.triton.outlier_rows import gather, load_kept, load_numbers
 from bankfull.ops.products.triton.quantized.codes import exponent, power, scales_and_minima, subnormal, third_bits
 from bankfull.ops.products.triton.quantized.layout import WordWeight
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, overlapped, power_of_two, start_next, wait_for_inputs
 
 OUTPUTS, FEW_OUTPUTS = 8, 4
 """Outputs per program: more reduce the cost of activations, fewer give more programs."""
@@ -234,7 +234,7 @@ def few_rows(
     plan = plan or plan_for(weight, rows)
     y = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype, device=x.device)
     width = max(weight.form.length, min(WORDS_PER_WARP * plan.warps, power_of_two(words)))
-    few_rows_kernel[(rows * triton.cdiv(outputs, plan.outputs),)](
+    few_rows_kernel[(rows * cdiv(outputs, plan.outputs),)](
         ProductInput(x, x.stride(0)),
         ProductOutput(bias, y),
         weight.words,

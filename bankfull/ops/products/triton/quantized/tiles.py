@@ -23,6 +23,7 @@ from bankfull.ops.products.triton.quantized.codes import exponent, power, scales
 from bankfull.ops.products.triton.quantized.layout import WordWeight
 from bankfull.ops.triton.launch import (
     INTERPRETED,
+    cdiv,
     multiprocessors,
     overlapped,
     power_of_two,
@@ -271,9 +272,9 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling
     outputs, groups, rows = weight.shape[0], weight.words.groups, x.shape[0]
     tiling = tiling or tiling_for(x, outputs)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(outputs, tiling.outputs) * triton.cdiv(rows, tiling.rows)
+    tiles = cdiv(outputs, tiling.outputs) * cdiv(rows, tiling.rows)
     together = COLUMNS // weight.form.group
-    split_length, splits = _splits(tiles, triton.cdiv(groups, together), multiprocessors(x.device), tiling.splits)
+    split_length, splits = _splits(tiles, cdiv(groups, together), multiprocessors(x.device), tiling.splits)
     down = 0 if x.dtype == torch.float16 else DOWNSCALE
     sums = y if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     tiles_kernel[(tiles, splits)](
@@ -296,7 +297,7 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling
     )
     if splits > 1:
         block = 1024
-        reduce_splits_kernel[(triton.cdiv(y.numel(), block),)](
+        reduce_splits_kernel[(cdiv(y.numel(), block),)](
             sums,
             weight.words.scales if weight.form.by_row else None,
             ProductOutput(bias, y),
@@ -319,5 +320,5 @@ def _splits(tiles: int, iterations: int, multiprocessors: int, most: int | None)
         if most is None and tiles * splits * 2 > 2 * multiprocessors + tiles:
             break
         splits *= 2
-    split_length = triton.cdiv(iterations, splits)
-    return split_length, triton.cdiv(iterations, split_length)
+    split_length = cdiv(iterations, splits)
+    return split_length, cdiv(iterations, split_length)

@@ -18,7 +18,7 @@ from bankfull.ops.products.body import Unnormed
 from bankfull.ops.products.triton.linear_rows import gated
 from bankfull.ops.products.triton.operands import ProductInput, ProductOutput
 from bankfull.ops.products.triton.sparse24.words import SparseWords, both, chosen, fours, per_word
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, overlapped, power_of_two, start_next, wait_for_inputs
 
 
 @triton.jit
@@ -164,14 +164,14 @@ def one_row(
     plan = plan or plan_for(weight.outputs, gate)
     out = ProductOutput(bias, rows.x.new_empty(1, words.outputs))
     width = min(plan.quads, power_of_two(words.quads))
-    sparse_row_kernel[(triton.cdiv(words.outputs, plan.outputs),)](
+    sparse_row_kernel[(cdiv(words.outputs, plan.outputs),)](
         rows,
         words,
         out,
         COLUMNS=rows.x.shape[1],
         Q=width,
         OUT=plan.outputs,
-        CHUNKS=triton.cdiv(words.quads, width),
+        CHUNKS=cdiv(words.quads, width),
         GATE=gate,
         num_warps=plan.warps,
         **overlapped(rows.x),

@@ -20,7 +20,7 @@ from bankfull.ops.products.triton.linear_rows import gated
 from bankfull.ops.products.triton.linear_tiles import is_last_split, sum_of_splits
 from bankfull.ops.products.triton.operands import ProductInput, ProductOutput, Tile
 from bankfull.ops.products.triton.sparse24.words import SparseWords, expanded, per_word
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import cdiv, multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def plan_for(outputs: int, quads: int, device: torch.device, gate: bool) -> Tile
     """Narrow layers are split among programs, until there are one or two for each multiprocessor. Not yet measured on a
     device: `benchmarks.gpu.sparse24 --sweep` does."""
     words = 32 if quads % 8 == 0 else 16
-    splits, tiles = 1, triton.cdiv(outputs, 64)
+    splits, tiles = 1, cdiv(outputs, 64)
     while (
         not gate and splits < 8 and tiles * splits < multiprocessors(device) and 4 * quads % (2 * splits * words) == 0
     ):
@@ -116,7 +116,7 @@ def tiles(x: Tensor, weight: SparseWords, bias: Tensor | None, gate: str = "", p
     rows, words = len(x), weight.for_gate(gate)
     plan = plan or plan_for(words.outputs, words.quads, x.device, bool(gate))
     height = min(MOST_ROWS, max(16, power_of_two(rows)))
-    across, down = triton.cdiv(words.outputs, plan.outputs), triton.cdiv(rows, height)
+    across, down = cdiv(words.outputs, plan.outputs), cdiv(rows, height)
     out = ProductOutput(bias, x.new_empty(rows, words.outputs))
     sums = None if plan.splits == 1 else sums_of(x.device, across * down, plan.splits * plan.outputs * height)
     tile = Tile(height, plan.outputs, 4 * plan.words, plan.stages, plan.splits)
@@ -151,7 +151,7 @@ EXPANDED_OUT, EXPANDED_WORDS = 16, 64
 
 def expand(words: SparseWords, first: int, count: int, into: Tensor) -> Tensor:
     """Outputs `first` to `first + count` in the first rows of `into`."""
-    grid = triton.cdiv(count, EXPANDED_OUT), triton.cdiv(4 * words.quads, EXPANDED_WORDS)
+    grid = cdiv(count, EXPANDED_OUT), cdiv(4 * words.quads, EXPANDED_WORDS)
     operands = (into, words, first, count, EXPANDED_OUT, EXPANDED_WORDS)
     expand_kernel[grid](*operands, num_warps=4, **overlapped(into))
     return into[:count]
