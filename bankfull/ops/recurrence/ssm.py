@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from bankfull.ops.registry import op
 from bankfull.ops.shapes import like_first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecurrentMeta:
     """q_start as in PagedMeta; sequence i reads its state from slot read[i]; the state after its j-th last token goes
     to write[i, kept[i] - j] for j = kept[i] .. 1. Slots are device tensors, counts are host arrays."""
@@ -37,6 +38,11 @@ class RecurrentMeta:
     """q_start as int32 on the device, for device kernels."""
     kepts: Tensor | None = None
     """kept as int32 on the device."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(np.diff(self.q_start).max())
 
 
 def moved_slots(state: Tensor, meta: RecurrentMeta) -> tuple[int, int]:

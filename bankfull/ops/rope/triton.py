@@ -15,13 +15,14 @@ from triton.language.extra import libdevice
 from bankfull.ops.rope.body import rope_angles, rotate
 from bankfull.ops.triton.launch import (
     INTERPRETED,
+    cdiv,
     multiprocessors,
     overlapped,
     power_of_two,
     start_next,
     wait_for_inputs,
 )
-from bankfull.ops.triton.rows import DTYPES, Tokens, accepts, preloadable
+from bankfull.ops.triton.rows import DTYPES, HeadRows, accepts, contiguous_rows, preloadable
 
 if INTERPRETED:
 
@@ -108,7 +109,7 @@ def run_rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype:
     # About 512 angles per 128 threads: instructions, not memory, are the bottleneck.
     several = max(1, 512 // block)
     if cos.numel():
-        rope_angles_kernel[(triton.cdiv(tokens, several),)](
+        rope_angles_kernel[(cdiv(tokens, several),)](
             positions.contiguous(),
             frequencies,
             cos,
@@ -138,8 +139,8 @@ def run_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     few = rows < 4 * several * multiprocessors(x.device)
     several = max(1, 256 // block) if few else several
     if y.numel():
-        rotate_kernel[(triton.cdiv(rows, several),)](
-            Tokens.of(x),
+        rotate_kernel[(cdiv(rows, several),)](
+            HeadRows.of(contiguous_rows(x)),
             cos.contiguous(),
             sin.contiguous(),
             y,

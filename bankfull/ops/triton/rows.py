@@ -48,16 +48,3 @@ def two_dimensional(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return contiguous_rows(x)
     return contiguous_rows(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1] if x.dim() else 1))
-
-
-class Tokens(NamedTuple):
-    """A row, or one of each head, for every token; strides in elements."""
-
-    at: Tensor
-    token: int
-    head: int = 0
-
-    @classmethod
-    def of(cls, x: Tensor) -> Tokens:
-        rows = contiguous_rows(x)
-        return cls(rows, *rows.stride()[:-1])

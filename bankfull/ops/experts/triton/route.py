@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.experts.body import TINY, RoutingRule, add_gated, route
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import Tokens, accepts, contiguous_rows, supported
+from bankfull.ops.triton.launch import cdiv, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import accepts, contiguous_rows, supported
 
 SMALLEST = tl.constexpr(TINY)
 LOWEST = tl.constexpr(-(2**63))
@@ -123,15 +123,17 @@ def run_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[T
 
 
 @triton.jit
-def add_gated_kernel(x, delta, gate, y, columns, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def add_gated_kernel(
+    x, x_stride, delta, delta_stride, gate, gate_stride, y, columns, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     start_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exist = column < columns
     wait_for_inputs(OVERLAP)
-    factor = 1.0 / (1.0 + tl.exp(-tl.load(gate.at + row * gate.token).to(tl.float32)))
-    first = tl.load(x.at + row * x.token + column, mask=exist).to(tl.float32)
-    second = tl.load(delta.at + row * delta.token + column, mask=exist).to(tl.float32)
+    factor = 1.0 / (1.0 + tl.exp(-tl.load(gate + row * gate_stride).to(tl.float32)))
+    first = tl.load(x + row * x_stride + column, mask=exist).to(tl.float32)
+    second = tl.load(delta + row * delta_stride + column, mask=exist).to(tl.float32)
     tl.store(y + row * columns + column, (first + factor * second).to(y.dtype.element_ty), mask=exist)
 
 
@@ -140,6 +142,7 @@ def run_add_gated(x: Tensor, delta: Tensor, gate: Tensor) -> Tensor:
     count, columns = x.shape
     y, block = x.new_empty(x.shape), min(1024, power_of_two(columns))
     if count:
-        operands = Tokens.of(x), Tokens.of(delta), Tokens(gate, gate.stride(0)), y
-        add_gated_kernel[(count, -(-columns // block))](*operands, columns, block, num_warps=4, **overlapped(x))
+        stream, branch = contiguous_rows(x), contiguous_rows(delta)
+        operands = stream, stream.stride(0), branch, branch.stride(0), gate, gate.stride(0), y, columns
+        add_gated_kernel[(count, cdiv(columns, block))](*operands, block, num_warps=4, **overlapped(x))
     return y

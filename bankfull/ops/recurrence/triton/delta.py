@@ -17,9 +17,18 @@ from bankfull.ops.pointwise.triton import softplus
 from bankfull.ops.recurrence.delta import delta_rule
 from bankfull.ops.recurrence.ssm import RecurrentMeta
 from bankfull.ops.recurrence.triton.linear_attention import LAUNCH, AttentionTile, chunk_for, columns_for
-from bankfull.ops.recurrence.triton.operands import SequenceSlots, States, read_slot, span, written_slot
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import Tokens, accepts, preloadable, supported
+from bankfull.ops.recurrence.triton.operands import (
+    HeadInputs,
+    SequenceStates,
+    keys_of,
+    queries_of,
+    read_slot,
+    span,
+    values_of,
+    written_slot,
+)
+from bankfull.ops.triton.launch import cdiv, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import HeadRows, accepts, contiguous_rows, preloadable, supported
 
 MOST_PIECES = 64
 """Programs that share the chunks of one sequence when their systems are inverted."""
@@ -40,15 +49,15 @@ def unit(x, token, head, row, has_row, scale):
 
 
 @triton.jit
-def passed(a, token, head, rate, shift, used):
+def passed(a, a_token, token, head, rate, shift, used):
     """The logarithm of the decay from the chunk's beginning to each token."""
-    logs = rate * softplus(tl.load(a.at + token * a.token + head, used, 0.0).to(tl.float32) + shift)
+    logs = rate * softplus(tl.load(a + token * a_token + head, used, 0.0).to(tl.float32) + shift)
     return tl.cumsum(tl.where(used, logs, 0.0), 0)
 
 
 @triton.jit
-def strengths(b, token, head, used):
-    raw = tl.load(b.at + token * b.token + head, used, 0.0).to(tl.float32)
+def strengths(b, b_token, token, head, used):
+    raw = tl.load(b + token * b_token + head, used, 0.0).to(tl.float32)
     return tl.where(used, 1.0 / (1.0 + tl.exp(-raw)), 0.0)
 
 
@@ -61,23 +70,40 @@ def decays(log, place):
 
 @triton.jit
 def delta_inverse_kernel(
-    k, a, b, rate, shift, inverse, sequences, heads, shared, key, TILE: tl.constexpr, OVERLAP: tl.constexpr
+    k,
+    k_token,
+    k_head,
+    a,
+    a_token,
+    b,
+    b_token,
+    rate,
+    shift,
+    inverse,
+    starts,
+    kepts,
+    heads,
+    shared,
+    key,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Axis 0: programs that take a sequence's chunks in turns, 1: heads, 2: sequences."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     row, place = tl.arange(0, TILE.key), tl.arange(0, TILE.chunk)
     has_row = row < key
     own_rate, own_shift = tl.load(rate + head).to(tl.float32), tl.load(shift + head).to(tl.float32)
-    first, last, kept = span(sequences, sequence)
+    key_rows = HeadRows(k, k_token, k_head)
+    first, last, kept = span(starts, kepts, sequence)
     end = last - kept
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     for start in range(first + tl.program_id(0) * TILE.chunk, end, tl.num_programs(0) * TILE.chunk):
         token = start + place
         used = token < end
-        keys = units(k, token, head // shared, row, used, has_row, 1.0)
-        log = passed(a, token, head, own_rate, own_shift, used)
-        beta = strengths(b, token, head, used)
+        keys = units(key_rows, token, head // shared, row, used, has_row, 1.0)
+        log = passed(a, a_token, token, head, own_rate, own_shift, used)
+        beta = strengths(b, b_token, token, head, used)
         system = tl.dot(keys, tl.trans(keys), input_precision=TILE.precision) * decays(log, place) * beta[:, None]
         system = tl.where(place[:, None] > place[None, :], system, 0.0)
         found = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
@@ -91,17 +117,16 @@ def delta_inverse_kernel(
 
 @triton.jit(do_not_specialize=["write_stride"])
 def delta_rule_kernel(
-    q,
-    k,
-    v,
+    inputs,
     a,
+    a_token,
     b,
+    b_token,
     rate,
     shift,
     inverse,
     states,
     y,
-    sequences,
     write_stride,
     heads,
     shared,
@@ -117,9 +142,10 @@ def delta_rule_kernel(
     has_row, has_column = row < key, column < value
     inside = has_row[:, None] & has_column[None, :]
     own_rate, own_shift = tl.load(rate + head).to(tl.float32), tl.load(shift + head).to(tl.float32)
+    q, k, v = queries_of(inputs), keys_of(inputs), values_of(inputs)
     # Counts and states were written before this step, so they may be read before the inputs are ready.
-    first, last, kept = span(sequences, sequence)
-    past = read_slot(sequences, sequence) * states.slot
+    first, last, kept = span(states.starts, states.kepts, sequence)
+    past = read_slot(states, sequence) * states.slot
     own = head * states.head + row[:, None] * states.row + column[None, :] * states.column
     h = tl.load(states.at + past + own, inside, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
@@ -136,14 +162,14 @@ def delta_rule_kernel(
             # Operands are rounded to the inputs' dtype, except those of the solved system; sums stay in float32.
             queries = units(q, token, head // shared, row, used, has_row, scale).to(dtype)
             keys = units(k, token, head // shared, row, used, has_row, 1.0)
-            log = passed(a, token, head, own_rate, own_shift, used)
+            log = passed(a, a_token, token, head, own_rate, own_shift, used)
             since = tl.exp(log)[:, None]
             before = h.to(dtype)
             values = tl.load(v.at + token[:, None] * v.token + head * v.head + column[None, :], cells, 0.0).to(
                 tl.float32
             )
             errors = values - since * tl.dot(keys.to(dtype), before, input_precision="ieee")
-            errors *= strengths(b, token, head, used)[:, None]
+            errors *= strengths(b, b_token, token, head, used)[:, None]
             places = inverse + (token[:, None] * heads + head) * TILE.chunk + place[None, :]
             solved = tl.load(places, used[:, None] & (place[None, :] < TILE.chunk), 0.0)
             new = tl.dot(solved, errors, input_precision=TILE.precision).to(dtype)
@@ -160,8 +186,8 @@ def delta_rule_kernel(
         query = unit(q, token, head // shared, row, has_row, scale)
         into = unit(k, token, head // shared, row, has_row, 1.0)
         new = tl.load(v.at + token * v.token + head * v.head + column, has_column, 0.0).to(tl.float32)
-        gate = tl.load(a.at + token * a.token + head).to(tl.float32) + own_shift
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(b.at + token * b.token + head).to(tl.float32)))
+        gate = tl.load(a + token * a_token + head).to(tl.float32) + own_shift
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + token * b_token + head).to(tl.float32)))
         h = tl.exp(own_rate * softplus(gate)) * h
         new = beta * (new - tl.sum(into[:, None] * h, 0))
         h += into[:, None] * new[None, :]
@@ -169,7 +195,7 @@ def delta_rule_kernel(
         tl.store(y + (token * heads + head) * value + column, result.to(y.dtype.element_ty), has_column)
         number = kept - (last - token)
         if number >= 0:
-            slot = written_slot(sequences, sequence, number, write_stride) * states.slot
+            slot = written_slot(states, sequence, number, write_stride) * states.slot
             tl.store(states.at + slot + own, h.to(states.at.dtype.element_ty), inside)
 
 
@@ -195,25 +221,22 @@ def run_delta_rule(
     tile = AttentionTile(chunk, inner, block, "ieee" if q.dtype == torch.float32 else "tf32")
     if not y.numel() or not sequences:
         return y
-    queries, keys, values, gates, betas = (Tokens.of(part) for part in (q, k, v, a, b))
-    own, shared, inverse = SequenceSlots.of(meta, v.device), heads // key_heads, y
+    inputs, states = HeadInputs.of(q, k, v), SequenceStates.of(state, meta)
+    gates, betas = contiguous_rows(a), contiguous_rows(b)
+    strengths = gates, gates.stride(0), betas, betas.stride(0), rate, shift
+    shared, inverse = heads // key_heads, y
     if chunk:
         inverse = torch.empty(tokens, heads, chunk, dtype=torch.float32, device=v.device)
-        grid = min(MOST_PIECES, triton.cdiv(tokens - sequences + 1, chunk)), heads, sequences
-        arguments = (keys, gates, betas, rate, shift, inverse, own, heads, shared, key, tile._replace(columns=0))
+        grid = min(MOST_PIECES, cdiv(tokens - sequences + 1, chunk)), heads, sequences
+        keys, sizes = (inputs.k, inputs.k_token, inputs.k_head), (heads, shared, key, tile._replace(columns=0))
+        arguments = (*keys, *strengths, inverse, states.starts, states.kepts, *sizes)
         delta_inverse_kernel[grid](*arguments, **LAUNCH, **overlapped(v))
-    delta_rule_kernel[(triton.cdiv(value, block), heads, sequences)](
-        queries,
-        keys,
-        values,
-        gates,
-        betas,
-        rate,
-        shift,
+    delta_rule_kernel[(cdiv(value, block), heads, sequences)](
+        inputs,
+        *strengths,
         inverse,
-        States.of(state),
+        states,
         y,
-        own,
         meta.write.stride(0),
         heads,
         shared,

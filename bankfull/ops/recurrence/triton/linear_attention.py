@@ -17,9 +17,18 @@ from torch import Tensor
 
 from bankfull.ops.recurrence.linear_attention import linear_attention, taylor_features, taylor_size
 from bankfull.ops.recurrence.ssm import RecurrentMeta
-from bankfull.ops.recurrence.triton.operands import SequenceSlots, States, read_slot, span, written_slot
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import Tokens, accepts, preloadable, supported
+from bankfull.ops.recurrence.triton.operands import (
+    HeadInputs,
+    SequenceStates,
+    keys_of,
+    queries_of,
+    read_slot,
+    span,
+    values_of,
+    written_slot,
+)
+from bankfull.ops.triton.launch import cdiv, multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import HeadRows, accepts, contiguous_rows, preloadable, supported
 
 MOST_STATE = 8192
 """Elements of the state in a program: more would spill registers."""
@@ -44,16 +53,22 @@ class AttentionTile(NamedTuple):
     """That of float32 products."""
 
 
+class Normalizers(NamedTuple):
+    """The sums of the keys of all slots, which normalize; strides in elements."""
+
+    at: Tensor
+    slot: int
+    head: int
+    row: int
+
+
 @triton.jit(do_not_specialize=["write_stride"])
 def linear_attention_kernel(
-    q,
-    k,
-    v,
+    inputs,
     slopes,
     states,
     normalizer,
     y,
-    sequences,
     write_stride,
     heads,
     key,
@@ -68,9 +83,10 @@ def linear_attention_kernel(
     inside = has_row[:, None] & has_column[None, :]
     slope = tl.load(slopes + head).to(tl.float32)
     keep = tl.exp(-slope)
+    q, k, v = queries_of(inputs), keys_of(inputs), values_of(inputs)
     # Counts and states were written before this step, so they may be read before the inputs are ready.
-    first, last, kept = span(sequences, sequence)
-    past = read_slot(sequences, sequence)
+    first, last, kept = span(states.starts, states.kepts, sequence)
+    past = read_slot(states, sequence)
     own = head * states.head + row[:, None] * states.row + column[None, :] * states.column
     h = tl.load(states.at + past * states.slot + own, inside, 0.0).to(tl.float32)
     if normalizer is not None:
@@ -122,7 +138,7 @@ def linear_attention_kernel(
         tl.store(y + (token * heads + head) * value + column, result.to(y.dtype.element_ty), has_column)
         number = kept - (last - token)
         if number >= 0:
-            slot = written_slot(sequences, sequence, number, write_stride)
+            slot = written_slot(states, sequence, number, write_stride)
             tl.store(states.at + slot * states.slot + own, h.to(states.at.dtype.element_ty), inside)
             if normalizer is not None:  # the first program stores it for all
                 stores = has_row & (tl.program_id(0) == 0)
@@ -134,7 +150,7 @@ def columns_for(key: int, value: int, programs: int, device: torch.device) -> in
     """Columns of the values in a program: whole lines of memory if `programs` of each block fill the device."""
     most = max(16, MOST_STATE // key)
     wide = min(64, most, max(16, power_of_two(value)))
-    while wide > 16 and triton.cdiv(value, wide) * programs < 2 * multiprocessors(device):
+    while wide > 16 and cdiv(value, wide) * programs < 2 * multiprocessors(device):
         wide //= 2
     return wide
 
@@ -161,15 +177,13 @@ def run_linear_attention(
     if y.numel() and sequences:
         sums = None
         if normalizer is not None:
-            slot, head, place = normalizer.stride()
-            sums = States(normalizer, slot, place, head=head)
-        linear_attention_kernel[(triton.cdiv(value, block), heads, sequences)](
-            *(Tokens.of(part) for part in (q, k, v)),
+            sums = Normalizers(normalizer, *normalizer.stride())
+        linear_attention_kernel[(cdiv(value, block), heads, sequences)](
+            HeadInputs.of(q, k, v),
             slopes,
-            States.of(state),
+            SequenceStates.of(state, meta),
             sums,
             y,
-            SequenceSlots.of(meta, v.device),
             meta.write.stride(0),
             heads,
             key,
@@ -211,8 +225,8 @@ def run_taylor_features(x: Tensor) -> Tensor:
     if y.numel():
         block = min(512, power_of_two(features))
         rows = max(1, 2048 // block)
-        taylor_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(features, block))](
-            Tokens.of(x),
+        taylor_kernel[(cdiv(tokens * heads, rows), cdiv(features, block))](
+            HeadRows.of(contiguous_rows(x)),
             y,
             tokens * heads,
             heads,

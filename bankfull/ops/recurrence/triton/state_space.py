@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +19,9 @@ from bankfull.ops.pointwise.triton import activation, launch_size, place, softpl
 from bankfull.ops.recurrence.s4 import diagonal_scan
 from bankfull.ops.recurrence.ssd import Limits, gated_rms_norm, ssd_scan
 from bankfull.ops.recurrence.ssm import RecurrentMeta
-from bankfull.ops.recurrence.triton.operands import SequenceSlots, States, read_slot, span, written_slot
-from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import Tokens, accepts, contiguous_rows, preloadable, supported
+from bankfull.ops.recurrence.triton.operands import ScanInputs, SequenceStates, read_slot, span, written_slot
+from bankfull.ops.triton.launch import cdiv, multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
 
 CHUNK = 64
 """Tokens of a sequence that are multiplied as matrices at once, in steps with many tokens of a sequence."""
@@ -54,16 +53,12 @@ def time_step(dt, shift, limits):
 
 @triton.jit(do_not_specialize=["write_stride"])
 def ssd_kernel(
-    x,
-    dt,
+    inputs,
     a,
-    b,
-    c,
     d,
     bias,
     states,
     y,
-    sequences,
     write_stride,
     heads,
     size,
@@ -83,9 +78,9 @@ def ssd_kernel(
     rate = tl.load(a + head).to(tl.float32) * 1.4426950408889634  # exp(v) = 2^(v log2 e)
     skip, shift = tl.load(d + head).to(tl.float32), tl.load(bias + head).to(tl.float32)
     # The slots' numbers and the state are from before the step's first kernel.
-    first, last, kept = span(sequences, sequence)
+    first, last, kept = span(states.starts, states.kepts, sequence)
     own = (head * size + row)[:, None].to(tl.int64) * n + at[None, :]
-    past = read_slot(sequences, sequence) * states.slot
+    past = read_slot(states, sequence) * states.slot
     h = tl.load(states.at + past + own, inside, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
@@ -99,14 +94,16 @@ def ssd_kernel(
             token = chunk + tl.arange(0, TILE.chunk)
             there = token < begin
             tokens = there[:, None]
-            step = time_step(tl.load(dt.at + token * dt.token + head, there, 0.0).to(tl.float32), shift, limits)
+            step = tl.load(inputs.dt + token * inputs.dt_token + head, there, 0.0).to(tl.float32)
+            step = time_step(step, shift, limits)
             step = tl.where(there, step, 0.0)
             reached = tl.cumsum(step * rate, 0)
             total = tl.sum(step * rate, 0)
-            xs = tl.load(x.at + token[:, None] * x.token + x_own[None, :], tokens & used[None, :], 0.0).to(tl.float32)
+            xs = tl.load(inputs.x + token[:, None] * inputs.x_token + x_own[None, :], tokens & used[None, :], 0.0)
+            xs = xs.to(tl.float32)
             meant = tokens & (at < n)[None, :]
-            bs = tl.load(b.at + token[:, None] * b.token + vector[None, :], meant, 0.0).to(tl.float32)
-            cs = tl.load(c.at + token[:, None] * c.token + vector[None, :], meant, 0.0).to(tl.float32)
+            bs = tl.load(inputs.b + token[:, None] * inputs.b_token + vector[None, :], meant, 0.0).to(tl.float32)
+            cs = tl.load(inputs.c + token[:, None] * inputs.c_token + vector[None, :], meant, 0.0).to(tl.float32)
             apart = reached[:, None] - reached[None, :]
             apart = tl.where(token[:, None] >= token[None, :], apart, float("-inf"))
             weight = tl.dot(cs, tl.trans(bs), input_precision="tf32") * tl.exp2(apart) * step[None, :]
@@ -117,19 +114,19 @@ def ssd_kernel(
             enter = tl.trans(xs * (tl.exp2(total - reached) * step)[:, None])
             h = tl.exp2(total) * h + tl.dot(enter, bs, input_precision="tf32")
         if (begin > first) & (kept > 0):
-            slot = written_slot(sequences, sequence, 0, write_stride) * states.slot
+            slot = written_slot(states, sequence, 0, write_stride) * states.slot
             tl.store(states.at + slot + own, h.to(states.at.dtype.element_ty), inside)
     for token in range(begin, last):
-        step = time_step(tl.load(dt.at + token * dt.token + head).to(tl.float32), shift, limits)
-        xs = tl.load(x.at + token * x.token + x_own, used, 0.0).to(tl.float32)
-        bs = tl.load(b.at + token * b.token + vector, at < n, 0.0).to(tl.float32)
-        cs = tl.load(c.at + token * c.token + vector, at < n, 0.0).to(tl.float32)
+        step = time_step(tl.load(inputs.dt + token * inputs.dt_token + head).to(tl.float32), shift, limits)
+        xs = tl.load(inputs.x + token * inputs.x_token + x_own, used, 0.0).to(tl.float32)
+        bs = tl.load(inputs.b + token * inputs.b_token + vector, at < n, 0.0).to(tl.float32)
+        cs = tl.load(inputs.c + token * inputs.c_token + vector, at < n, 0.0).to(tl.float32)
         h = tl.exp2(step * rate) * h + (step * xs)[:, None] * bs[None, :]
         out = tl.sum(h * cs[None, :], 1) + skip * xs
         tl.store(y + (token * heads + head) * size + row, out.to(y.dtype.element_ty), used)
         j = kept - (last - token)
         if j >= 0:
-            slot = written_slot(sequences, sequence, j, write_stride) * states.slot
+            slot = written_slot(states, sequence, j, write_stride) * states.slot
             tl.store(states.at + slot + own, h.to(states.at.dtype.element_ty), inside)
 
 
@@ -152,10 +149,9 @@ def run_ssd_scan(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not y.numel() or not sequences:
         return y
-    longest = int(np.diff(meta.q_start).max())
     many = sequences * heads * size >= 4 * MANY_ROWS * multiprocessors(x.device)
     # Products of chunks are TF32: they lose nothing that 16-bit activations have. Float32 models run token by token.
-    chunk = CHUNK if longest > SHORT and x.dtype is not torch.float32 else 0
+    chunk = CHUNK if meta.longest > SHORT and x.dtype is not torch.float32 else 0
     inner = max(power_of_two(n), 16 if chunk else 1)
     fewer = max(1, inner // 128)
     rows = (
@@ -163,18 +159,13 @@ def run_ssd_scan(
         if chunk
         else max(1, min((MANY_ROWS if many else FEW_ROWS) // fewer, power_of_two(size)))
     )
-    source, into, out = (Tokens.of(_tokens(part)) for part in (x, b, c))
-    ssd_kernel[(heads * triton.cdiv(size, rows), sequences)](
-        source,
-        Tokens.of(dt),
+    ssd_kernel[(heads * cdiv(size, rows), sequences)](
+        ScanInputs.of(_tokens(x), dt, _tokens(b), _tokens(c)),
         a,
-        into,
-        out,
         d,
         bias,
-        States.of(state),
+        SequenceStates.of(state, meta),
         y,
-        SequenceSlots.of(meta, x.device),
         meta.write.stride(0),
         heads,
         size,
@@ -196,7 +187,18 @@ def _tokens(x: Tensor) -> Tensor:
 
 @triton.jit
 def gated_rms_norm_kernel(
-    x, gate, weight, y, columns, part, eps, BEFORE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    x,
+    x_stride,
+    gate,
+    gate_stride,
+    weight,
+    y,
+    columns,
+    part,
+    eps,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Axis 0: rows, 1: parts of a row."""
     row, within = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -204,8 +206,8 @@ def gated_rms_norm_kernel(
     gain = tl.load(weight + at, inside, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    opened = activation(tl.load(gate.at + row * gate.token + at, inside, 0.0).to(tl.float32), "silu")
-    numbers = tl.load(x.at + row * x.token + at, inside, 0.0).to(tl.float32)
+    opened = activation(tl.load(gate + row * gate_stride + at, inside, 0.0).to(tl.float32), "silu")
+    numbers = tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
     if not BEFORE:
         numbers *= opened
     numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / part + eps) * gain
@@ -220,10 +222,13 @@ def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grou
     if not supported(x, gate, weight) or not preloadable(weight) or x.dim() != 2 or part > LONGEST_PART:
         return gated_rms_norm.body(x, gate, weight, eps, groups, before)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, opening = contiguous_rows(x), contiguous_rows(gate)
     if y.numel():
         gated_rms_norm_kernel[(len(x), groups)](
-            Tokens.of(x),
-            Tokens.of(gate),
+            rows,
+            rows.stride(0),
+            opening,
+            opening.stride(0),
             weight,
             y,
             x.shape[1],
@@ -240,12 +245,12 @@ def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grou
 @triton.jit(do_not_specialize=["write_stride"])
 def diagonal_kernel(
     x,
+    x_stride,
     decay,
     leave,
     d,
     states,
     y,
-    sequences,
     write_stride,
     channels,
     pairs,
@@ -265,12 +270,12 @@ def diagonal_kernel(
     sequence = tl.program_id(1)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    first, last, kept = span(sequences, sequence)
-    past = states.at + read_slot(sequences, sequence) * states.slot
+    first, last, kept = span(states.starts, states.kepts, sequence)
+    past = states.at + read_slot(states, sequence) * states.slot
     h_re = tl.load(past + at, inside, 0.0).to(tl.float32)
     h_im = tl.load(past + half + at, inside, 0.0).to(tl.float32)
     for token in range(first, last):
-        xs = tl.load(x.at + token * x.token + channel, used, 0.0).to(tl.float32)
+        xs = tl.load(x + token * x_stride + channel, used, 0.0).to(tl.float32)
         next_re = re * h_re - im * h_im + xs[None, :]
         h_im = re * h_im + im * h_re
         h_re = next_re
@@ -278,7 +283,7 @@ def diagonal_kernel(
         tl.store(y + token * channels + channel, out.to(y.dtype.element_ty), used)
         j = kept - (last - token)
         if j >= 0:
-            after = states.at + written_slot(sequences, sequence, j, write_stride) * states.slot
+            after = states.at + written_slot(states, sequence, j, write_stride) * states.slot
             tl.store(after + at, h_re.to(states.at.dtype.element_ty), inside)
             tl.store(after + half + at, h_im.to(states.at.dtype.element_ty), inside)
 
@@ -288,18 +293,19 @@ def run_diagonal_scan(x: Tensor, decay: Tensor, out: Tensor, d: Tensor, state: T
     if not supported(x, state) or not preloadable(decay, out, d) or not state.is_contiguous():
         return diagonal_scan.body(x, decay, out, d, state, meta)
     channels, pairs, sequences = x.shape[1], decay.shape[1], len(meta.q_start) - 1
+    rows = contiguous_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner = power_of_two(pairs)
     block = min(max(1, DIAGONAL_NUMBERS // inner), power_of_two(channels))
     if y.numel() and sequences:
-        diagonal_kernel[(triton.cdiv(channels, block), sequences)](
-            Tokens.of(x),
+        diagonal_kernel[(cdiv(channels, block), sequences)](
+            rows,
+            rows.stride(0),
             decay,
             out,
             d,
-            States.of(state),
+            SequenceStates.of(state, meta),
             y,
-            SequenceSlots.of(meta, x.device),
             meta.write.stride(0),
             channels,
             pairs,
