@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -145,13 +146,27 @@ def step_plan(message: PlanMessage, allowed: Any) -> StepPlan:
     """The plan as a follower's runner gets it. `allowed`: `SamplingTable.allowed_mask`."""
     enter = []
     for one in message.plan.enter:
-        wire = msgspec.convert(one.payload, JobWire)
-        if wire.params.get("logit_bias") is not None:
-            wire.params["logit_bias"] = dict(wire.params["logit_bias"])
-        wanted = SamplingParams(**wire.params)
+        wire, wanted = _read_job(one.payload)
         job = Job(wanted, wire.seed, frozenset(wire.stop_ids), wire.pool, allowed(wanted))
         enter.append(one._replace(payload=job))
     return replace(message.plan, enter=enter)
+
+
+def _read_job(payload: Any) -> tuple[JobWire, SamplingParams]:
+    with refusing_malformed("job"):
+        wire = msgspec.convert(payload, JobWire)
+        if wire.params.get("logit_bias") is not None:
+            wire.params["logit_bias"] = dict(wire.params["logit_bias"])
+        return wire, SamplingParams(**wire.params)
+
+
+@contextmanager
+def refusing_malformed(what: str) -> Iterator[None]:
+    """Raises RankLost for a part of a message that its decoder leaves as it is."""
+    try:
+        yield
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise RankLost(f"rank 0 sent what is no {what} ({error}).") from error
 
 
 def outcome_message(result: StepResult) -> OutcomeMessage:
@@ -172,9 +187,10 @@ def masks_message(masks: Mapping[int, Any]) -> MasksMessage:
 
 def masks_of(message: MasksMessage) -> dict[int, Any]:
     masks: dict[int, Any] = {}
-    for row, (data, shape) in message.masks.items():
-        array = np.frombuffer(data, np.int32).reshape(shape)
-        masks[row] = array if shape else int(array)
+    with refusing_malformed("mask"):
+        for row, (data, shape) in message.masks.items():
+            array = np.frombuffer(data, np.int32).reshape(shape)
+            masks[row] = array if shape else int(array)
     return masks
 
 
