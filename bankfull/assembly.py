@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bankfull.building import build_weights, plan_build, ran_out_of_memory
-from bankfull.combinations import refuse_impossible
+from bankfull.combinations import Asked, refuse_impossible
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.adaptive import halved
 from bankfull.decode.plain import Plain
@@ -97,9 +97,14 @@ def assemble(
     device: Device | None = None,
     strategy: Strategy | None = None,
     ranks: Ranks | None = None,
+    also: Asked = (),
 ) -> Assembled:
-    """An engine over a configuration and any source of tensors. `ranks`: this rank's groups, if the model is split."""
-    return Assembly(files, run, sched, state, max_len, device or open_device(run.device), strategy, ranks).made()
+    """An engine over a configuration and any source of tensors. `ranks`: this rank's groups, if the model is split; the
+    first rank has refused what is impossible. `also`: what the engine is for, beside its options."""
+    device = device or open_device(run.device)
+    if ranks is None:
+        refuse_impossible(files, device, run, sched, state, strategy, also)
+    return Assembly(files, run, sched, state, max_len, device, strategy, ranks).made()
 
 
 class Assembly:
@@ -116,8 +121,6 @@ class Assembly:
         strategy: Strategy | None,
         ranks: Ranks | None,
     ) -> None:
-        if ranks is None:
-            refuse_impossible(files, device, run, sched, state, strategy)
         self.run, self.max_len, self.device, self.ranks = run, max_len, device, ranks
         self.choice = SpeculativeChoice.parse(run.speculative if strategy is None else "off")
         self.fingerprint = begun_fingerprint(files, state)

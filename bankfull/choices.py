@@ -143,6 +143,17 @@ RAY = Declared(
         "rank; leave ray out, or serve the model with --replicas 1 and --ray."
     },
 )
+SEPARATE = Declared(
+    "prompts are computed on other engines than those that decode",
+    {Trait.PREFIX_CACHE: "{asked} needs the prefix cache, by which state is found: leave out --no-prefix-cache."},
+    {
+        Trait.RANKS: "{asked} hands over pages of engines with one rank, and with the layout {layout} each rank keeps "
+        "a part of every page: leave out --parallel, or {asked}.",
+        Trait.DIFFUSION: "{asked} has no use for a diffusion model: its blocks are computed again in every step, so "
+        "there is no finished state to hand over; serve it without.",
+    },
+)
+"""`--separate` of a service, whose engines hand each other pages."""
 GIVEN: Table = {
     "kv_evict": EVICTION,
     "diffusion": DENOISING,

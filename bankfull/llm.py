@@ -18,7 +18,6 @@ from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.recommended import recommended
-from bankfull.sched.policies import policy_of
 
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[RequestOutput], None]
@@ -44,9 +43,7 @@ class LLM:
         if loaded is None:
             named = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
             said = {name: value for name, value in named.items() if value not in ("auto", None)}
-            configured = configure({**said, **options})
-            policy_of(configured[1])  # an unknown name is refused before the model is loaded
-            loaded = load(model, *configured)
+            loaded = load(model, *configure({**said, **options}))
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self._front = loaded.frontend

@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 from bankfull.assembly import Assembled, assemble
+from bankfull.combinations import Asked
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.decode.strategy import Strategy
 from bankfull.frontend import Frontend
 from bankfull.models.registry import family_of
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.refused import refuse_other_format
+from bankfull.sched.policies import policy_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
@@ -38,8 +40,11 @@ def load(
     device: Device | None = None,
     strategy: Strategy | None = None,
     text: tuple[Tokenizer, ChatTemplate | None] | None = None,
+    also: Asked = (),
 ) -> Loaded:
-    """`device`, `strategy`: instead of the configuration's. `text`: tokenizer and chat template, if read already."""
+    """`device`, `strategy`: instead of the configuration's. `text`: tokenizer and chat template, if read already.
+    `also`: what the engine is for, beside its options."""
+    policy_of(sched)  # an unknown name is refused before the model is read
     files = open_model(locate(name))
     refuse_other_format(files, run.stored)
     family_of(files.config)  # refuses an unsupported architecture before anything else is read
@@ -49,9 +54,9 @@ def load(
         if run.mesh.ranks > 1:
             from bankfull.parallel.leading import assemble_leader  # only several ranks need it
 
-            assembled = assemble_leader(name, files, run, sched, state, max_len, device)
+            assembled = assemble_leader(name, files, run, sched, state, max_len, device, strategy, also)
         else:
-            assembled = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
+            assembled = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy, also=also)
         tokenizer, template = reading.result()
     frontend = Frontend(
         assembled.engine,

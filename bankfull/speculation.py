@@ -85,12 +85,32 @@ _FROM_HIDDEN = _DENOISED | {
 }
 _CHAINS_ONLY = "A model with recurrent state verifies chains of draft tokens only, and "
 TREE = _CHAINS_ONLY + "{{asked}} proposes a tree; {out}."
+STREAMED = Declared(
+    "streams in a model's top layers",
+    {
+        Trait.TOP_ATTENTION: "Speculative Streaming needs layers of grouped-query attention and a feed-forward layer "
+        "with norms before each; this model's top layers are others."
+    },
+    {
+        Trait.RECURRENT: f"{_CHAINS_ONLY}keeps no keys and values that streams could read; choose another way of "
+        "speculative decoding."
+    },
+)
 _FROM_LAYERS = _FROM_HIDDEN | {
     Trait.RANKS: "{asked} runs streams through the model's top layers, which the layout {layout} spreads over ranks; "
     "use suffix, ngram, lookahead, medusa, eagle or a draft model.",
-    Trait.RECURRENT: f"{_CHAINS_ONLY}keeps no keys and values that streams could read; choose another way of "
-    "speculative decoding.",
+    **STREAMED.refuses,
 }
+OWN = Declared(
+    "a strategy object of the program's own",
+    refuses={
+        Trait.DIFFUSION: "The strategy {asked} is not for a diffusion model, which is denoised instead; leave the "
+        "strategy out, and give the options of denoising as diffusion=....",
+        Trait.RANKS: "The strategy {asked} is an object of this process, and each rank of the layout {layout} makes "
+        "its strategy by itself; name one with speculative=..., or leave out parallel.",
+    },
+)
+OWN_TREES = replace(OWN, refuses={**OWN.refuses, Trait.RECURRENT: TREE.format(out="choose a strategy without trees")})
 
 
 def _tree(usual: str) -> Option:
@@ -188,12 +208,14 @@ SPECULATIVE: dict[str, DraftWay] = {
     "streaming": DraftWay(
         about="trained streams in the top layers, a tree of one shape",
         named=STREAMS,
+        needs=STREAMED.needs,
         refuses=_FROM_LAYERS,
         options={"nodes": Option(8, _NODES), "tree": _tree("sparse"), "adaptive": _ADAPTIVE},
     ),
     "tree-streaming": DraftWay(
         about="the same streams, a tree of each row's own shape",
         named=STREAMS,
+        needs=STREAMED.needs,
         refuses=_FROM_LAYERS,
         options={"nodes": Option(8, _NODES), "adaptive": _ADAPTIVE},
     ),

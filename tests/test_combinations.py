@@ -14,19 +14,22 @@ import transformers
 
 from bankfull import assembly, precision
 from bankfull.assembly import assemble
-from bankfull.choices import ACTIVATIONS, GIVEN, PAGE_TYPES, ROUNDING, SPARSE
+from bankfull.choices import ACTIVATIONS, GIVEN, PAGE_TYPES, ROUNDING, SEPARATE, SPARSE
 from bankfull.combinations import declarations, every_declaration, refuse_impossible
-from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, StateConfig
 from bankfull.declared import Declared, Trait, judged
+from bankfull.decode.diffusion import Denoising
+from bankfull.decode.plain import Plain
 from bankfull.errors import ConfigError
 from bankfull.familiar import configure
+from bankfull.loading import load
 from bankfull.precision import choose_activations
-from bankfull.ranks.mesh import LAYOUTS
+from bankfull.ranks.mesh import LAYOUTS, SEQUENCE
 from bankfull.runtime.device import Cpu
 from bankfull.sched.gates import GATES
 from bankfull.sched.policies import policy_of
 from bankfull.scheduling import BATCHING, POLICIES, readers
-from bankfull.speculation import SPECULATIVE
+from bankfull.speculation import OWN, OWN_TREES, SPECULATIVE
 from bankfull.weights.requantized import Requantized
 from bankfull.weights.source import ModelFiles, open_model
 from tests.models.diffusion import make
@@ -40,6 +43,12 @@ VALUES: Options = {"kv_evict": "sinks:2,window:9", "diffusion": "threshold=0.5",
 VALUES |= {"prefill_tokens": 3, "prefill_rows": 3, "kv_host": "1MiB", "kv_disk": "1MiB"}
 
 
+class OwnTrees(Plain):
+    """A strategy of the program's own, whose drafts may be trees."""
+
+    trees = True
+
+
 def asked() -> Iterator[tuple[Options, Declared]]:
     """Options that ask for each declaration that needs or refuses something."""
     for name, table in (("kv_dtype", PAGE_TYPES), ("activations", ACTIVATIONS), ("batching", BATCHING)):
@@ -49,6 +58,10 @@ def asked() -> Iterator[tuple[Options, Declared]]:
     yield from (({name: VALUES[name]}, declared) for name, declared in judged(GIVEN) if name != "ray")
     yield {"parallel": "tp=2", "ray": VALUES["ray"]}, GIVEN["ray"]
     yield from (({"parallel": f"{name}=1"}, declared) for name, declared in judged(LAYOUTS))
+    yield from (({"parallel": f"sp={name}"}, declared) for name, declared in judged(SEQUENCE))
+    yield {"--separate": True}, SEPARATE
+    yield {"strategy": Plain()}, OWN
+    yield {"strategy": OwnTrees()}, OWN_TREES
     yield {"quantize": "int8"}, ROUNDING
     yield {"quantize": "2:4"}, SPARSE
 
@@ -64,6 +77,13 @@ class Place:
     options: tuple[tuple[str, Any], ...] = ()
     device: Any = HERE
 
+    def beside(self, asked: Options) -> Options:
+        """The options of the place and those that are asked for, in one layout."""
+        both = dict(self.options) | asked
+        if layouts := [given["parallel"] for given in (asked, dict(self.options)) if "parallel" in given]:
+            both["parallel"] = ",".join(layouts)
+        return both
+
 
 REFUSED = {
     Trait.LATENT: Place("latent"),
@@ -76,6 +96,7 @@ REFUSED = {
     Trait.HOST_MEMORY: Place(),
     Trait.RANKS: Place(options=(("parallel", "tp=2"),)),
     Trait.STAGES: Place(options=(("parallel", "pp=2"),)),
+    Trait.DIVIDED_TOKENS: Place(options=(("parallel", "cp=2"),)),
     Trait.DEALT_PAGES: Place(options=(("parallel", "cp=2"),), device=ApartCpu()),
 }
 LACKING = {
@@ -83,6 +104,10 @@ LACKING = {
     Trait.FULL_ATTENTION: Place("mamba"),
     Trait.FEED_FORWARD: Place("mamba"),
     Trait.DIFFUSION: Place(),
+    Trait.TOP_ATTENTION: Place("latent"),
+    Trait.TENSOR_RANKS: Place(options=(("parallel", "cp=2"),)),
+    Trait.CONTEXT_RANKS: Place(options=(("parallel", "tp=2"),)),
+    Trait.EXPERT_RANKS: Place(options=(("parallel", "tp=2"),)),
     Trait.PREDICTION_MODULE: Place(),
     Trait.BLOCKS: Place(),
     Trait.BY_ROW: Place(),
@@ -137,11 +162,14 @@ def test_what_is_declared_is_refused_before_a_weight_is_read(
         monkeypatch.setattr(precision, "keeps_outliers", lambda source: True)
     files = files_of(place.shape, tmp_path)
     with pytest.raises(ConfigError) as refused:
-        run, sched, state, _ = configure(dict(place.options) | options)
+        given = place.beside(options)
+        strategy, separate = given.pop("strategy", None), given.pop("--separate", False)
+        run, sched, state, _ = configure(given)
         if place.device.kind == "cuda":
             refuse_impossible(files, place.device, run, sched, state)
             choose_activations(run, files, "cuda")
-        assemble(files, run, sched, state, device=place.device)
+        also = (("--separate", SEPARATE),) if separate else ()
+        assemble(files, run, sched, state, device=place.device, strategy=strategy, also=also)
     said = re.sub(r"\\{[^}]*\\}", "[^{}\n]+", re.escape(reason))
     assert re.fullmatch(said, str(refused.value)) and reason.endswith(".")
 
@@ -150,6 +178,19 @@ def test_the_table_of_combinations_has_all_that_can_be_asked_for() -> None:
     told = {id(declared) for _, declared in every_declaration()}
     ways = {id(way) for way in SPECULATIVE.values()}  # with the options that they have by default
     assert {id(declared) for _, declared in asked()} - ways <= told
+
+
+def test_a_strategy_object_is_refused_where_another_would_run(tmp_path: Path) -> None:
+    """Denoising is what a diffusion model runs, so an object of it may be given."""
+    make("sdar", tmp_path)
+    diffusion, llama = open_model(tmp_path), open_model(folder_of("llama"))
+    with pytest.raises(ConfigError, match="The strategy Plain is not for a diffusion model"):
+        refuse_impossible(diffusion, Cpu(), RunConfig(), strategy=Plain())
+    refuse_impossible(diffusion, Cpu(), RunConfig(), strategy=Denoising(DiffusionChoice()))
+    with pytest.raises(ConfigError, match="needs a diffusion model"):
+        refuse_impossible(llama, Cpu(), RunConfig(), strategy=Denoising(DiffusionChoice()))
+    with pytest.raises(ConfigError, match="The strategy Plain is an object of this process"):
+        load(str(folder_of("llama")), RunConfig(parallel="tp=2"), SchedConfig(), StateConfig(), strategy=Plain())
 
 
 def test_usual_options_ask_for_nothing() -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bankfull.choices import SEPARATE
+from bankfull.declared import Trait
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,10 +92,9 @@ class ReplicaOptions:
         `ray`: the Ray cluster to join. `take_over`: there the old server has most of the resources until it ends."""
         tls = self._link_tls(run, ray)
         if self.separate is not None:
-            from bankfull.serve.engine.exchange_end import refuse_separate
-
             factory = self._separate(self.separate, model, run.device, ray, tls)
-            refuse_separate(run.mesh, state.prefix_cache, run.diffusion)
+            told = {Trait.PREFIX_CACHE: state.prefix_cache, Trait.DIFFUSION: bool(run.diffusion), **run.mesh.traits}
+            SEPARATE.refuse("--separate", told, layout=run.mesh)  # the engines judge the model
             return factory
         if self.replicas is None:
             others = {"--ray": ray, "--replica-cpus": self.replica_cpus, "--replica-gpus": self.replica_gpus}

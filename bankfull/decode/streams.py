@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bankfull.declared import Trait
 from bankfull.decode.strategy import OwnModel
 from bankfull.decode.stream_tree import Continuations
 from bankfull.errors import ConfigError
@@ -26,6 +27,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.linear import Linear
 from bankfull.ops import embedding
+from bankfull.speculation import STREAMED
 from bankfull.state.spec import Recurrent, Shared
 from bankfull.weights.streams import Map, StreamWeights
 
@@ -57,25 +59,21 @@ def after(hidden: Tensor, parents: Tensor, leave: Adapter) -> Tensor:
 
 def top_attention(model: Decoder, layers: int) -> list[Attention]:
     """The mixers of the top layers; raises ConfigError where streams cannot run in them."""
-    if any(isinstance(state, Recurrent) for states in model.states() for state in states):
-        raise ConfigError(
-            "A model with recurrent state verifies chains of draft tokens only, and keeps no keys and values that "
-            "streams could read; choose another way of speculative decoding."
-        )
+    recurrent = any(isinstance(state, Recurrent) for states in model.states() for state in states)
+    STREAMED.refuse("streaming", {Trait.RECURRENT: recurrent})
     if not 0 < layers < len(model.blocks):
         raise ConfigError(
             f"Streams in {layers} top layers are not possible: the model has {len(model.blocks)} layers, and at least "
             "one must come before them."
         )
-    mixers = []
-    for block in model.blocks[-layers:]:
-        if not isinstance(block.mixer, Attention) or block.feed is None or block.norm_last:
-            raise ConfigError(
-                "Speculative Streaming needs layers of grouped-query attention and a feed-forward layer with norms "
-                "before each; this model's top layers are others."
-            )
-        mixers.append(block.mixer)
-    return mixers
+    top = model.blocks[-layers:]
+    STREAMED.refuse("streaming", {Trait.TOP_ATTENTION: all(map(takes_streams, top))})
+    return [block.mixer for block in top if isinstance(block.mixer, Attention)]
+
+
+def takes_streams(block: Block) -> bool:
+    """Whether streams can run in a layer."""
+    return isinstance(block.mixer, Attention) and block.feed is not None and not block.norm_last
 
 
 def stream_block(block: Block, attention: Attention, maps: Mapping[str, Map], make: MakeProduct) -> Block:

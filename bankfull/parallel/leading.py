@@ -18,8 +18,9 @@ import torch
 
 import bankfull
 from bankfull.assembly import Assembled, assemble
-from bankfull.combinations import refuse_impossible
+from bankfull.combinations import Asked, refuse_impossible
 from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.decode.strategy import Strategy
 from bankfull.errors import ConfigError, RankLost
 from bankfull.parallel.groups import Bounds, Ranks, join
 from bankfull.parallel.hosting import rank_command
@@ -71,10 +72,12 @@ def assemble_leader(
     state: StateConfig,
     max_len: int | None,
     device: Device,
+    strategy: Strategy | None = None,
+    also: Asked = (),
 ) -> Assembled:
-    """Rank 0 of a model over several ranks, which it starts."""
+    """Rank 0 of a model over several ranks, which it starts. `strategy`, `also`: as for `assemble`."""
     run = replace(run, device=device.kind)
-    refuse_impossible(files, device, run, sched, state)
+    refuse_impossible(files, device, run, sched, state, strategy, also)
 
     def own_part(run: RunConfig, ranks: Ranks) -> Assembled:
         return assemble(files, run, sched, state, max_len=max_len, device=device, ranks=ranks)

@@ -7,30 +7,52 @@ ranks that lie next to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import ClassVar
 
-from bankfull.declared import Declared, Trait
+from bankfull.declared import Declared, Trait, Traits
 from bankfull.errors import ConfigError
 
+SEQUENCE: Mapping[str, Declared] = {
+    "off": Declared("each rank has all tokens"),
+    "megatron": Declared(
+        "tokens, between layers that tp splits",
+        {
+            Trait.TENSOR_RANKS: "The layout {layout} splits tokens over tensor ranks but has only one; raise tp.",
+        },
+    ),
+    "ulysses": Declared(
+        "cp ranks exchange tokens for heads around attention",
+        {
+            Trait.CONTEXT_RANKS: "The layout {layout} exchanges tokens for heads over context ranks but has one; raise "
+            "cp.",
+        },
+    ),
+}
+"""Ways of sequence parallelism."""
 LAYOUTS: Mapping[str, Declared] = {
     "tp": Declared("heads, widths and the vocabulary"),
     "pp": Declared("layers, in stages"),
     "cp": Declared("tokens and KV pages"),
     "ep": Declared("experts, over the tp and cp ranks"),
-    "hot": Declared("copies of the experts used most"),
+    "hot": Declared(
+        "copies of the experts used most",
+        {Trait.EXPERT_RANKS: "The layout {layout} copies experts to all expert ranks but has one; raise ep."},
+    ),
     "ffn": Declared(
         "feed-forward layers, on ranks of their own",
         {
             Trait.FEED_FORWARD: "The layout {layout} gives feed-forward layers ranks of their own, but this model has "
             "none, or has none in one of the stages; leave out ffn."
         },
+        {
+            Trait.DIVIDED_TOKENS: "The layout {layout} runs feed-forward layers on ranks of their own, which get all "
+            "tokens of a step; leave out cp and sp, which split tokens, or ffn."
+        },
     ),
-    "sp": Declared(
-        "on: tokens, between layers that tp splits; ulysses: cp ranks exchange tokens for heads around attention"
-    ),
+    "sp": Declared(f"on: {SEQUENCE['megatron'].about}; ulysses: {SEQUENCE['ulysses'].about}"),
 }
 """Keys of a layout, and what each of them splits."""
 FEED_WIDTH = "feed-forward width"
@@ -79,8 +101,8 @@ class MeshSpec:
     ep: int = 1
     """Expert ranks: experts are spread over the tensor and context ranks of a stage, which they add none to."""
     sp: str = "off"
-    """Sequence parallelism. megatron: between the split layers, each tensor rank has its part of the tokens. ulysses:
-    context ranks exchange tokens for heads around attention, instead of exchanging keys and values."""
+    """Sequence parallelism: name in `SEQUENCE`. megatron: between the split layers, each tensor rank has its part of
+    the tokens. ulysses: context ranks exchange tokens for heads around attention, instead of keys and values."""
     ffn: int = 0
     """Ranks of each stage that run only feed-forward layers: the tensor ranks then run only mixers. 0: together. Expert
     ranks are some of them; the others split widths."""
@@ -88,13 +110,6 @@ class MeshSpec:
     """Experts of each layer that every expert rank holds: those that are used most. 0: none."""
 
     AXES: ClassVar[tuple[str, ...]] = ("tp", "pp", "cp", "ep")
-    SEQUENCE: ClassVar[dict[str, str]] = {
-        "on": "megatron",
-        "off": "off",
-        "megatron": "megatron",
-        "ulysses": "ulysses",
-    }
-    """Values of sp= in a text, and what they mean."""
     MOST: ClassVar[int] = 4096
 
     def __post_init__(self) -> None:
@@ -106,7 +121,7 @@ class MeshSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= self.MOST:
                 raise ConfigError(f"{name}={str(value)[:40]} of a layout must be a whole number from 0 to {self.MOST}.")
-        if self.sp not in self.SEQUENCE.values():
+        if self.sp not in SEQUENCE:
             raise ConfigError(f"sp={str(self.sp)[:40]!r} of a layout is unknown; use off, megatron or ulysses.")
         if self.ranks > self.MOST:
             raise ConfigError(f"The layout {self} has {self.ranks} ranks; at most {self.MOST} are possible.")
@@ -115,17 +130,27 @@ class MeshSpec:
                 f"The layout {self} spreads experts over {self.ep} of the {self.feed_ranks} ranks of a stage, "
                 f"which {self.ep} does not divide; use one of {', '.join(map(str, _divisors(self.feed_ranks)))}."
             )
-        if self.ffn and (self.cp > 1 or self.sp != "off"):
-            raise ConfigError(
-                f"The layout {self} runs feed-forward layers on ranks of their own, which get all tokens of a step; "
-                "leave out cp and sp, which split tokens, or ffn."
-            )
-        if self.hot and self.ep == 1:
-            raise ConfigError(f"The layout {self} copies experts to all expert ranks but has one; raise ep.")
-        if self.sp == "megatron" and self.tp == 1:
-            raise ConfigError(f"The layout {self} splits tokens over tensor ranks but has only one; raise tp.")
-        if self.sp == "ulysses" and self.cp == 1:
-            raise ConfigError(f"The layout {self} exchanges tokens for heads over context ranks but has one; raise cp.")
+        for asked, declared in self.declarations():
+            declared.refuse(asked, self.traits, layout=self)
+
+    def declarations(self) -> Iterator[tuple[str, Declared]]:
+        """What the layout splits, as it is asked for, and what that declares."""
+        for axis in fields(self):
+            if (value := getattr(self, axis.name)) != axis.default:
+                yield f"{axis.name}={value}", SEQUENCE[value] if axis.name == "sp" else LAYOUTS[axis.name]
+
+    @property
+    def traits(self) -> Traits:
+        """What the layout tells by itself."""
+        return {
+            Trait.RANKS: self.ranks > 1,
+            Trait.TENSOR_RANKS: self.tp > 1,
+            Trait.STAGES: self.pp > 1,
+            Trait.CONTEXT_RANKS: self.cp > 1,
+            Trait.EXPERT_RANKS: self.ep > 1,
+            Trait.DIVIDED_TOKENS: self.cp > 1 or self.sp != "off",
+            Trait.DEALT_PAGES: self.page_ranks > 1,
+        }
 
     @property
     def ranks(self) -> int:
@@ -213,11 +238,12 @@ class MeshSpec:
             if key in values:
                 raise ConfigError(f"{shown} has {key} twice; give it once.")
             values[key] = value
-        sequence = values.pop("sp", "off")
-        if sequence not in MeshSpec.SEQUENCE:
-            raise ConfigError(f"{shown}: sp must be one of {', '.join(MeshSpec.SEQUENCE)}, not {sequence[:40]!r}.")
+        given = values.pop("sp", "off")
+        sequence = "megatron" if given == "on" else given
+        if sequence not in SEQUENCE:
+            raise ConfigError(f"{shown}: sp must be one of on, {', '.join(SEQUENCE)}, not {given[:40]!r}.")
         numbers = {key: _number(shown, key, value) for key, value in values.items()}
-        return MeshSpec(**numbers, sp=MeshSpec.SEQUENCE[sequence])
+        return MeshSpec(**numbers, sp=sequence)
 
     def check(self, facts: MeshFacts) -> None:
         """Refuse a mesh that does not divide the model."""

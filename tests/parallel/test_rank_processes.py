@@ -24,8 +24,6 @@ from bankfull.parallel.leading import Followers
 from bankfull.parallel.messages import RankReady, encoded
 from bankfull.ranks.mesh import MeshSpec
 from bankfull.runtime.device import Cpu
-from bankfull.serve.engine.exchange_end import ExchangeEnd
-from bankfull.serve.engine.wire import ExchangeEnds
 from bankfull.weights.source import open_model
 from tests.cluster.listening import sockets_of
 from tests.models.diffusion import make_speaking
@@ -221,13 +219,6 @@ def test_a_lost_rank_ends_the_replica_and_the_others_end_with_rank_0() -> None:
     assert "Timed out" not in str(problem.value)
     followers_of(llm).close()
     assert all(one.poll() is not None for one in followers_of(llm)._processes)
-
-
-@pytest.mark.parametrize("own", [None, 0])
-def test_ranks_neither_hand_over_pages_nor_take_them(split: LLM, own: int | None) -> None:
-    ends = ExchangeEnds([], 1 << 20, own, 1, b"secret")
-    with pytest.raises(ConfigError, match=r"engines with one rank, and with the layout tp=2 .*leave out --parallel"):
-        ExchangeEnd(split, ends, print, "127.0.0.1")
 
 
 @pytest.mark.full

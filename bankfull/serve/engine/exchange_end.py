@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from bankfull.errors import ConfigError
 from bankfull.handshake.inherited import inherited
 from bankfull.handshake.link_tls import LinkTls
-from bankfull.ranks.mesh import MeshSpec
 from bankfull.serve.engine.wire import Arrived, ExchangeEnds, Expect, FromEngine, RoomGranted, Ship, Shipped
 from bankfull.state.lower_tier import disk_key, key_from_disk
 
@@ -26,38 +25,17 @@ if TYPE_CHECKING:
     from bankfull.types import StepPlan
 
 LONGEST_FACT = 80
-NO_DIFFUSION = (
-    "--separate has no use for a diffusion model: its blocks are computed again in every step, so there is no finished "
-    "state to hand over; serve it without."
-)
-
-
-def refuse_separate(mesh: MeshSpec, prefix_cache: bool, diffusion: str = "") -> None:
-    """What the options of an engine rule out, before it loads its model. Raises ConfigError."""
-    if mesh.ranks > 1:
-        raise ConfigError(
-            f"--separate hands over pages of engines with one rank, and with the layout {mesh} each rank keeps a part "
-            "of every page: leave out --parallel, or --separate."
-        )
-    if not prefix_cache:
-        raise ConfigError("--separate needs the prefix cache, by which state is found: leave out --no-prefix-cache.")
-    if diffusion:
-        raise ConfigError(NO_DIFFUSION)
 
 
 class ExchangeEnd:
     def __init__(self, llm: LLM, ends: ExchangeEnds, say: Callable[[FromEngine], None], host: str) -> None:
-        """`host`: the address of this machine at which other engines reach this one, without shared memory. Raises
-        ConfigError where a model or an option rules it out."""
+        """`llm`: loaded for `choices.SEPARATE`. `host`: the address of this machine at which other engines reach this
+        one, without shared memory."""
         from bankfull.runtime.tiering import add_expected, add_shipping
         from bankfull.state.exchange import address_of
 
         engine = llm.loaded.engine
         state = engine.scheduler.state
-        if engine.scheduler.canvas is not None:
-            raise ConfigError(NO_DIFFUSION)
-        ranks = engine.runner.followers
-        refuse_separate(MeshSpec() if ranks is None else ranks.mesh, state.prefix_cache)
         self._say, self._address_of = say, address_of
         self._expectations = self._shipping = None
         self._requests: dict[Any, int] = {}

@@ -136,7 +136,10 @@ class Worker:
 
     def _load(self, wanted: Configure) -> Facts:
         self._say(LoadingPhase(f"loading {wanted.model}"))
+        from bankfull.choices import SEPARATE
+        from bankfull.familiar import configure
         from bankfull.llm import LLM
+        from bankfull.loading import load
         from bankfull.loop import EngineLoop
         from bankfull.ops.native import set_threads
         from bankfull.serve.engine.accounts import Explainer, known_ceilings
@@ -147,7 +150,8 @@ class Worker:
         options: dict[str, Any] = {"step_ms": STEP_MS, **wanted.options}
         if not {"policy", "scheduling_policy", "schedule_policy", "batching"} & options.keys():
             options["policy"] = "priority"  # batch work yields to online requests
-        llm = LLM(wanted.model, **options)
+        also = () if wanted.exchange is None else (("--separate", SEPARATE),)
+        llm = LLM(wanted.model, loaded=load(wanted.model, *configure(options), also=also))
         if (followers := llm.loaded.engine.runner.followers) is not None:
             threading.Thread(
                 target=_until_lost, args=(followers.wait_lost,), name="bankfull-ranks", daemon=True
