@@ -24,6 +24,9 @@ from bankfull.config import SchedConfig
 from bankfull.sched.policies import policy_of
 from bankfull.scheduling import POLICIES, readers
 from bankfull.speculation import option_rows
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.quantize import TYPES
+from bankfull.weights.scheme import Scheme
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "docs" / "figures.toml"
@@ -179,10 +182,24 @@ def combinations() -> str:
     return "\n".join([_line(["option", "needs", "is not for"]), "|---|---|---|", *rows])
 
 
+def weight_types() -> str:
+    """What matrices can be rounded to at load; types that differ in the width of their groups share a row."""
+    alike: dict[str, list[Scheme]] = {}
+    for name in TYPES:
+        if about := SCHEMES[name].about:
+            alike.setdefault(about, []).append(SCHEMES[name])
+    rows = [
+        _line([", ".join(f"`{one.name}`" for one in many), ", ".join(f"{one.bits:.4g}" for one in many), about])
+        for about, many in alike.items()
+    ]
+    return "\n".join([_line(["`--quantize`", "bits per weight", "stored as"]), "|---|---|---|", *rows])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "combinations": combinations,
     "policies": policies,
     "speculative-options": speculative_options,
+    "weight-types": weight_types,
 }
 
 

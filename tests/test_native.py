@@ -42,7 +42,7 @@ from bankfull.ops import (  # noqa: E402
     write_pages_int8,
 )
 from bankfull.ops.products.native.linear import DTYPES, FORMATS, dequantize  # noqa: E402
-from bankfull.weights.formats import SCHEMES, dense, fp8_groups, groups, rows, two_of_four  # noqa: E402
+from bankfull.weights.formats import SCHEMES, dense, kquants, legacy  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 
 BLOCKS = sorted(name for name in FORMATS if not SCHEMES[name].is_dense)
@@ -117,9 +117,8 @@ def test_the_formats_agree_with_the_schemes() -> None:
         scheme = SCHEMES[name]
         assert block_bytes * scheme.block == scheme.block_bytes * block
         assert scheme.is_dense or scheme.block == block
-    translated = {scheme.name for scheme in groups.SCHEMES}  # to blocks, when a model is built
-    for_a_gpu = {scheme.name for scheme in (*rows.SCHEMES, *two_of_four.SCHEMES, fp8_groups.SCHEME)}
-    assert set(FORMATS) == set(SCHEMES) - {"f64"} - translated - for_a_gpu
+    blocks = {scheme.name for scheme in (*legacy.SCHEMES, *kquants.SCHEMES)}
+    assert set(FORMATS) == set(dense.DTYPES) - {"f64"} | blocks
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

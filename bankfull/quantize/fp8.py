@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bankfull.quantize.method import LayerData
 from bankfull.quantize.rtn import rounded
-from bankfull.weights.formats.rows import FP8
-from bankfull.weights.quantize_rows import LARGEST_FP8
+from bankfull.weights.formats.rows import FP8, LARGEST_FP8
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from bankfull.errors import ConfigError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.groups import GROUPS, name_of, pack_pairs, pack_planes, widest_group
 from bankfull.weights.qtensor import QTensor
-from bankfull.weights.rounding import half, inverse
+from bankfull.weights.rounding import inverse, stored_half
 
 BITS = (8, 4, 3, 2)
 ELEMENTS_AT_ONCE, ON_DEVICE = 1 << 18, 1 << 26
@@ -77,7 +77,7 @@ class Grid:
         return self._stored(scale), torch.full_like(scale, self.middle)
 
     def _stored(self, scale: Tensor) -> Tensor:
-        return half(scale.to(self.scale_dtype)).to(torch.float32)
+        return stored_half(scale.to(self.scale_dtype)).to(torch.float32)
 
     def codes(self, groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """The nearest codes, as floats."""
@@ -118,7 +118,7 @@ class Grid:
         else:
             whole = codes.to(torch.uint8)
             stored = pack_pairs(whole) if self.bits == 4 else pack_planes(whole, self.bits)
-        parts = {"codes": stored, "scales": half(scales)}
+        parts = {"codes": stored, "scales": stored_half(scales)}
         if not self.symmetric:
             parts["zeros"] = zeros.to(torch.uint8)
         return QTensor(scheme, parts, tuple(codes.shape))

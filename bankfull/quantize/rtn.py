@@ -18,10 +18,9 @@ from bankfull.quantize.grid import Grid
 from bankfull.quantize.method import LayerData
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.groups import WITH_ZEROS, bits_of
-from bankfull.weights.formats.rows import FP8, INT8_ROW
+from bankfull.weights.formats.rows import FP8, INT8_ROW, LARGEST_FP8
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
-from bankfull.weights.quantize_rows import LARGEST_FP8
 from bankfull.weights.rounding import inverse, signed
 
 SHRINKS = tuple(1.0 - step / 20 for step in range(11))

@@ -20,9 +20,9 @@ from bankfull.weights.source_view import SourceView
 
 KEEP, TABLES = "keep", "tables"
 _GROUPED = (*KINDS, *LOW_BITS, *WITH_ZEROS)
-_BLOCKS = tuple(name for name in TYPES if not name.startswith((*_GROUPED, FP8)))
 _INTEGERS = re.compile(rf"({'|'.join(_GROUPED)})(?:(?::|_g)([0-9]+))?")
 _BY_ROW = {"int8:row": INT8_ROW, INT8_ROW: INT8_ROW, FP8: FP8}
+_BLOCKS = tuple(name for name in TYPES if SCHEMES[name].about and name not in _BY_ROW and not _INTEGERS.fullmatch(name))
 _CHOICES = (
     "int8, int4, int3, int2, int4:64 (a scale for each 64 columns; or 32, or 128), uint4, uint3, uint2 (with a zero "
     f"point), int8:row (a scale for each row), fp8 or one of {', '.join(_BLOCKS)}"

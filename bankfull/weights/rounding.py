@@ -8,7 +8,7 @@ from torch import Tensor
 from bankfull.errors import ModelError
 
 
-def half(values: Tensor) -> Tensor:
+def stored_half(values: Tensor) -> Tensor:
     """The values as float16; raises if they are out of range."""
     stored = values.to(torch.float16)
     if not bool(stored.isfinite().all()):

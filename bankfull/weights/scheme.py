@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 Decode = Callable[[Mapping[str, Tensor], tuple[int, ...]], Tensor]
+Encode = Callable[[Tensor], tuple[Tensor, ...]]
+"""Rounds float32 (n, block), or (n, columns) with one scale per row, to the parts of a scheme in order, each (n,
+elements per block or row)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Two schemes are equal if name and geometry are; `decode` is determined by the name."""
+    """Two schemes are equal if name and geometry are; the rest is determined by the name."""
 
     name: str
     block: int  # elements per block; 1 for dense schemes and those with one scale per row
     parts: tuple[Part, ...]
     decode: Decode = field(repr=False, compare=False)
     density: float = 1.0  # share of the elements that are stored; all others are zero
+    encode: Encode | None = field(default=None, repr=False, compare=False)
+    """Rounds to nearest, inverse to `decode` up to half a step. None: nothing is rounded to the scheme."""
+    encoder_of: Callable[[Tensor], Encode] | None = field(default=None, repr=False, compare=False)
+    """In place of `encode` where all rows must be seen before some are encoded: given all, it makes what encodes
+    some."""
+    about: str = field(default="", compare=False)
+    """What `--quantize` with its name means; empty: the name is no value of that option."""
 
     @property
     def is_dense(self) -> bool:
@@ -47,6 +57,11 @@ class Scheme:
     def is_rounded(self) -> bool:
         """Whether it holds codes in place of the numbers themselves."""
         return not self.is_dense and not self.is_sparse
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether matrices can be rounded to it."""
+        return self.encode is not None or self.encoder_of is not None
 
     @property
     def is_by_row(self) -> bool:
@@ -70,18 +85,32 @@ class Scheme:
         """The values in `dtype`. May share memory with a dense part: treat the result as read-only."""
         return self.decode(parts, shape).to(dtype)
 
+    @property
+    def bits(self) -> float:
+        """Of a stored number, with its share of its block's scales."""
+        return 8 * self.block_bytes / self.block
+
     def row_bytes(self, columns: int) -> int:
         of_row = sum(part.per_row * part.dtype.itemsize for part in self.parts)
         return columns // self.block * self.block_bytes + of_row
 
 
-def block_scheme(name: str, block: int, block_bytes: int, unpack: Callable[[Tensor], Tensor]) -> Scheme:
-    """A scheme with the single part "blocks"; `unpack` maps uint8 (n, block_bytes) to float32 (n, block)."""
+def block_scheme(
+    name: str,
+    block: int,
+    block_bytes: int,
+    unpack: Callable[[Tensor], Tensor],
+    pack: Callable[[Tensor], Tensor] | None = None,
+    about: str = "",
+) -> Scheme:
+    """A scheme with the single part "blocks". `unpack` maps uint8 (n, block_bytes) to float32 (n, block), and `pack`
+    rounds the other way."""
 
     def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         return unpack(parts["blocks"].reshape(-1, block_bytes)).reshape(shape)
 
-    return Scheme(name, block, (Part("blocks", torch.uint8, block_bytes),), decode)
+    encode: Encode | None = None if pack is None else lambda blocks: (pack(blocks),)
+    return Scheme(name, block, (Part("blocks", torch.uint8, block_bytes),), decode, encode=encode, about=about)
 
 
 def half(blocks: Tensor, at: int) -> Tensor:

@@ -20,6 +20,7 @@ from bankfull.weights.formats import SCHEMES, fp8_groups, groups, mxfp4, rows
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.formats.two_of_four import PAIRS, packed_halves
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.quantize import quantize
 from bankfull.weights.scheme import Scheme
 from bankfull.weights.sparse_source import KERNEL_COLUMNS
 
@@ -133,6 +134,8 @@ class Maker:
             if "zeros" in parts:
                 parts["zeros"].random_(_CODED[scheme.name] + 1, generator=self.numbers)
             return QTensor(scheme, parts, (outer, inner))
+        if scheme.name not in _HALVES and scheme.name != mxfp4.MXFP4:
+            return quantize(torch.randn(outer, inner, generator=self.numbers), scheme.name)
         blocks = torch.randint(256, (outer, scheme.row_bytes(inner)), generator=self.numbers, dtype=torch.uint8)
         each = blocks.view(-1, scheme.block_bytes)
         if scheme.name == mxfp4.MXFP4:  # an exponent in place of a float16

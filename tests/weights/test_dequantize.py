@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError
-from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats import SCHEMES, kquants, legacy
 from bankfull.weights.qtensor import QTensor
 from tests.quick import examples
 
-BLOCK_FORMATS = [name for name, scheme in SCHEMES.items() if [part.name for part in scheme.parts] == ["blocks"]]
+BLOCK_FORMATS = [scheme.name for scheme in (*legacy.SCHEMES, *kquants.SCHEMES)]
 # Offsets of the float16 scales in a block.
 HALVES = {
     "q4_0": [0],

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bankfull.weights.formats.rows import LARGEST_FP8, fp8_codes
 from bankfull.weights.scheme import Part, Scheme
 
 FP8_G128 = "fp8_g128"
@@ -22,4 +23,17 @@ def _decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     return (parts["scales"].unsqueeze(-1) * numbers).reshape(shape)
 
 
-SCHEME = Scheme(FP8_G128, GROUP, (Part("codes", torch.float8_e4m3fn, GROUP), Part("scales", torch.float32, 1)), _decode)
+def _encode(groups: Tensor) -> tuple[Tensor, Tensor]:
+    scale = groups.abs().amax(-1, keepdim=True) / LARGEST_FP8
+    return fp8_codes(groups, scale), scale
+
+
+SCHEMES = (
+    Scheme(
+        FP8_G128,
+        GROUP,
+        (Part("codes", torch.float8_e4m3fn, GROUP), Part("scales", torch.float32, 1)),
+        _decode,
+        encode=_encode,
+    ),
+)

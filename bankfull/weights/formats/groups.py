@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor
 from bankfull.weights.formats import legacy
 from bankfull.weights.formats.mxfp4 import MXFP4, as_q5_0
 from bankfull.weights.formats.rows import INT8_ROW
-from bankfull.weights.scheme import Part, Scheme
+from bankfull.weights.rounding import inverse, signed, stored_half, symmetric
+from bankfull.weights.scheme import Encode, Part, Scheme
 
 if TYPE_CHECKING:
     from bankfull.weights.qtensor import QTensor
@@ -85,6 +87,39 @@ def stored_codes(weight_codes: Tensor, kind: str) -> Tensor:
     return unpack_pairs(weight_codes) if bits == 4 else unpack_planes(weight_codes, bits)
 
 
+def _int8(groups: Tensor) -> tuple[Tensor, ...]:
+    scale, codes = signed(groups)
+    return codes, stored_half(scale)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    return pack_pairs(codes) if bits == 4 else pack_planes(codes, bits)
+
+
+def _symmetric(groups: Tensor, bits: int) -> tuple[Tensor, ...]:
+    scale, codes = symmetric(groups, 2 ** (bits - 1))
+    return _packed(codes, bits), stored_half(scale)
+
+
+def _with_zero(groups: Tensor, bits: int) -> tuple[Tensor, ...]:
+    """The range of the group, widened to include zero, in 2^bits - 1 equal steps; zero itself is kept exactly."""
+    top = 2**bits - 1
+    low, high = groups.amin(-1, keepdim=True).clamp_(max=0), groups.amax(-1, keepdim=True).clamp_(min=0)
+    # Divided before subtracting: the range of finite values may overflow. Codes are counted with the scale as stored.
+    scale = stored_half(high / top - low / top)
+    inverted = inverse(scale.to(torch.float32))
+    zero = (-low * inverted).round_().clamp_(0, top)
+    codes = (groups * inverted).round_().add_(zero).clamp_(0, top)
+    return _packed(codes.to(torch.uint8), bits), scale, zero.to(torch.uint8)
+
+
+_ENCODERS: dict[str, Encode] = {
+    "int8": _int8,
+    **{f"int{bits}": partial(_symmetric, bits=bits) for bits in (4, 3, 2)},
+    **{f"uint{bits}": partial(_with_zero, bits=bits) for bits in (4, 3, 2)},
+}
+
+
 def _scheme(kind: str, group: int) -> Scheme:
     bits = bits_of(kind)
     codes = Part("codes", torch.int8, group) if kind == "int8" else Part("codes", torch.uint8, group * bits // 8)
@@ -99,7 +134,9 @@ def _scheme(kind: str, group: int) -> Scheme:
             numbers -= parts["zeros"].to(torch.float32).unsqueeze(-1) if zeros else 2 ** (bits - 1)
         return (scales * numbers).reshape(shape)
 
-    return Scheme(name_of(kind, group), group, (codes, Part("scales", torch.float16, 1), *zeros), decode)
+    parts = (codes, Part("scales", torch.float16, 1), *zeros)
+    about = f"{bits} bits with a scale{' and a zero point' if zeros else ''} per group"
+    return Scheme(name_of(kind, group), group, parts, decode, encode=_ENCODERS[kind], about=about)
 
 
 SCHEMES = tuple(_scheme(kind, group) for kind in (*KINDS, *LOW_BITS, *WITH_ZEROS) for group in sorted(GROUPS))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bankfull.weights.formats import kquants, legacy
-from bankfull.weights.formats.kquants import planes
+from bankfull.weights.formats.kquants import packed_planes, planes
 from bankfull.weights.formats.legacy import nibbles
 from bankfull.weights.scheme import Scheme, block_scheme, half
 
@@ -220,13 +220,7 @@ def _as_q6_k(pieces: Callable[[Tensor], BlockPieces]) -> Callable[[Tensor], Tens
             return None  # a tiny scale lost bits, or one is not a number
         codes = (parts.numbers + 32).to(torch.uint8)
         factors = parts.factors.to(torch.int8).repeat_interleave(16 // parts.factors.shape[1], -1)
-        low, high = _pack(codes & 15, 64, 4), _pack(codes >> 4, 32, 2)
+        low, high = packed_planes(codes & 15, 64, 4), packed_planes(codes >> 4, 32, 2)
         return torch.cat((low, high, factors.view(torch.uint8), unit.view(torch.uint8)), -1)
 
     return translate
-
-
-def _pack(codes: Tensor, run: int, bits: int) -> Tensor:
-    """The inverse of `planes`."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device).unsqueeze(-1)
-    return (codes.reshape(len(codes), -1, 8 // bits, run) << shifts).sum(-2, dtype=torch.uint8).flatten(1)

@@ -58,6 +58,7 @@ def from_values(values: Tensor) -> Tensor:
 
 
 SCHEME = block_scheme(MXFP4, BLOCK, BLOCK_BYTES, _mxfp4)
+SCHEMES = (SCHEME,)
 _TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
