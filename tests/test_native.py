@@ -22,6 +22,7 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 import gguf  # noqa: E402
 
 from bankfull.ops import (  # noqa: E402
+    Epilogue,
     Kit,
     Operation,
     PagedMeta,
@@ -104,7 +105,7 @@ def native_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Ten
     kit = Kit("cpu", ("native",))
     run = kit.bind(linear, dtype=x.dtype, weight=weight)
     assert set(kit.chosen["linear"]) == {"native"}
-    return run(x, weight, bias)
+    return run(x, weight, Epilogue(bias))
 
 
 def assert_same_bits(a: Tensor, b: Tensor) -> None:
@@ -152,7 +153,7 @@ def test_every_half_precision_number_is_read_exactly(isa: str) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_linear_is_the_body_within_float32_rounding(name: str, rows: int, isa: str) -> None:
     weight, x, bias = weight_of(name, 37, 512), rows_of(rows, 512), rows_of(37, seed=2)
-    exact = linear.body(x.double(), weight, bias.double())
+    exact = linear.body(x.double(), weight, Epilogue(bias.double()))
     # The error of a float32 sum is bounded by the sum of the magnitudes, regardless of cancellation.
     magnitude = x.double().abs() @ weight.dequantize(torch.float64).abs().T + bias.double().abs()
     assert ((native_linear(x, weight, bias).double() - exact).abs() <= 40 * 2**-24 * magnitude).all()
@@ -206,7 +207,7 @@ def test_any_shape_stride_and_bias_is_accepted(
     x = rows_of(*leading, inner * 2).to(dtype)[..., ::2] if strided else rows_of(*leading, inner).to(dtype)
     bias = rows_of(outputs * 3).to(dtype)[::3] if with_bias else None
     got = native_linear(x, weight, bias)
-    expected = linear.body(x.float(), weight, None if bias is None else bias.float())
+    expected = linear.body(x.float(), weight, Epilogue(None if bias is None else bias.float()))
     assert got.shape == (*leading, outputs) and got.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
@@ -238,7 +239,7 @@ def test_an_input_of_the_wrong_width_or_type_is_rejected() -> None:
     with pytest.raises(ValueError, match="meta"):
         run(torch.zeros(2, 64, device="meta"), weight)
     with pytest.raises(ValueError, match="bias"):
-        run(torch.zeros(2, 64), weight, torch.zeros(7))
+        run(torch.zeros(2, 64), weight, Epilogue(torch.zeros(7)))
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 576, 577])

@@ -15,7 +15,7 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 
 from bankfull.ops.native import copies_weights  # noqa: E402
 from bankfull.ops.native.checks import address  # noqa: E402
-from bankfull.ops.products.native.packed import pack_with_hadamard, run_linear_hadamard  # noqa: E402
+from bankfull.ops.products.native.packed import pack_with_hadamard, run_linear_int8  # noqa: E402
 from bankfull.weights.formats import SCHEMES  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from bankfull.weights.quantize import quantize  # noqa: E402
@@ -374,8 +374,8 @@ def test_infinite_activations_end_in_nan_not_in_numbers(isa: str) -> None:
 def test_a_hadamard_row_that_is_not_finite_stays_so_and_does_not_affect_others(poison: float) -> None:
     weight = pack_with_hadamard(quantize(torch.randn(40, 192), "q8_0"))
     x = torch.randn(20, 192)
-    clean = run_linear_hadamard(x, weight)
+    clean = run_linear_int8(x, weight)
     x[7, 100] = poison
-    found = run_linear_hadamard(x, weight)
+    found = run_linear_int8(x, weight)
     assert not found[7].isfinite().any()
     assert torch.equal(found[:7], clean[:7]) and torch.equal(found[8:], clean[8:])

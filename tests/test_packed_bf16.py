@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 _native = pytest.importorskip("bankfull._native", reason="the native extension was not built")
 
-from bankfull.ops import Kit, best_output_bf16, linear_bf16  # noqa: E402
+from bankfull.ops import Epilogue, Kit, linear_bf16  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from tests.ops import compare  # noqa: E402
 from tests.quick import examples  # noqa: E402
@@ -158,12 +158,13 @@ def test_the_operations_take_dense_weights_and_blocks(isa: str) -> None:
     _native.set_isa(isa)
     for weight in (weight_of("bf16", 1100, 50), weight_of("q8_0", 40, 64)):
         kit, x = Kit("cpu", ("native",)), rows_of(5, weight.shape[1])
-        product, best = (kit.bind(op, dtype=torch.float32, weight=weight) for op in (linear_bf16, best_output_bf16))
+        facts = {"dtype": torch.float32, "weight": weight}
+        product, best = kit.bind(linear_bf16, **facts), kit.bind(linear_bf16, **facts, best=True)
         assert {provider for found in kit.chosen.values() for provider in found} == {"native"}
-        packed = kit.prepare(linear_bf16, weight, dtype=torch.float32, weight=weight)
+        packed = kit.prepare(linear_bf16, weight, **facts)
         scores = product(x, packed)
         compare.assert_close(scores, linear_bf16.body(x, weight), torch.float32 if weight.is_dense else torch.bfloat16)
-        assert torch.equal(best(x, packed), scores.argmax(-1))
+        assert torch.equal(best(x, packed, Epilogue(best=True)), scores.argmax(-1))
 
 
 def test_what_has_no_kernel_is_left_to_the_body() -> None:

@@ -15,7 +15,7 @@ from tests.quick import examples
 _native = pytest.importorskip("bankfull._native", reason="the native extension was not built")
 
 from bankfull.layers.build import Build  # noqa: E402
-from bankfull.ops import Kit, embedding, linear_bf16, linear_int8, linear_w8a8  # noqa: E402
+from bankfull.ops import Epilogue, Kit, embedding, linear_bf16, linear_int8, linear_w8a8  # noqa: E402
 from bankfull.ops.experts.body import expert_mlp_int8  # noqa: E402
 from bankfull.ops.experts.native import pack_experts, run_expert_mlp_int8  # noqa: E402
 from bankfull.ops.products.activations import RULES  # noqa: E402
@@ -23,10 +23,8 @@ from bankfull.ops.products.native.packed import (  # noqa: E402
     PackedWeight,
     pack,
     pack_by_rows,
-    run_best_output_int8,
     run_linear_bf16,
     run_linear_int8,
-    run_linear_w8a8,
 )
 from bankfull.ops.products.native.packing import pack_of  # noqa: E402
 from bankfull.weights.formats import SCHEMES, groups, mxfp4, rows  # noqa: E402
@@ -79,19 +77,19 @@ def test_a_group_has_its_scale_once() -> None:
 def test_products_are_those_of_the_body_and_a_row_keeps_its_bits(name: str, isa: str) -> None:
     weight, x, bias = weight_of(name, 45, 256), rows_of(19, 256), rows_of(45)
     packed = pack(weight)
-    alone = torch.cat([run_linear_int8(row, packed, bias) for row in x.split(1)])
-    assert_near(alone, linear_int8.body(x, weight, bias), 3e-6)
+    alone = torch.cat([run_linear_int8(row, packed, Epilogue(bias)) for row in x.split(1)])
+    assert_near(alone, linear_int8.body(x, weight, Epilogue(bias)), 3e-6)
     for size in (2, 3, 5, 8, 9) if _native.tile_rows() == 0 else (2, 3, 5, 8):
-        assert torch.equal(torch.cat([run_linear_int8(part, packed, bias) for part in x.split(size)]), alone)
-    wanted = linear_bf16.body(x, weight, bias)
-    assert_near(run_linear_bf16(x, packed, bias), wanted, 1e-2 if _native.tile_rows() else 3e-6)
-    assert_near(run_linear_bf16(x[:1], packed, bias), wanted[:1], 3e-6)
+        assert torch.equal(torch.cat([run_linear_int8(part, packed, Epilogue(bias)) for part in x.split(size)]), alone)
+    wanted = linear_bf16.body(x, weight, Epilogue(bias))
+    assert_near(run_linear_bf16(x, packed, Epilogue(bias)), wanted, 1e-2 if _native.tile_rows() else 3e-6)
+    assert_near(run_linear_bf16(x[:1], packed, Epilogue(bias)), wanted[:1], 3e-6)
 
 
 @pytest.mark.parametrize("name", ["uint4_g128", "int3_g32"])
 def test_the_best_output_is_that_of_the_product(name: str) -> None:
     packed, x = pack(weight_of(name, 70, 384)), rows_of(3, 384)
-    assert torch.equal(run_best_output_int8(x, packed), run_linear_int8(x, packed).argmax(-1))
+    assert torch.equal(run_linear_int8(x, packed, Epilogue(best=True)), run_linear_int8(x, packed).argmax(-1))
 
 
 @pytest.mark.parametrize("count", [1, 16, 40])
@@ -101,7 +99,7 @@ def test_rows_of_int8_have_one_scale_for_a_whole_row(count: int, isa: str) -> No
     assert packed.hadamard is None or packed.hadamard.data_ptr() == packed.data.data_ptr()
     exact = x @ weight.dequantize().T
     body = linear_w8a8.body(x, weight)
-    error = (run_linear_w8a8(x, packed) - exact).abs().max()
+    error = (run_linear_int8(x, packed) - exact).abs().max()
     assert error <= 1.5 * (body - exact).abs().max() + 1e-2 * exact.abs().max()
 
 

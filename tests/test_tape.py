@@ -339,7 +339,7 @@ def test_a_model_in_bf16_has_no_operation_without_a_kernel() -> None:
     """The head's best output included, which is no part of the tape; and a step's bits do not tell its rows."""
     model, kit = built("llama", "bf16")
     assert {name: set(found) for name, found in kit.chosen.items()} == {name: {"native"} for name in kit.chosen}
-    assert {"linear_bf16", "best_output_bf16"} <= set(kit.chosen) and "linear" not in kit.chosen
+    assert {"linear_bf16", "best_linear_bf16"} <= set(kit.chosen) and "linear" not in kit.chosen
     hidden = torch.randn(40, 64)
     best = model.head.project.best(hidden)
     assert torch.equal(best, model.head.project(hidden).argmax(-1))

@@ -129,8 +129,8 @@ class Build:
         facts = {"dtype": self.dtype, **facts}
         return self.kit.bind(operation, **facts) if self.kit.offers(operation, **facts) else None
 
-    def prepare(self, operation: Operation, weight: QTensor) -> Any:
-        return self.kit.prepare(operation, weight, dtype=self.dtype, weight=weight)
+    def prepare(self, operation: Operation, weight: QTensor, **facts: Any) -> Any:
+        return self.kit.prepare(operation, weight, dtype=self.dtype, weight=weight, **facts)
 
     def has(self, name: str) -> bool:
         return self.source.has(self._full(name))

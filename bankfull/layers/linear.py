@@ -11,18 +11,11 @@ from torch import Tensor
 
 from bankfull.layers.build import Build
 from bankfull.ops import (
+    Epilogue,
     Operation,
     Unnormed,
     activate_mul,
-    best_output,
-    best_output_bf16,
-    best_output_hadamard,
-    best_output_int8,
-    best_output_w8a8,
     embedding,
-    gated_linear,
-    gated_linear_outliers,
-    gated_linear_w8a8,
     gather_columns,
     linear,
     linear_bf16,
@@ -30,13 +23,6 @@ from bankfull.ops import (
     linear_int8,
     linear_outliers,
     linear_w8a8,
-    normed_best_output,
-    normed_gated_linear,
-    normed_gated_linear_outliers,
-    normed_gated_linear_w8a8,
-    normed_linear,
-    normed_linear_outliers,
-    normed_linear_w8a8,
     spread_embedding,
 )
 from bankfull.ops.products.activations import BF16, FLOAT, FLOATS, HADAMARD, INT8, OUTLIERS, TOKEN, ActivationFormat
@@ -44,33 +30,16 @@ from bankfull.ops.products.body import highest, normed_rows
 from bankfull.ops.registry import Function
 from bankfull.weights.qtensor import QTensor, same_columns
 
-PRODUCTS: dict[ActivationFormat, tuple[Operation, Operation | None]] = {
-    FLOAT: (linear, best_output),
-    BF16: (linear_bf16, best_output_bf16),
-    INT8: (linear_int8, best_output_int8),
-    HADAMARD: (linear_hadamard, best_output_hadamard),
-    TOKEN: (linear_w8a8, best_output_w8a8),
-    OUTLIERS: (linear_outliers, None),
+PRODUCTS: dict[ActivationFormat, Operation] = {
+    FLOAT: linear,
+    BF16: linear_bf16,
+    INT8: linear_int8,
+    HADAMARD: linear_hadamard,
+    TOKEN: linear_w8a8,
+    OUTLIERS: linear_outliers,
 }
-"""The operations for the product and for its arg-max."""
-GATED: dict[ActivationFormat, Operation] = {
-    FLOAT: gated_linear,
-    TOKEN: gated_linear_w8a8,
-    OUTLIERS: gated_linear_outliers,
-}
-WithNorm = tuple[Operation, Operation | None]
-"""Products with a fused norm: for few rows, whose programs repeat the norm, and for more rows, whose norm rounds the
-activations in the same pass."""
-NORMED: dict[ActivationFormat, WithNorm] = {
-    FLOAT: (normed_linear, None),
-    TOKEN: (normed_linear, normed_linear_w8a8),
-    OUTLIERS: (normed_linear_outliers, normed_linear_outliers),
-}
-NORMED_GATED: dict[ActivationFormat, WithNorm] = {
-    FLOAT: (normed_gated_linear, None),
-    TOKEN: (normed_gated_linear, normed_gated_linear_w8a8),
-    OUTLIERS: (normed_gated_linear_outliers, normed_gated_linear_outliers),
-}
+GATED = (*FLOATS, OUTLIERS)
+"""Formats whose kernels compute gates."""
 
 
 class StoredRows(Protocol):
@@ -91,15 +60,15 @@ class Weight:
     """A matrix that a provider lays out. Where layers are stacked, that happens at its first use: until then it may
     become part of a larger matrix."""
 
-    def __init__(self, build: Build, operation: Operation, stored: QTensor) -> None:
-        self._build, self._operation, self.scheme = build, operation, stored.scheme
+    def __init__(self, build: Build, operation: Operation, stored: QTensor, **fused: bool) -> None:
+        self._build, self._operation, self._fused, self.scheme = build, operation, fused, stored.scheme
         self._stored: QTensor | None = stored
         if not build.kit.stacks:
             _ = self.ready
 
     @cached_property
     def ready(self) -> Any:
-        return self._build.prepare(self._operation, self.take().in_stored_order)
+        return self._build.prepare(self._operation, self.take().in_stored_order, **self._fused)
 
     def take(self) -> QTensor:
         """The matrix as stored in the file. It can be taken once."""
@@ -112,13 +81,14 @@ class Weight:
 
 
 class Normed:
-    """The operations with a fused norm that kernels offer for a weight."""
+    """The products with a fused norm that kernels offer for a weight: for few rows, whose programs repeat the norm, and
+    for more rows, whose norm rounds the activations in the same pass."""
 
-    def __init__(self, build: Build, stored: QTensor, known: WithNorm | None) -> None:
-        few, more = (None, None) if known is None else known
-        self._few = None if few is None else build.bind_if_offered(few, weight=stored)
+    def __init__(self, build: Build, stored: QTensor, wants: ActivationFormat, **fused: bool) -> None:
+        facts = {"weight": stored, "normed": True, **fused}
+        self._few = build.bind_if_offered(linear if wants in FLOATS else PRODUCTS[wants], **facts)
         self._most = 0 if self._few is None else normed_rows(stored)
-        self._more = None if more is None else build.bind_if_offered(more, weight=stored)
+        self._more = None if wants is FLOAT else build.bind_if_offered(PRODUCTS[wants], **facts)
 
     def takes(self, rows: int) -> bool:
         return rows <= self._most or (rows > 1 and self._more is not None)
@@ -146,22 +116,20 @@ class Linear:
         """The format of its input's activations, from which its operations follow."""
         self.columns = given.columns
         """The order of the weight's columns, by which inputs are gathered."""
-        product, best = PRODUCTS[self.wants]
+        product = PRODUCTS[self.wants]
         self.outer = outer
         self.stored = Weight(build, product, given)
         self.bias = build.tensor("bias", (outer,)) if bias else None
         self._linear = build.bind(product, weight=stored)
-        self._best = None if best is None else build.bind(best, weight=stored)
+        self._best = None if self.wants is OUTLIERS else build.bind(product, weight=stored, best=True)
         self._gather = build.bind(gather_columns) if self.columns is not None else None
         self.sum_of_ranks = build.sum_of_ranks("weight")
         """Set where this rank multiplies only some of the inputs."""
         self._normed: Normed | None = None
-        self._normed_best: Function | None = None
+        self._normed_best: Normed | None = None
         if self.columns is None:  # a fused norm would not gather
-            self._normed = Normed(build, stored, NORMED.get(self.wants))
-            if self.wants in FLOATS:
-                self._normed_best = build.bind_if_offered(normed_best_output, weight=stored)
-        self._normed_best_rows = 0 if self._normed_best is None else normed_rows(stored)
+            self._normed = Normed(build, stored, self.wants)
+            self._normed_best = Normed(build, stored, self.wants, best=True)
 
     @property
     def weight(self) -> Any:
@@ -171,8 +139,8 @@ class Linear:
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if isinstance(x, Unnormed):
             assert self._normed is not None
-            return self._normed.of(len(x.x))(x, self.weight, self.bias)
-        y: Tensor = self._linear(self.ordered(x), self.weight, self.bias)
+            return self._normed.of(len(x.x))(x, self.weight, Epilogue(self.bias))
+        y: Tensor = self._linear(self.ordered(x), self.weight, Epilogue(self.bias))
         return y if self.sum_of_ranks is None else self.sum_of_ranks(y)
 
     def ordered(self, x: Tensor) -> Tensor:
@@ -186,23 +154,24 @@ class Linear:
 
     def norms_for_best(self, rows: int) -> bool:
         """Whether `best` takes this many rows `Unnormed`."""
-        return rows <= self._normed_best_rows
+        return self._normed_best is not None and self._normed_best.takes(rows)
 
     def best(self, x: Tensor | Unnormed) -> Tensor:
         """The index of the highest output of each row; -1 where it is not finite."""
+        epilogue = Epilogue(self.bias, best=True)
         if isinstance(x, Unnormed):
             assert self._normed_best is not None
-            return self._normed_best(x, self.weight, self.bias)
+            return self._normed_best.of(len(x.x))(x, self.weight, epilogue)
         if self._best is None:
             return highest(self(x))
-        return self._best(self.ordered(x), self.weight, self.bias)
+        return self._best(self.ordered(x), self.weight, epilogue)
 
 
 class GatedLinear:
     """f(gate) * up, from one matrix that holds both."""
 
     def __init__(self, build: Build, whole: Linear, kind: str) -> None:
-        self.kind, self.bias = kind, whole.bias
+        self.kind, self._epilogue = kind, Epilogue(whole.bias, kind)
         self._whole: Linear | None = None
         self._normed: Normed | None = None
         if whole.wants not in GATED:
@@ -211,11 +180,11 @@ class GatedLinear:
         self._ordered = whole.ordered
         given = whole.stored.take()
         stored = given.in_stored_order
-        product = GATED[whole.wants]
-        self.stored = Weight(build, product, given)
-        self._gated = build.bind(product, weight=stored)
+        product = PRODUCTS[whole.wants]
+        self.stored = Weight(build, product, given, gated=True)
+        self._gated = build.bind(product, weight=stored, gated=True)
         if whole.columns is None:
-            self._normed = Normed(build, stored, NORMED_GATED.get(whole.wants))
+            self._normed = Normed(build, stored, whole.wants, gated=True)
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         if self._whole is not None:
@@ -223,8 +192,8 @@ class GatedLinear:
             return product
         if isinstance(x, Unnormed):
             assert self._normed is not None
-            return self._normed.of(len(x.x))(x, self.stored.ready, self.bias, self.kind)
-        return self._gated(self._ordered(x), self.stored.ready, self.bias, self.kind)
+            return self._normed.of(len(x.x))(x, self.stored.ready, self._epilogue)
+        return self._gated(self._ordered(x), self.stored.ready, self._epilogue)
 
     def norms(self, rows: int) -> bool:
         return self._normed is not None and self._normed.takes(rows)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
+from bankfull.ops import linear
 from bankfull.ops.meter import Meter
 from bankfull.ops.products.triton.table import Entry
 from bankfull.ops.registry import Function, Operation
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import ModelFiles
 
-PRODUCTS = ("linear", "gated_linear", "normed_linear", "normed_gated_linear")
 CACHES = 3
 """Total size of the rotating weight copies in device caches, so that weights are read from memory as in a model."""
 TURNS = 7
@@ -66,7 +66,7 @@ class ShapeMeter(Meter):
         run = Meter.bind(self, operation, **facts)
 
         def recording(*args: Any, **kwargs: Any) -> Any:
-            if operation.name in PRODUCTS and isinstance(args[1], QTensor) and args[1].is_dense:
+            if operation is linear and isinstance(args[1], QTensor) and args[1].is_dense:
                 outer, inner = args[1].shape
                 self.seen[outer, inner] = self.seen.get((outer, inner), 0) + 1
             return run(*args, **kwargs)

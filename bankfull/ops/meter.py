@@ -37,8 +37,10 @@ class Meter(Kit):
         self.ledger = Ledger()
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
+        label = operation.bound_with(facts).label
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.ledger.record(operation.name, operation.cost(*args, **kwargs))
+            self.ledger.record(label, operation.cost(*args, **kwargs))
             return operation.on_meta(*args, **kwargs)
 
         return run

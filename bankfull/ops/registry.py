@@ -7,9 +7,9 @@ device and from `facts` about the operands (dtype, weight, ...), never per call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from bankfull.errors import ConfigError
@@ -19,6 +19,8 @@ Function = Callable[..., Any]
 BODY = "torch"
 PROVIDERS = ("native", "triton", "triton-q", "triton-24")
 """Providers in order of preference."""
+FUSED = ("normed", "gated", "best")
+"""Facts of a binding that say what a kernel is to compute in the same pass as an operation (`products.body`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Provider:
     """Called with the facts of the binding as keywords; must accept unknown facts."""
     prepare: Function | None = None
     """Turns the weight, once, into the provider's own layout, which its calls get instead of the weight."""
+    fuses: tuple[str, ...] = ()
+    """What it computes in the same pass, as in `Operation.fused`; nothing else is asked of it."""
 
 
 @dataclass(slots=True)
@@ -40,15 +44,33 @@ class Operation:
     shape: Function | None = None
     """Returns meta tensors of the result's shapes; only needed when the body cannot run on meta tensors."""
     providers: dict[str, Provider] = field(default_factory=dict)
+    fused: str = ""
+    """What a binding has fused with it: the names of FUSED that are among its facts, such as "normed_gated"."""
+
+    @property
+    def label(self) -> str:
+        """Its name in ledgers and reports, which tells bindings with something fused apart."""
+        return f"{self.fused}_{self.name}" if self.fused else self.name
+
+    def bound_with(self, facts: Mapping[str, Any]) -> Operation:
+        """The operation with what is fused in a binding with these facts."""
+        fused = "_".join(name for name in FUSED if facts.get(name))
+        return replace(self, fused=fused) if fused else self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)
 
     def provider(
-        self, name: str, *, on: str, accepts: Callable[..., bool] | None = None, prepare: Function | None = None
+        self,
+        name: str,
+        *,
+        on: str,
+        accepts: Callable[..., bool] | None = None,
+        prepare: Function | None = None,
+        fuses: tuple[str, ...] = (),
     ) -> Callable[[Function], Function]:
         def register(run: Function) -> Function:
-            self.providers[name] = Provider(name, on, run, accepts or (lambda **facts: True), prepare)
+            self.providers[name] = Provider(name, on, run, accepts or (lambda **facts: True), prepare, fuses)
             return run
 
         return register
@@ -85,21 +107,22 @@ class Kit:
         self.device = device
         self.prefer = tuple(prefer)
         self.chosen: dict[str, Counter[str]] = {}
-        """Operation -> provider -> number of bindings in the model."""
+        """Label of an operation -> provider -> number of bindings in the model."""
 
         self.bodies: Counter[tuple[str, str]] = Counter()
-        """(operation, scheme of its weight) -> number of bindings for which this kit has only the torch body."""
+        """(label of an operation, scheme of its weight) -> number of bindings for which this kit has only the torch
+        body."""
 
         self.recorder: CallRecorder | None = None
         """While set, calls of bound operations go to it instead of their provider."""
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         """The operation as a layer calls it."""
-        provider = self._choose(operation, facts)
+        provider, operation = self._choose(operation, facts), operation.bound_with(facts)
         name, run = (BODY, operation.body) if provider is None else (provider.name, provider.run)
-        self.chosen.setdefault(operation.name, Counter())[name] += 1
+        self.chosen.setdefault(operation.label, Counter())[name] += 1
         if provider is None and self.prefer and (scheme := getattr(facts.get("weight"), "scheme", None)) is not None:
-            self.bodies[operation.name, scheme.name] += 1
+            self.bodies[operation.label, scheme.name] += 1
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.recorder is None:
@@ -132,9 +155,12 @@ class Kit:
         return self._choose(operation, facts) is not None
 
     def _choose(self, operation: Operation, facts: dict[str, Any]) -> Provider | None:
+        fused = operation.bound_with(facts).fused
         for name in self.prefer:
             provider = operation.providers.get(name)
-            if provider is not None and provider.on == self.device and provider.accepts(**facts):
+            if provider is None or provider.on != self.device or (fused and fused not in provider.fuses):
+                continue
+            if provider.accepts(**facts):
                 return provider
         return None
 

@@ -80,7 +80,7 @@ class InputBuild(Build):
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         run = Build.bind(self, operation, **facts)
-        if operation is not linear:
+        if operation is not linear or facts.get("best"):
             return run
         name, inputs = self._full("weight"), self.inputs
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.ops import Operation, expert_mlp, linear, rms_norm, write_latents
+from bankfull.ops import Epilogue, Operation, expert_mlp, linear, rms_norm, write_latents
 from bankfull.ops.registry import Function
 from bankfull.quantize.method import Matrix
 from bankfull.weights.qtensor import QTensor
@@ -150,7 +150,7 @@ class LayerBuild(Build):
         run = Build.bind(self, operation, **facts)
         if not self._reads or self.live is None:
             return run
-        if operation is linear:
+        if operation is linear and not facts.get("best"):
             return self._product(run, facts["weight"])
         if operation is expert_mlp:
             return self._experts(run, *facts["weights"])
@@ -162,9 +162,9 @@ class LayerBuild(Build):
         name, recorder = self._full("weight"), self.recorder
         recorder.own(name, weight)
 
-        def product(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Any:
+        def product(x: Tensor, weight: QTensor, epilogue: Epilogue) -> Any:
             recorder.enters(name, x)
-            return recorder.output(name, x, weight, lambda: run(x, weight, bias))
+            return recorder.output(name, x, weight, lambda: run(x, weight, epilogue))
 
         return product
 

@@ -496,5 +496,5 @@ def captured_widths(strategy: Strategy, widths: Sequence[int] = ()) -> list[int]
 
 def _trusts_host(kit: Kit) -> bool:
     """Whether any operation that reads lengths, which are in its `meta`, takes the host's. All torch bodies do."""
-    chosen = (name for name, kinds in kit.chosen.items() if kinds[BODY])
-    return any("meta" in signature(OPERATIONS[name].body).parameters for name in chosen)
+    bodies = (one.body for one in OPERATIONS.values() if one.label in kit.chosen and kit.chosen[one.label][BODY])
+    return any("meta" in signature(body).parameters for body in bodies)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bankfull.ops import Epilogue
 from bankfull.ops.products.triton.quantized.layout import LAYOUTS, WordWeight, repack
 from bankfull.ops.products.triton.quantized.linear import run_linear
 from bankfull.ops.products.triton.quantized.persistent import GemvPlan, one_row, supports
@@ -114,12 +115,12 @@ def measured(name: str, outputs: int, columns: int, rows: int, sweep: bool) -> f
         rate, work = first.nbytes / taken / 1e12, 2 * rows * outputs * columns / taken / 1e12
         return f"{taken * 1e6:9.1f} us  {rate:6.3f} TB/s  {work:7.1f} TFLOP/s  {label}"
 
-    now = seconds(run_linear, x, weights)
+    now = seconds(lambda x, weight, bias: run_linear(x, weight, Epilogue(bias)), x, weights)
     print(f"{name} {outputs} x {columns}, {rows} rows:", shown("as it is", now), flush=True)
     if not sweep:
         return now
     found: list[tuple[float, str]] = []
-    expected = run_linear(x, first, None).float()
+    expected = run_linear(x, first).float()
     for label, product in ways(rows, first):
         try:
             error = (product(x, first, None).float() - expected).abs().max().item()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.attention import Heads
-from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, RoutingRule, Unnormed
+from bankfull.ops import Epilogue, HeadNorms, PagedMeta, RecurrentMeta, RoutingRule, Unnormed
 from bankfull.ops.attention.body import TREE_TOKENS
 from bankfull.ops.pages.rounded import INT4, INT4_LOWEST, int4_group, is_rounded
 from bankfull.runtime.trees import paths_of
@@ -55,6 +55,7 @@ SIZES = LLAMA_8B if CUDA else SMALL
 RARE = (1, 64)
 COMMON = ("int8_row", "fp8", "int4_g128", "q8_0", "q4_0", "q4_k", "q6_k")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+GATED, BEST = Epilogue(gate="silu"), Epilogue(best=True)
 
 
 class Draw:
@@ -105,58 +106,59 @@ def linear(draw: Draw, tokens: int) -> Made:
         for scheme in schemes_for(draw, inner, tokens):
             weight = weight_of(scheme, outer, inner)
             bias = draw.normal(outer) if i == 0 else None
-            yield f"{scheme.name} {outer}x{inner}", _case(draw, (draw.normal(tokens, inner), weight, bias), weight)
+            args = draw.normal(tokens, inner), weight, Epilogue(bias)
+            yield f"{scheme.name} {outer}x{inner}", _case(draw, args, weight)
     if tokens <= 64:
         head = weight_of(BY_DTYPE[draw.dtype], s.vocab, s.hidden)
-        yield "head", _case(draw, (draw.normal(tokens, s.hidden), head, None), head)
+        yield "head", _case(draw, (draw.normal(tokens, s.hidden), head, Epilogue()), head)
 
 
-def best_output(draw: Draw, tokens: int) -> Made:
+def best_linear(draw: Draw, tokens: int) -> Made:
     for scheme in schemes_for(draw, SIZES.hidden, tokens)[:4]:
         weight = weight_of(scheme, SIZES.vocab, SIZES.hidden)
-        yield scheme.name, _case(draw, (draw.normal(min(tokens, 64), SIZES.hidden), weight, None), weight)
+        yield scheme.name, _case(draw, (draw.normal(min(tokens, 64), SIZES.hidden), weight, BEST), weight)
 
 
 def gated_linear(draw: Draw, tokens: int) -> Made:
     for scheme in schemes_for(draw, SIZES.hidden, tokens):
         weight = weight_of(scheme, 2 * SIZES.ffn, SIZES.hidden)
-        yield scheme.name, _case(draw, (draw.normal(tokens, SIZES.hidden), weight, None, "silu"), weight)
+        yield scheme.name, _case(draw, (draw.normal(tokens, SIZES.hidden), weight, GATED), weight)
 
 
 def linear_w8a8(draw: Draw, tokens: int) -> Made:
     """Exact codes: a kernel may scale in another order, which moves ties."""
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.ffn)
-        made = _case(draw, (_codes(draw, tokens, SIZES.ffn, name), weight, draw.normal(SIZES.hidden)), weight)
+        made = _case(draw, (_codes(draw, tokens, SIZES.ffn, name), weight, Epilogue(draw.normal(SIZES.hidden))), weight)
         # Many rows are multiplied by the library, which sums float8 products of whole rows in matrix units, with about
         # 14 bits: 2.7e-3 over 14,336 columns.
         yield name, replace(made, provided=torch.bfloat16 if name == "fp8" else None)
 
 
-def best_output_w8a8(draw: Draw, tokens: int) -> Made:
+def best_linear_w8a8(draw: Draw, tokens: int) -> Made:
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], SIZES.vocab // 32 * 32, SIZES.hidden)
-        yield name, _case(draw, (_codes(draw, min(tokens, 64), SIZES.hidden, name), weight, None), weight)
+        yield name, _case(draw, (_codes(draw, min(tokens, 64), SIZES.hidden, name), weight, BEST), weight)
 
 
 def gated_linear_w8a8(draw: Draw, tokens: int) -> Made:
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], 2 * SIZES.ffn, SIZES.hidden)
-        yield name, _case(draw, (_codes(draw, tokens, SIZES.hidden, name), weight, None, "silu"), weight)
+        yield name, _case(draw, (_codes(draw, tokens, SIZES.hidden, name), weight, GATED), weight)
 
 
 def normed_linear_w8a8(draw: Draw, tokens: int) -> Made:
     """Normed numbers are not exact codes: a few of them may differ by one."""
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], SIZES.hidden, SIZES.hidden)
-        made = _case(draw, (unnormed(draw, tokens), weight, None), weight)
+        made = _case(draw, (unnormed(draw, tokens), weight, Epilogue()), weight)
         yield name, replace(made, provided=torch.float8_e4m3fn)
 
 
 def normed_gated_linear_w8a8(draw: Draw, tokens: int) -> Made:
     for name in ("int8_row", "fp8"):
         weight = weight_of(SCHEMES[name], 2 * SIZES.ffn, SIZES.hidden)
-        made = _case(draw, (unnormed(draw, tokens), weight, None, "silu"), weight)
+        made = _case(draw, (unnormed(draw, tokens), weight, GATED), weight)
         yield name, replace(made, provided=torch.float8_e4m3fn)
 
 
@@ -184,8 +186,8 @@ def normed_linear(draw: Draw, tokens: int) -> Made:
             yield label, replace(made, args=(unnormed(draw, tokens), *made.args[1:]))
 
 
-def normed_best_output(draw: Draw, tokens: int) -> Made:
-    for label, made in best_output(draw, tokens):
+def normed_best_linear(draw: Draw, tokens: int) -> Made:
+    for label, made in best_linear(draw, tokens):
         yield label, replace(made, args=(unnormed(draw, len(made.args[0])), *made.args[1:]))
 
 
@@ -561,15 +563,15 @@ GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
         add_gated,
         expert_mlp,
         linear,
-        best_output,
+        best_linear,
         gated_linear,
         linear_w8a8,
-        best_output_w8a8,
+        best_linear_w8a8,
         gated_linear_w8a8,
         normed_linear_w8a8,
         normed_gated_linear_w8a8,
         normed_linear,
-        normed_best_output,
+        normed_best_linear,
         normed_gated_linear,
         embedding,
         rms_norm,

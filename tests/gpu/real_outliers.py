@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from bankfull.ops import Epilogue
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from tests.gpu.place import DEVICE
-from tests.gpu.real import SIZES, Draw, Made, unnormed, weight_of
+from tests.gpu.real import GATED, SIZES, Draw, Made, unnormed, weight_of
 from tests.ops.cases import Case
 
 COUNTS = (4, 14, 40, 100)
@@ -39,22 +40,22 @@ def linear_outliers(draw: Draw, tokens: int) -> Made:
         for label, weight in _weights(draw, outer, inner):
             x = draw.normal(tokens, inner)
             x[:, weight.outliers[0]] *= 20  # type: ignore[index]
-            yield f"{inner} columns, {label}", _case(draw, (x, weight, draw.normal(outer)), weight, tokens)
+            yield f"{inner} columns, {label}", _case(draw, (x, weight, Epilogue(draw.normal(outer))), weight, tokens)
 
 
 def gated_linear_outliers(draw: Draw, tokens: int) -> Made:
     for label, weight in _weights(draw, 2 * SIZES.ffn, SIZES.hidden):
-        yield label, _case(draw, (draw.normal(tokens, SIZES.hidden), weight, None, "silu"), weight, tokens)
+        yield label, _case(draw, (draw.normal(tokens, SIZES.hidden), weight, GATED), weight, tokens)
 
 
 def normed_linear_outliers(draw: Draw, tokens: int) -> Made:
     for label, weight in _weights(draw, SIZES.hidden, SIZES.hidden):
-        yield label, _case(draw, (unnormed(draw, tokens), weight, None), weight, tokens, True)
+        yield label, _case(draw, (unnormed(draw, tokens), weight, Epilogue()), weight, tokens, True)
 
 
 def normed_gated_linear_outliers(draw: Draw, tokens: int) -> Made:
     for label, weight in _weights(draw, 2 * SIZES.ffn, SIZES.hidden):
-        yield label, _case(draw, (unnormed(draw, tokens), weight, None, "silu"), weight, tokens, True)
+        yield label, _case(draw, (unnormed(draw, tokens), weight, GATED), weight, tokens, True)
 
 
 GENERATORS = {

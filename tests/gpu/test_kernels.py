@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops import (
-    OPERATIONS,
+    Epilogue,
     HeadNorms,
     HeadWeights,
     Kit,
@@ -25,21 +25,21 @@ from bankfull.ops import (
 from bankfull.ops.registry import Provider
 from bankfull.weights.qtensor import QTensor
 from tests.gpu.place import poison, require_device
-from tests.ops.cases import Case
+from tests.ops.cases import Case, fused_in
 from tests.ops.compare import tensors
 
 require_device()
 
-from bankfull.ops.triton import providers  # noqa: E402, F401  (registers the providers)
 from tests.gpu.real import FLOATS, GENERATORS, SIZES, Draw  # noqa: E402
+from tests.ops.forms import FORMS, providers_of  # noqa: E402
 
 SEED = secrets.randbits(32)
 TOLERANCE = {torch.float8_e4m3fn: 4e-2, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 """||got - wanted|| / ||wanted||. Products in TF32 would be off by 3e-4, and found."""
 PROVIDERS = [
-    pytest.param(operation, provider, id=f"{operation.name}-{provider.name}")
-    for operation in OPERATIONS.values()
-    for provider in operation.providers.values()
+    pytest.param(operation, provider, id=f"{operation.label}-{provider.name}")
+    for operation in FORMS.values()
+    for provider in providers_of(operation)
     if provider.on == "cuda"
 ]
 AS_IT_IS = {"rope_angles", "write_pages_int8", "write_pages_fp8", "write_pages_int4"}
@@ -49,7 +49,7 @@ SCRATCH = 64 << 20
 
 
 def test_every_kernel_has_inputs_of_real_size() -> None:
-    assert {parameter.values[0].name for parameter in PROVIDERS} <= set(GENERATORS)
+    assert {parameter.values[0].label for parameter in PROVIDERS} <= set(GENERATORS)
 
 
 @pytest.mark.parametrize("tokens", SIZES.tokens)
@@ -61,11 +61,11 @@ def test_a_kernel_computes_what_the_body_means(
     for dtype in FLOATS:
         torch.manual_seed(SEED)  # for the weights
         draw = Draw(SEED + tokens, dtype)
-        for label, given in GENERATORS[operation.name](draw, tokens):
-            given.facts = {"dtype": dtype, **given.facts}
+        for label, given in GENERATORS[operation.label](draw, tokens):
+            given.facts = {"dtype": dtype, **fused_in(given.args), **given.facts}
             kit = Kit("cuda", (provider.name,))
             run = kit.bind(operation, **given.facts)
-            if set(kit.chosen[operation.name]) != {provider.name}:
+            if set(kit.chosen[operation.label]) != {provider.name}:
                 continue
             accepted += 1
             limit = TOLERANCE[given.provided or dtype]
@@ -74,15 +74,15 @@ def test_a_kernel_computes_what_the_body_means(
             assert error <= 1, f"{where}: error {error * limit:.2e} is more than {limit:.0e}"
             worst = max(worst, error * limit)
     record_property("error", worst)
-    assert accepted, f"{provider.name} accepts no inputs of {operation.name}"
+    assert accepted, f"{provider.name} accepts no inputs of {operation.label}"
 
 
 def _error(operation: Operation, kit: Kit, run: Callable[..., Any], given: Case, where: str) -> float:
     """The largest over the results and the arguments that are written to."""
     wide = tuple(copied(arg, None if operation.name in AS_IT_IS else torch.float64) for arg in given.args)
     prepared = [kit.prepare(operation, arg, **given.facts) if isinstance(arg, QTensor) else arg for arg in given.args]
-    if "best_output" in operation.name:
-        scores = OPERATIONS[operation.name.replace("best_output", "linear")].body(*wide)
+    if given.facts.get("best"):
+        scores = operation.body(*wide[:2], wide[2]._replace(best=False))
         poison(8 * len(scores), scores.numel() * 2, SCRATCH)
         chosen = run(*prepared)
         reached = scores.gather(-1, chosen[:, None])[:, 0]
@@ -120,6 +120,8 @@ def copied(value: Any, dtype: torch.dtype | None) -> Any:
         return replace(value, **{name: copied(getattr(value, name), dtype) for name in names})
     if isinstance(value, HeadNorms):
         return replace(value, q=copied(value.q, dtype), k=copied(value.k, dtype))
+    if isinstance(value, Epilogue):
+        return value._replace(bias=copied(value.bias, dtype))
     if isinstance(value, torch.dtype):
         return dtype or value
     if isinstance(value, tuple):

@@ -41,8 +41,10 @@ class Noting(Kit):
         self.ledger = Ledger()
 
     def bind(self, operation: Operation, **facts: object) -> Function:
+        label = operation.bound_with(facts).label
+
         def run(*args: object, **kwargs: object) -> object:
-            self.ledger.record(operation.name, operation.cost(*args, **kwargs))
+            self.ledger.record(label, operation.cost(*args, **kwargs))
             return operation.body(*args, **kwargs)
 
         return run

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.attention import Heads
-from bankfull.ops import HeadNorms, HeadWeights, PagedMeta, RecurrentMeta, Unnormed
+from bankfull.ops import Epilogue, HeadNorms, HeadWeights, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.pages.rounded import int4_group, is_rounded
 from bankfull.ops.pointwise.body import _KINDS as KINDS
 from bankfull.weights.formats import SCHEMES, fp8_groups, groups, mxfp4, rows
@@ -69,7 +69,21 @@ def moved(value: Any, device: str) -> Any:
         return replace(value, stored=moved(value.stored, device))
     if isinstance(value, HeadNorms):
         return replace(value, q=moved(value.q, device), k=moved(value.k, device))
+    if isinstance(value, Epilogue):
+        return value._replace(bias=moved(value.bias, device))
     return tuple(moved(part, device) for part in value) if isinstance(value, tuple) else value
+
+
+def fused_in(args: tuple[Any, ...]) -> dict[str, bool]:
+    """The facts of the binding of an operation that is called with these arguments."""
+    if not isinstance(epilogue := args[-1], Epilogue):
+        return {}
+    return {"normed": isinstance(args[0], Unnormed), "gated": bool(epilogue.gate), "best": epilogue.best}
+
+
+def flat(args: tuple[Any, ...]) -> list[Any]:
+    """The arguments with those of an epilogue, which is the last one, in its place."""
+    return [*args[:-1], *args[-1]] if args and isinstance(args[-1], Epilogue) else list(args)
 
 
 class Maker:
@@ -184,7 +198,7 @@ def linear(make: Maker) -> Case:
     weight = make.weight(scheme, outer, inner)
     lead = (count,) if make.size(0, 3) else (2, count)
     bias = make.normal(outer) if make.size(0, 1) else None
-    return Case((make.normal(*lead, inner), weight, bias), make.dtype, {"weight": weight})
+    return Case((make.normal(*lead, inner), weight, Epilogue(bias)), make.dtype, {"weight": weight})
 
 
 def linear_int8(make: Maker) -> Case:
@@ -193,7 +207,7 @@ def linear_int8(make: Maker) -> Case:
     inner = 32 * make.size(1, 9) if scheme.block == 1 else make.columns(scheme)
     weight = make.weight(scheme, make.size(1, 70), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
-    return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
+    return Case((make.normal(make.size(1, 8), inner), weight, Epilogue(bias)), make.dtype, {"weight": weight})
 
 
 def linear_hadamard(make: Maker) -> Case:
@@ -203,7 +217,7 @@ def linear_hadamard(make: Maker) -> Case:
     weight = make.weight(scheme, make.size(1, 70), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     x = make.normal(make.size(14, 50), inner).to(torch.bfloat16).to(make.dtype)
-    return Case((x, weight, bias), make.dtype, {"weight": weight}, provided=torch.bfloat16)
+    return Case((x, weight, Epilogue(bias)), make.dtype, {"weight": weight}, provided=torch.bfloat16)
 
 
 def linear_bf16(make: Maker) -> Case:
@@ -219,22 +233,22 @@ def clear_winner(made: Case, make: Maker) -> Case:
     if bias is None:
         steps = torch.randperm(weight.shape[0], generator=make.numbers).to(make.dtype)
         bias = steps * 64 * weight.shape[1]
-    return replace(made, args=(x, weight, bias))
+    return replace(made, args=(x, weight, Epilogue(bias, best=True)))
 
 
-def best_output(make: Maker) -> Case:
+def best_linear(make: Maker) -> Case:
     return clear_winner(linear(make), make)
 
 
-def best_output_bf16(make: Maker) -> Case:
+def best_linear_bf16(make: Maker) -> Case:
     return clear_winner(linear_bf16(make), make)
 
 
-def best_output_int8(make: Maker) -> Case:
+def best_linear_int8(make: Maker) -> Case:
     return clear_winner(linear_int8(make), make)
 
 
-def best_output_hadamard(make: Maker) -> Case:
+def best_linear_hadamard(make: Maker) -> Case:
     return clear_winner(linear_hadamard(make), make)
 
 
@@ -244,7 +258,7 @@ def gated_linear(make: Maker) -> Case:
     weight = make.weight(scheme, 2 * make.size(1, 40), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     x = make.normal(make.size(1, 20), inner)
-    return Case((x, weight, bias, make.pick.choice(sorted(KINDS))), make.dtype, {"weight": weight})
+    return Case((x, weight, Epilogue(bias, make.pick.choice(sorted(KINDS)))), make.dtype, {"weight": weight})
 
 
 def unnormed(make: Maker, rows: int, inner: int) -> Unnormed:
@@ -261,8 +275,8 @@ def normed_linear(make: Maker) -> Case:
     return replace(made, args=(unnormed(make, x.numel() // x.shape[-1], x.shape[-1]), *others))
 
 
-def normed_best_output(make: Maker) -> Case:
-    made = best_output(make)
+def normed_best_linear(make: Maker) -> Case:
+    made = best_linear(make)
     x, *others = made.args
     return replace(made, args=(unnormed(make, x.numel() // x.shape[-1], x.shape[-1]), *others))
 
@@ -597,13 +611,13 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         linear_bf16,
         linear_int8,
         linear_hadamard,
-        best_output,
-        best_output_bf16,
-        best_output_int8,
-        best_output_hadamard,
+        best_linear,
+        best_linear_bf16,
+        best_linear_int8,
+        best_linear_hadamard,
         gated_linear,
         normed_linear,
-        normed_best_output,
+        normed_best_linear,
         normed_gated_linear,
         embedding,
         rms_norm,
@@ -636,7 +650,7 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
 
 def case(name: str, seed: int, dtype: torch.dtype | None = None) -> Case:
     made = GENERATORS[name](Maker(seed, dtype))
-    made.facts = {"dtype": made.dtype, **made.facts}
+    made.facts = {"dtype": made.dtype, **fused_in(made.args), **made.facts}
     return made
 
 

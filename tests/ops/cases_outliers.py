@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from bankfull.ops import Epilogue
 from bankfull.weights.formats.rows import INT8_ROW
 from tests.ops import cases
 from tests.ops.cases import Case, Maker, unnormed
@@ -28,18 +29,18 @@ def linear_outliers(make: Maker) -> Case:
 
 
 def gated_linear_outliers(make: Maker) -> Case:
-    x, weight, bias = cases.linear_int8(make).args
+    x, weight, (bias, *_) = cases.linear_int8(make).args
     weight = make.weight(weight.scheme, 2 * make.size(1, 40), weight.shape[1])
     bias = None if bias is None else make.normal(weight.shape[0])
     kind = make.pick.choice(("silu", "gelu"))
-    return replace(_with_outliers(make, Case((x, weight, bias, kind), make.dtype)), provided=torch.int8)
+    return replace(_with_outliers(make, Case((x, weight, Epilogue(bias, kind)), make.dtype)), provided=torch.int8)
 
 
-def _normed(make: Maker, *rest: str) -> Case:
+def _normed(make: Maker, gate: str = "") -> Case:
     weight = make.weight(cases.SCHEMES[INT8_ROW], 32 * make.size(1, 3), 32 * make.size(5, 9))
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     x = make.normal(make.pick.choice((1, 2, 17, 66)), weight.shape[1])
-    made = _with_outliers(make, Case((x, weight, bias, *rest), make.dtype))
+    made = _with_outliers(make, Case((x, weight, Epilogue(bias, gate)), make.dtype))
     before = unnormed(make, *x.shape)
     columns = made.args[1].outliers[0]
     before.weight[columns] *= 20

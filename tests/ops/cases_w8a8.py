@@ -35,19 +35,19 @@ def _weighted(make: Maker, of: Callable[[Maker], Case]) -> Case:
     weight = make.weight(SCHEMES[name], outer, inner)
     x = _rows(make, make.pick.choice((2, 5, 17, 66)), inner, name)
     bias = make.normal(outer) if make.size(0, 1) else None
-    rest = of(make).args[3:]
-    return Case((x, weight, bias, *rest), make.dtype, {"weight": weight}, provided=torch.bfloat16)
+    epilogue = of(make).args[2]._replace(bias=bias)
+    return Case((x, weight, epilogue), make.dtype, {"weight": weight}, provided=torch.bfloat16)
 
 
 def linear_w8a8(make: Maker) -> Case:
     return _weighted(make, linear)
 
 
-def best_output_w8a8(make: Maker) -> Case:
+def best_linear_w8a8(make: Maker) -> Case:
     made = linear_w8a8(make)
-    far = clear_winner(made, make)
+    x, weight, epilogue = clear_winner(made, make).args
     # Sums of exact codes are larger than those of normal numbers.
-    return replace(far, args=(*far.args[:2], far.args[2] * 2.0**14))
+    return replace(made, args=(x, weight, epilogue._replace(bias=epilogue.bias * 2.0**14)))
 
 
 def gated_linear_w8a8(make: Maker) -> Case:
@@ -76,7 +76,7 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
         linear_w8a8,
-        best_output_w8a8,
+        best_linear_w8a8,
         gated_linear_w8a8,
         normed_linear_w8a8,
         normed_gated_linear_w8a8,

@@ -12,11 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
-import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
-from bankfull.ops import OPERATIONS, Kit, PagedMeta, RecurrentMeta, Unnormed, kit_for
+from bankfull.ops import (
+    OPERATIONS,
+    Epilogue,
+    Kit,
+    PagedMeta,
+    RecurrentMeta,
+    Unnormed,
+    kit_for,
+    linear,
+    linear_outliers,
+)
 from bankfull.ops.attention.triton.rope import Turn, launch_rotate_and_write
 from bankfull.ops.pages.rounded import ROUNDED
 from bankfull.ops.pages.side import Cache, Pages
@@ -39,6 +48,7 @@ from bankfull.weights.qtensor import QTensor
 from bankfull.weights.requantized import is_inner_matrix
 from tests.ops import cases
 from tests.ops.compiled import Launch
+from tests.ops.forms import FORMS, providers_of
 
 META = torch.device("meta")
 DTYPE = torch.bfloat16
@@ -145,14 +155,12 @@ def quantized(*formats: str) -> Two:
     for name in formats:
         for outer, inner in ((6144, 4096), (28672, 4096), (4096, 14336)):
             weight = QTensor(cases.WEIGHTS[name], cases.WEIGHTS[name].empty((outer, inner), META), (outer, inner))
-            gated = outer > 2 * inner
-            operation = OPERATIONS["gated_linear" if gated else "linear"]
-            kit = kit_for("cuda")
-            run = kit.bind(operation, dtype=DTYPE, weight=weight)
-            ready = kit.prepare(operation, weight, dtype=DTYPE, weight=weight)
+            gated, kit = outer > 2 * inner, kit_for("cuda")
+            facts = {"dtype": DTYPE, "weight": weight, "gated": gated}
+            run, ready = kit.bind(linear, **facts), kit.prepare(linear, weight, **facts)
             for rows in (1, 16, 64, 128):
                 x = torch.empty(rows, inner, dtype=DTYPE, device=META)
-                call = partial(run, x, ready, None, *(("silu",) if gated else ()))
+                call = partial(run, x, ready, Epilogue(gate="silu" if gated else ""))
                 made.append((f"{name} {outer}x{inner}, {rows} rows", call))
     return made, made
 
@@ -161,23 +169,24 @@ def outliers() -> Two:
     """The layers of an 8B model with outlier columns, for one row, tiles and the GEMM."""
     made = []
     scheme, kit = cases.WEIGHTS["int8_row"], kit_for("cuda")
-    for name, outer, inner in (
-        ("normed_linear_outliers", 6144, 4096),
-        ("linear_outliers", 4096, 4096),
-        ("normed_gated_linear_outliers", 28672, 4096),
-        ("linear_outliers", 4096, 14336),
+    for fused, outer, inner in (
+        ("normed", 6144, 4096),
+        ("", 4096, 4096),
+        ("normed gated", 28672, 4096),
+        ("", 4096, 14336),
     ):
+        normed, gated = "normed" in fused, "gated" in fused
         for count in (4, 64, inner // 16):
             columns = torch.empty(count, dtype=torch.int64, device=META)
             kept = torch.empty(outer, count, dtype=DTYPE, device=META)
             weight = QTensor(scheme, scheme.empty((outer, inner), META), (outer, inner), outliers=(columns, kept))
-            run = kit.bind(OPERATIONS[name], dtype=DTYPE, weight=weight)
-            ready = kit.prepare(OPERATIONS[name], weight, dtype=DTYPE, weight=weight)
+            facts = {"dtype": DTYPE, "weight": weight, "normed": normed, "gated": gated}
+            run, ready = kit.bind(linear_outliers, **facts), kit.prepare(linear_outliers, weight, **facts)
             for rows in (1, 16, 64, 128):
                 x = torch.empty(rows, inner, dtype=DTYPE, device=META)
-                row = Unnormed(x, x, x[0], 1e-5, 0.0, x) if "normed" in name else x
-                call = partial(run, row, ready, None, *(("silu",) if "gated" in name else ()))
-                made.append((f"{name} {outer}x{inner}, {count} columns, {rows} rows", call))
+                row = Unnormed(x, x, x[0], 1e-5, 0.0, x) if normed else x
+                call = partial(run, row, ready, Epilogue(gate="silu" if gated else ""))
+                made.append((f"{fused} {outer}x{inner}, {count} columns, {rows} rows", call))
     return made, made
 
 
@@ -213,28 +222,27 @@ def heads(*formats: str) -> Two:
         outer, inner = 128256, 4096
         weight = QTensor(cases.WEIGHTS[name], cases.WEIGHTS[name].empty((outer, inner), META), (outer, inner))
         x = torch.empty(1, inner, dtype=DTYPE, device=META)
-        for operation, row in (("best_output", x), ("normed_best_output", Unnormed(x, x, x[0], 1e-5, 0.0, x))):
-            kit = kit_for("cuda")
-            run = kit.bind(OPERATIONS[operation], dtype=DTYPE, weight=weight)
-            ready = kit.prepare(OPERATIONS[operation], weight, dtype=DTYPE, weight=weight)
-            made.append((f"{operation} of {name}", partial(run, row, ready)))
+        for normed, row in ((False, x), (True, Unnormed(x, x, x[0], 1e-5, 0.0, x))):
+            kit, facts = kit_for("cuda"), {"dtype": DTYPE, "weight": weight, "normed": normed, "best": True}
+            run, ready = kit.bind(linear, **facts), kit.prepare(linear, weight, **facts)
+            made.append((f"best of {name}, normed {normed}", partial(run, row, ready, Epilogue(best=True))))
     return made, made
 
 
 def generated(seeds: range) -> Two:
     """Every operation and provider on generated inputs: odd sizes, views, all dtypes and formats."""
     made = []
-    for operation in OPERATIONS.values():
-        for provider in (one for one in operation.providers.values() if one.on == "cuda"):
-            weightless = "weight" not in cases.case(operation.name, 0).facts
+    for operation in FORMS.values():
+        for provider in (one for one in providers_of(operation) if one.on == "cuda"):
+            weightless = "weight" not in cases.case(operation.label, 0).facts
             for seed in seeds[:WEIGHTLESS_SEEDS] if weightless else seeds:
-                given = cases.case(operation.name, seed)
+                given = cases.case(operation.label, seed)
                 kit = Kit("cuda", (provider.name,))
                 run = kit.bind(operation, **given.facts)
-                if set(kit.chosen[operation.name]) == {provider.name}:
+                if set(kit.chosen[operation.label]) == {provider.name}:
                     prepare = partial(kit.prepare, operation, **given.facts)
                     args = [prepare(arg) if isinstance(arg, QTensor) else arg for arg in given.args]
-                    made.append((f"{operation.name} {provider.name}, seed {seed}", partial(run, *args)))
+                    made.append((f"{operation.label} {provider.name}, seed {seed}", partial(run, *args)))
     return made, made
 
 

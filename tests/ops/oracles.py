@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
+from bankfull.ops import Epilogue, HeadNorms, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.weights.qtensor import QTensor
 
 Array = np.ndarray
@@ -66,43 +66,23 @@ def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> A
     return out if bias is None else out + f64(bias)
 
 
-def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear(x, weight, bias).argmax(-1)
-
-
-def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear_bf16(x, weight, bias).argmax(-1)
-
-
-def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear_int8(x, weight, bias).argmax(-1)
-
-
-def best_output_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear_hadamard(x, weight, bias).argmax(-1)
-
-
-def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
-    half = weight.shape[0] // 2
-    gate, up = (torch.from_numpy(part) for part in np.split(linear(x, weight, bias), [half], axis=-1))
-    return activate_mul(gate.to(x.dtype), up.to(x.dtype), kind)
-
-
 def read(x: Unnormed) -> Tensor:
     stream = torch.from_numpy(f64(x.x) + f64(x.delta)).to(x.x.dtype)
     return torch.from_numpy(rms_norm(stream, x.weight, x.eps, x.offset)).to(stream.dtype)
 
 
-def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear(read(x), weight, bias)
+def with_epilogue(product: Callable[[Tensor, QTensor, Tensor | None], Array]) -> Callable[..., Array]:
+    """The oracle of an operation, from that of its product."""
 
+    def oracle(x: Tensor | Unnormed, weight: QTensor, epilogue: Epilogue) -> Array:
+        rows = read(x) if isinstance(x, Unnormed) else x
+        outputs = product(rows, weight, epilogue.bias)
+        if epilogue.gate:
+            gate, up = (torch.from_numpy(half).to(rows.dtype) for half in np.split(outputs, 2, -1))
+            outputs = activate_mul(gate, up, epilogue.gate)
+        return outputs.argmax(-1) if epilogue.best else outputs
 
-def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return best_output(read(x), weight, bias)
-
-
-def normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
-    return gated_linear(read(x), weight, bias, kind)
+    return oracle
 
 
 def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Array:
@@ -431,18 +411,6 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear,
-        linear_bf16,
-        linear_int8,
-        linear_hadamard,
-        best_output,
-        best_output_bf16,
-        best_output_int8,
-        best_output_hadamard,
-        gated_linear,
-        normed_linear,
-        normed_best_output,
-        normed_gated_linear,
         embedding,
         rms_norm,
         add,
@@ -470,6 +438,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
         activate_mul,
     )
 }
+ORACLES |= {product.__name__: with_epilogue(product) for product in (linear, linear_bf16, linear_int8, linear_hadamard)}
 
 
 from tests.ops import (  # noqa: E402  (last: they use what stands above)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops import Unnormed
 from bankfull.weights.qtensor import QTensor
 from tests.ops import oracles
 from tests.ops.oracles import Array, f64
@@ -28,25 +27,4 @@ def linear_outliers(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> A
     return rest + own @ f64(kept).T + (0 if bias is None else f64(bias))
 
 
-def gated_linear_outliers(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
-    gate, up = (torch.from_numpy(half).to(x.dtype) for half in np.split(linear_outliers(x, weight, bias), 2, -1))
-    return oracles.activate_mul(gate, up, kind)
-
-
-def normed_linear_outliers(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear_outliers(oracles.read(x), weight, bias)
-
-
-def normed_gated_linear_outliers(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
-    return gated_linear_outliers(oracles.read(x), weight, bias, kind)
-
-
-ORACLES: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        linear_outliers,
-        gated_linear_outliers,
-        normed_linear_outliers,
-        normed_gated_linear_outliers,
-    )
-}
+ORACLES: dict[str, Callable[..., Any]] = {"linear_outliers": oracles.with_epilogue(linear_outliers)}

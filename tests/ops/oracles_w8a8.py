@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops import Unnormed
 from bankfull.weights.qtensor import QTensor
 from tests.ops import oracles
 from tests.ops.oracles import Array
@@ -38,29 +37,4 @@ def linear_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array
     return oracles.linear(rounded(x, weight), weight, bias)
 
 
-def best_output_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear_w8a8(x, weight, bias).argmax(-1)
-
-
-def gated_linear_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
-    return oracles.gated_linear(rounded(x, weight), weight, bias, kind)
-
-
-def normed_linear_w8a8(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear_w8a8(oracles.read(x), weight, bias)
-
-
-def normed_gated_linear_w8a8(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
-    return gated_linear_w8a8(oracles.read(x), weight, bias, kind)
-
-
-ORACLES: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        linear_w8a8,
-        best_output_w8a8,
-        gated_linear_w8a8,
-        normed_linear_w8a8,
-        normed_gated_linear_w8a8,
-    )
-}
+ORACLES: dict[str, Callable[..., Any]] = {"linear_w8a8": oracles.with_epilogue(linear_w8a8)}

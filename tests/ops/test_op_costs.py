@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from bankfull.ops import OPERATIONS, Cost, Unnormed
+from bankfull.ops import OPERATIONS, Cost, Epilogue, Unnormed
 from bankfull.ops.attention.sight import live_from, visible_pairs
 from bankfull.ops.cost import nbytes
 from bankfull.ops.meter import Meter
@@ -19,13 +19,14 @@ from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases
 from tests.ops.compare import tensors
+from tests.ops.forms import FORMS
 
 SEEDS = range(12)
 
 
 def counted_flops(name: str, args: tuple[Any, ...]) -> int:
     with FlopCounterMode(display=False) as counter:
-        OPERATIONS[name].body(*args)
+        FORMS[name].body(*args)
     return counter.get_total_flops()
 
 
@@ -38,11 +39,14 @@ def touched(name: str, made: cases.Case) -> tuple[int, int]:
     for i, arg in enumerate(args):
         if isinstance(arg, QTensor):
             leaves[i] = arg.parts["data"].requires_grad_()
+        elif isinstance(arg, Epilogue) and arg.bias is not None:
+            leaves[i] = arg.bias.detach().clone().requires_grad_()
+            args[i] = arg._replace(bias=leaves[i].clone())
         elif isinstance(arg, Tensor) and arg.is_floating_point():
             leaves[i] = arg.detach().clone().requires_grad_()
             args[i] = leaves[i].clone()
     before = {i: args[i].detach().clone() for i in made.written}
-    results = tensors(OPERATIONS[name].body(*args))
+    results = tensors(FORMS[name].body(*args))
     # A changed argument counts as a result only where it was written.
     written = {i: (args[i].detach() != before[i]) & ~(args[i].detach().isnan() & before[i].isnan()) for i in before}
     outputs = [*results, *(args[i][mask] for i, mask in written.items())]
@@ -75,7 +79,9 @@ def settled(name: str, made: cases.Case) -> bool:
         )  # a slot read by two sequences moves twice
     if name == "embedding":
         return len(set(made.args[0].tolist())) == len(made.args[0])  # so does a row
-    if name in ("activate", "activate_mul", "gated_linear"):
+    if name == "gated_linear":
+        return bool(made.args[-1].gate != "relu")  # flat: half of the inputs have no gradient
+    if name in ("activate", "activate_mul"):
         return made.args[-1] != "relu"  # flat: half of the inputs have no gradient
     if name == "expert_mlp":  # the cost is an expectation, which is certain where all tokens use the same experts
         chosen, kind = made.args[1], made.args[-1]
@@ -98,12 +104,12 @@ NO_SLOPE = {
     "linear_bf16",
     "linear_int8",
     "linear_hadamard",
-    "best_output",
-    "best_output_bf16",
-    "best_output_int8",
-    "best_output_hadamard",
+    "best_linear",
+    "best_linear_bf16",
+    "best_linear_int8",
+    "best_linear_hadamard",
     "linear_w8a8",
-    "best_output_w8a8",
+    "best_linear_w8a8",
 }
 """Rounding and argmax: they have no gradient. They are linear layers with another output."""
 EXPERTS = {"route", "expert_mlp_bf16", "expert_mlp_int8"}
@@ -114,16 +120,16 @@ EXPERTS = {"route", "expert_mlp_bf16", "expert_mlp_int8"}
 def test_a_rounded_linear_or_argmax_reads_what_a_linear_reads(name: str) -> None:
     for seed in range(20):
         made = cases.case(name, seed)
-        cost, plain = OPERATIONS[name].cost(*made.args), OPERATIONS["linear"].cost(*made.args)
+        cost, plain = FORMS[name].cost(*made.args), FORMS["linear"].cost(*made.args)
         assert (cost.flops, cost.read) == (plain.flops, plain.read)
-        assert cost.write == nbytes(OPERATIONS[name].body(*made.args))
+        assert cost.write == nbytes(FORMS[name].body(*made.args))
 
 
 ROUNDED_TO = {
-    "own": ["linear", "best_output", "gated_linear", "normed_linear", "normed_gated_linear", "normed_best_output"],
-    "bf16": ["linear_bf16", "best_output_bf16", "expert_mlp_bf16"],
-    "int8": ["linear_int8", "best_output_int8", "linear_hadamard", "best_output_hadamard", "expert_mlp_int8"],
-    "its weight": [name for name in OPERATIONS if name.endswith("w8a8")],
+    "own": ["linear", "best_linear", "gated_linear", "normed_linear", "normed_gated_linear", "normed_best_linear"],
+    "bf16": ["linear_bf16", "best_linear_bf16", "expert_mlp_bf16"],
+    "int8": ["linear_int8", "best_linear_int8", "linear_hadamard", "best_linear_hadamard", "expert_mlp_int8"],
+    "its weight": [name for name in FORMS if name.endswith("w8a8")],
 }
 
 
@@ -131,7 +137,7 @@ ROUNDED_TO = {
 def test_products_are_counted_on_the_operands_that_they_multiply(name: str, operands: str) -> None:
     for seed in range(20):
         made = cases.case(name, seed)
-        cost = OPERATIONS[name].cost(*made.args)
+        cost = FORMS[name].cost(*made.args)
         wanted = operands
         if operands == "its weight":
             wanted = "fp8" if made.args[1].scheme.name == "fp8" else "int8"
@@ -148,17 +154,17 @@ def test_attention_over_narrow_pages_may_multiply_in_bfloat16() -> None:
         (torch.bfloat16, torch.bfloat16, "own"),
         (torch.float64, torch.float64, "own"),
     ):
-        cost = OPERATIONS["paged_attention"].cost(q.to(dtype), k.to(pages), v.to(pages), *rest)
+        cost = FORMS["paged_attention"].cost(q.to(dtype), k.to(pages), v.to(pages), *rest)
         assert cost.operands == [wanted], (dtype, pages)
 
 
 def test_outlier_columns_cost_a_product_of_their_own() -> None:
     for seed in range(20):
-        x, weight, bias = cases.case("linear_outliers", seed).args
+        x, weight, epilogue = cases.case("linear_outliers", seed).args
         columns, kept = weight.outliers
         cost, plain = (
-            OPERATIONS["linear_outliers"].cost(x, weight, bias),
-            OPERATIONS["linear"].cost(x, weight.as_stored, bias),
+            FORMS["linear_outliers"].cost(x, weight, epilogue),
+            FORMS["linear"].cost(x, weight.as_stored, epilogue),
         )
         assert cost.flops - plain.flops == 2 * x.numel() // x.shape[-1] * kept.numel()
         assert cost.read - plain.read == nbytes(columns, kept)
@@ -166,23 +172,21 @@ def test_outlier_columns_cost_a_product_of_their_own() -> None:
         assert cost.int8 == plain.flops
 
 
-OUTLIERS = {name for name in OPERATIONS if name.endswith("_outliers")}
+OUTLIERS = {name for name in FORMS if name.endswith("_outliers")}
 """They round, and have their own tests."""
 LATENT = {"head_products", "absorb_queries", "write_latents", "latent_attention", "expanded_attention"}
 GATED_W8A8 = {"gated_linear_w8a8", "normed_linear_w8a8", "normed_gated_linear_w8a8"}
-COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linear", *GATED_W8A8, *LATENT}
+COMPOSED = {"attend", "normed_linear", "normed_best_linear", "normed_gated_linear", *GATED_W8A8, *LATENT}
 """Their operands are inside records, which have no gradient: compared with their parts instead."""
 
 
-@pytest.mark.parametrize(
-    "name", [name.removeprefix("normed_") for name in sorted(OPERATIONS) if name.startswith("normed_")]
-)
+@pytest.mark.parametrize("name", [name.removeprefix("normed_") for name in sorted(FORMS) if name.startswith("normed_")])
 def test_a_fused_norm_saves_memory_traffic(name: str) -> None:
     for seed in range(40):
         made = cases.case(f"normed_{name}", seed)
         x, *others = made.args
-        joined = OPERATIONS["add_rms_norm"].cost(x.x, x.delta, x.weight, x.eps, x.offset)
-        apart, together = joined + OPERATIONS[name].cost(x.x, *others), OPERATIONS[f"normed_{name}"].cost(*made.args)
+        joined = FORMS["add_rms_norm"].cost(x.x, x.delta, x.weight, x.eps, x.offset)
+        apart, together = joined + FORMS[name].cost(x.x, *others), FORMS[f"normed_{name}"].cost(*made.args)
         assert together.flops == apart.flops
         assert together.read == apart.read - nbytes(x.x)
         assert together.write == apart.write - nbytes(x.x)
@@ -211,7 +215,7 @@ SPREAD = {
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize(
-    "name", sorted(set(OPERATIONS) - NO_SLOPE - OUTLIERS - EXPERTS - COMPOSED - INTEGERS - RANKS - SPREAD)
+    "name", sorted(set(FORMS) - NO_SLOPE - OUTLIERS - EXPERTS - COMPOSED - INTEGERS - RANKS - SPREAD)
 )
 def test_declared_bytes_are_the_bytes_touched(name: str) -> None:
     checked = 0
@@ -221,7 +225,7 @@ def test_declared_bytes_are_the_bytes_touched(name: str) -> None:
         made = cases.GENERATORS[name](make)
         if not settled(name, made):
             continue
-        declared = OPERATIONS[name].cost(*made.args)
+        declared = FORMS[name].cost(*made.args)
         read, write = touched(name, made)
         assert (declared.read, declared.write) == (read, write), f"seed {seed}"
         checked += 1
@@ -237,31 +241,31 @@ def test_a_weight_costs_the_bytes_of_its_scheme(scheme: str) -> None:
     stored = 10 * cases.WEIGHTS[scheme].row_bytes(inner)
     x, ids = torch.zeros(4, inner), torch.tensor([1, 5, 9])
     flops = 2 * 4 * 10 * inner * cases.WEIGHTS[scheme].density
-    assert OPERATIONS["linear"].cost(x, weight) == Cost(flops, 4 * inner * 4 + stored, 4 * 10 * 4)
+    assert FORMS["linear"].cost(x, weight) == Cost(flops, 4 * inner * 4 + stored, 4 * 10 * 4)
     expected = Cost(0, 3 * stored / 10 + 3 * 8, 3 * inner * 2)
-    assert OPERATIONS["embedding"].cost(ids, weight, torch.bfloat16) == expected
+    assert FORMS["embedding"].cost(ids, weight, torch.bfloat16) == expected
 
 
 def test_state_in_another_dtype_is_moved_in_that_dtype() -> None:
     new, pages, slots = torch.zeros(3, 2, 5), torch.zeros(4, 8, 2, 5, dtype=torch.bfloat16), torch.tensor([1, 9, 30])
-    assert OPERATIONS["write_pages"].cost(new, pages, slots) == Cost(0, 3 * 2 * 5 * 4 + 3 * 8, 3 * 2 * 5 * 2)
+    assert FORMS["write_pages"].cost(new, pages, slots) == Cost(0, 3 * 2 * 5 * 4 + 3 * 8, 3 * 2 * 5 * 2)
 
 
 def test_a_moved_token_costs_the_bytes_of_its_segments() -> None:
     frames, slots = torch.zeros(4, 800, dtype=torch.uint8), torch.tensor([[3, 4], [17, 30]])
-    moved = OPERATIONS["move_tokens"].cost(frames, ((0, 40), (320, 10)), 8, slots, slots)
+    moved = FORMS["move_tokens"].cost(frames, ((0, 40), (320, 10)), 8, slots, slots)
     assert moved == Cost(0, 4 * 50 + 2 * 4 * 8, 4 * 50)
 
 
 def test_int8_state_costs_a_byte_per_element_and_a_scale_per_head() -> None:
     new, slots = torch.zeros(3, 2, 5, dtype=torch.bfloat16), torch.tensor([1, 9, 30])
     pages, scales = torch.zeros(4, 8, 2, 5, dtype=torch.int8), torch.zeros(4, 8, 2)
-    written = OPERATIONS["write_pages_int8"].cost(new, pages, scales, slots)
+    written = FORMS["write_pages_int8"].cost(new, pages, scales, slots)
     assert (written.read, written.write) == (3 * 2 * 5 * 2 + 3 * 8, 3 * 2 * 5 + 3 * 2 * 4)
     q = torch.zeros(3, 4, 5)
     meta = cases.PagedMeta(np.array([0, 1, 3]), np.array([7, 9]), torch.ones(2, 2, dtype=torch.long), slots, 8)
-    read = OPERATIONS["paged_attention"].cost(q, pages, pages, meta, 1.0, None, None, scales, scales)
-    plain = OPERATIONS["paged_attention"].cost(q, pages.float(), pages.float(), meta, 1.0)
+    read = FORMS["paged_attention"].cost(q, pages, pages, meta, 1.0, None, None, scales, scales)
+    plain = FORMS["paged_attention"].cost(q, pages.float(), pages.float(), meta, 1.0)
     assert read.read == nbytes(q) + (7 + 9) * 2 * (2 * 5 + 2 * 4)
     assert (read.flops, read.write) == (plain.flops, plain.write)
 
@@ -270,7 +274,7 @@ def test_int8_state_costs_a_byte_per_element_and_a_scale_per_head() -> None:
 def test_declared_flops_are_those_that_torch_counts(name: str) -> None:
     for seed in SEEDS:
         made = cases.case(name, seed)
-        assert OPERATIONS[name].cost(*made.args).flops == counted_flops(name, made.args)
+        assert FORMS[name].cost(*made.args).flops == counted_flops(name, made.args)
 
 
 def test_attention_one_token_at_a_time_declares_what_torch_counts() -> None:
@@ -281,7 +285,7 @@ def test_attention_one_token_at_a_time_declares_what_torch_counts() -> None:
         rows = np.arange(len(meta.kv_len) + 1)
         meta = cases.PagedMeta(rows, meta.kv_len, meta.pages, meta.slots, meta.page_tokens)
         args = (make.normal(len(meta.kv_len), kv * groups, size), k_pages, v_pages, meta, 1.0)
-        assert OPERATIONS["paged_attention"].cost(*args).flops == counted_flops("paged_attention", args)
+        assert FORMS["paged_attention"].cost(*args).flops == counted_flops("paged_attention", args)
 
 
 def test_attention_of_many_tokens_declares_only_the_visible_part_of_what_the_body_computes() -> None:
@@ -299,22 +303,22 @@ def test_attention_of_many_tokens_declares_only_the_visible_part_of_what_the_bod
             visible += int(mask.sum())
             assert int(mask.sum()) == visible_pairs(count, length, window)
         assert counted_flops("paged_attention", args) == width * rectangle
-        assert OPERATIONS["paged_attention"].cost(*args).flops == width * visible
+        assert FORMS["paged_attention"].cost(*args).flops == width * visible
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("name", sorted(FORMS))
 def test_the_meter_records_on_meta_what_real_tensors_cost(name: str) -> None:
     meter = Meter()
-    run = meter.bind(OPERATIONS[name])
+    run = meter.bind(OPERATIONS[FORMS[name].name], **cases.case(name, 0).facts)
     for seed in SEEDS:
         made = cases.case(name, seed)
         run(*made.to("meta").args)
-        assert meter.take().total == {name: OPERATIONS[name].cost(*made.args)}
+        assert meter.take().total == {name: FORMS[name].cost(*made.args)}
 
 
 def test_a_ledger_adds_up_calls_and_costs_by_operation() -> None:
     meter = Meter()
-    run = meter.bind(OPERATIONS["soft_cap"])
+    run = meter.bind(FORMS["soft_cap"])
     for rows in (1, 2):
         run(torch.empty(rows, 3, device="meta"), 2.0)
     first = meter.take()
@@ -329,13 +333,13 @@ def test_attending_reads_each_key_once_whether_new_or_old() -> None:
     for seed in range(40):
         made = cases.case("attend", seed)
         q, k, v, k_pages, v_pages, meta, angles, norms, scale, window, cap, sinks = made.args
-        plain = OPERATIONS["paged_attention"].cost(q, k_pages, v_pages, meta, scale, window, cap, sinks=sinks)
-        declared = OPERATIONS["attend"].cost(*made.args)
+        plain = FORMS["paged_attention"].cost(q, k_pages, v_pages, meta, scale, window, cap, sinks=sinks)
+        declared = FORMS["attend"].cost(*made.args)
         assert declared.write == plain.write + nbytes(k, v)
         extra = nbytes(meta.slots, *(angles or ())) + (nbytes(norms.q, norms.k) if norms else 0)
         assert declared.read == plain.read + extra
         assert (declared.flops == plain.flops) == (angles is None and norms is None)
         # A layer that shares keys and values writes none.
-        shared = OPERATIONS["attend"].cost(q, None, None, *made.args[3:])
+        shared = FORMS["attend"].cost(q, None, None, *made.args[3:])
         assert shared.write == plain.write and plain.flops <= shared.flops <= declared.flops
         assert shared.read == plain.read + nbytes(*(angles or ())) + (nbytes(norms.q) if norms else 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
-from bankfull.ops import gated_linear, linear
+from bankfull.ops import Epilogue, linear
 from bankfull.ops.products.triton.quantized import linear as quantized
 from bankfull.ops.products.triton.quantized.fp8_rows import MOST_ROWS, Fp8Plan, fp8_rows, segments_in_flight, supports
 from bankfull.ops.products.triton.quantized.layout import LAYOUTS, repack
@@ -84,7 +84,7 @@ def test_gates(plan: Fp8Plan) -> None:
     x, bias = normal(2, 256), normal(42)
     found = fp8_rows(x, repack(weight), bias, "silu", plan)
     assert found.shape == (2, 21)
-    assert_near(found, gated_linear.body(x, weight, bias, "silu"), 2e-2)
+    assert_near(found, linear.body(x, weight, Epilogue(bias, "silu")), 2e-2)
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e-4, 1e10, 1e15])
@@ -137,7 +137,7 @@ def test_it_takes_one_row_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.shape == (rows, 6)
         if rows:
             assert_near(found, linear.body(x, weight), 1e-2)
-    gate = partial(gated_linear.providers["triton-q"].run, bias=None, kind="silu")
+    gate = partial(call, epilogue=Epilogue(gate="silu"))
     assert gate(normal(0, 128), repack(weight)).shape == (0, 3)
     gate(normal(1, 128), repack(weight))
     call(normal(1, 128), repack(weight_of(6, 128, name="int8_row")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,14 +17,11 @@ import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.build import Build
 from bankfull.layers.linear import GatedLinear, Linear
 from bankfull.ops import (
+    Epilogue,
     Kit,
     Unnormed,
-    gated_linear,
-    gated_linear_outliers,
     linear,
     linear_outliers,
-    normed_gated_linear_outliers,
-    normed_linear_outliers,
 )
 from bankfull.ops.products.activations import RULES
 from bankfull.ops.products.triton import outliers, w8a8
@@ -50,9 +48,8 @@ def product(x: Tensor | Unnormed, weight: QTensor, bias: Tensor | None = None, k
     """What kernels should find: of a single row the product with the whole weight, which rounds no activations."""
     rows = x.read() if isinstance(x, Unnormed) else x
     whole = QTensor.dense(weight.dequantize(torch.float32)) if len(rows) == 1 else weight
-    if kind:
-        return (gated_linear if whole.is_dense else gated_linear_outliers).body(rows, whole, bias, kind)  # type: ignore[no-any-return]
-    return (linear if whole.is_dense else linear_outliers).body(rows, whole, bias)  # type: ignore[no-any-return]
+    operation = linear if whole.is_dense else linear_outliers
+    return operation.body(rows, whole, Epilogue(bias, kind))  # type: ignore[no-any-return]
 
 
 @pytest.mark.covering(1)
@@ -63,8 +60,8 @@ def test_products_are_those_of_the_body(rows: int, count: int) -> None:
     weight = with_outliers(weight_of("int8_row", 64, 256), tuple(range(7, 7 + 3 * count, 3)))
     x, bias = normal(rows, 256), normal(64, seed=4)
     x[:, weight.outliers[0]] *= 8  # type: ignore[index]
-    assert_close(outliers.run_linear_outliers(x, ready(weight), bias), product(x, weight, bias), CLOSE)
-    found = outliers.run_gated_linear_outliers(x, ready(weight), None, "silu")
+    assert_close(outliers.run_linear_outliers(x, ready(weight), Epilogue(bias)), product(x, weight, bias), CLOSE)
+    found = outliers.run_linear_outliers(x, ready(weight), Epilogue(gate="silu"))
     assert_close(found, product(x, weight, None, "silu"), 3 * CLOSE)
 
 
@@ -80,10 +77,10 @@ def test_norm_and_gate_are_fused(rows: int, offset: float) -> None:
         return made
 
     used, expected = before(), before()
-    found = outliers.run_normed_linear_outliers(used, ready(weight))
+    found = outliers.run_linear_outliers(used, ready(weight))
     assert_close(found, product(expected, weight), CLOSE)
     assert torch.equal(used.joined, expected.joined)
-    found = outliers.run_normed_gated_linear_outliers(before(), ready(weight), None, "silu")
+    found = outliers.run_linear_outliers(before(), ready(weight), Epilogue(gate="silu"))
     assert_close(found, product(before(), weight, None, "silu"), 3 * CLOSE)
 
 
@@ -170,8 +167,8 @@ def test_no_launch_is_for_outliers_alone(rows: int) -> None:
     held = ready(with_outliers(weight, SOME))
     for run, args in (
         (outliers.run_linear_outliers, (x, held)),
-        (outliers.run_gated_linear_outliers, (x, held, None, "silu")),
-        (outliers.run_normed_linear_outliers, (unnormed(rows, 256), held)),
+        (outliers.run_linear_outliers, (x, held, Epilogue(gate="silu"))),
+        (outliers.run_linear_outliers, (unnormed(rows, 256), held)),
     ):
         assert not {"index_fill", "index_fill_", "index_select", "index", "addmm", "addmm_", "mm"} & set(
             met(run, *args)
@@ -200,10 +197,11 @@ def test_layers_with_outliers_take_rows_before_their_norm() -> None:
 def test_a_norm_is_fused_only_where_a_row_has_room_for_its_outliers() -> None:
     kit = Kit("cuda", ("triton-q",))
     few, many = (with_outliers(weight_of("int8_row", 64, 256), tuple(range(n))) for n in (16, 17))
-    for operation in (normed_linear_outliers, normed_gated_linear_outliers):
-        assert kit.offers(operation, dtype=torch.bfloat16, weight=few)
-        assert not kit.offers(operation, dtype=torch.bfloat16, weight=many)
-        assert not kit.offers(operation, dtype=torch.float32, weight=few)
+    for gated in (False, True):
+        offers = partial(kit.offers, linear_outliers, normed=True, gated=gated)
+        assert offers(dtype=torch.bfloat16, weight=few)
+        assert not offers(dtype=torch.bfloat16, weight=many)
+        assert not offers(dtype=torch.float32, weight=few)
 
 
 def test_other_schemes_and_dtypes_are_multiplied_apart() -> None:

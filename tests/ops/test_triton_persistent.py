@@ -8,7 +8,7 @@ from torch import Tensor
 
 import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.layers.linear import normed_rows
-from bankfull.ops import Unnormed, best_output, gated_linear, linear, normed_gated_linear, normed_linear
+from bankfull.ops import Epilogue, Unnormed, linear
 from bankfull.ops.products.body import highest
 from bankfull.ops.products.triton.quantized import linear as quantized
 from bankfull.ops.products.triton.quantized import persistent as quantized_persistent
@@ -72,7 +72,7 @@ def test_rows_of_any_length(columns: int) -> None:
     assert error_of(one_row(x, repack(weight), None), exact(x, weight)) < 2e-3
     before, plain = (unnormed(columns, HALF) for _ in range(2))
     found = one_row(before, repack(weight), None)
-    assert error_of(found, normed_linear.body(plain, weight)) < 4e-3
+    assert error_of(found, linear.body(plain, weight)) < 4e-3
     assert torch.equal(before.joined, plain.joined)
 
 
@@ -86,7 +86,7 @@ def test_it_fuses_norm_and_gate(name: str, dtype: torch.dtype, offset: float) ->
     bias = normal(22, dtype=dtype, seed=5)
     found = one_row(before, repack(weight), bias, "silu")
     assert found.shape == (1, 11)
-    assert error_of(found, normed_gated_linear.body(plain, weight, bias, "silu")) < (0.06 if JOINED[dtype] else 0.02)
+    assert error_of(found, linear.body(plain, weight, Epilogue(bias, "silu"))) < (0.06 if JOINED[dtype] else 0.02)
     assert error_of(before.joined, plain.joined) <= JOINED[dtype]
 
 
@@ -200,6 +200,7 @@ def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel = getattr(quantized, own)
         monkeypatch.setattr(quantized, own, lambda *args: (called.append(own), kernel(*args))[1])
 
+    run_linear = linear.providers["triton-q"].run
     watch("one_row")
     watch("best_of_row")
     watch("few_rows")
@@ -213,16 +214,17 @@ def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         weight = weight_of(name, 4, columns)
         x = normal(1, columns, dtype=dtype)
-        assert error_of(linear.providers["triton-q"].run(x, repack(weight)), linear.body(x, weight)) < 1e-2
+        assert error_of(run_linear(x, repack(weight)), linear.body(x, weight)) < 1e-2
     assert called == ["one_row", "few_rows", "few_rows", "few_rows", "few_rows", "one_row"]
-    gated_linear.providers["triton-q"].run(normal(1, 2048), repack(weight_of("int4_g128", 4, 2048)), None, "silu")
+    run_linear(normal(1, 2048), repack(weight_of("int4_g128", 4, 2048)), Epilogue(gate="silu"))
     assert called[-1] == "one_row"
     for columns, rows, taken in ((2048, 1, True), (1024, 1, False), (2048, 2, False)):
         called.clear()
         weight, x = weight_of("int4_g128", 4, columns), normal(rows, columns)
         steps = torch.tensor([0.0, 1e4, 2e4, -1e4], dtype=BRAIN, device=DEVICE)
-        found = best_output.providers["triton-q"].run(x, repack(weight), steps)
-        assert torch.equal(found, best_output.body(x, weight, steps)) and ("best_of_row" in called) == taken
+        best = Epilogue(steps, best=True)
+        found = run_linear(x, repack(weight), best)
+        assert torch.equal(found, linear.body(x, weight, best)) and ("best_of_row" in called) == taken
     assert normed_rows(weight_of("int4_g128", 4, 256)) == 1, "more are normed before"
 
 

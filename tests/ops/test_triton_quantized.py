@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bankfull.ops import Kit, best_output, embedding, gated_linear, linear
+from bankfull.ops import Epilogue, Kit, embedding, linear
 from bankfull.ops.products.triton.quantized import layout as quantized_layout
 from bankfull.ops.products.triton.quantized.embedding import BLOCKS, CODED
 from bankfull.ops.products.triton.quantized.expand import expanded
@@ -17,7 +17,7 @@ from bankfull.ops.products.triton.quantized.tiles import many_rows
 from bankfull.ops.triton import providers  # noqa: F401  (registers its providers)
 from bankfull.weights.formats.groups import LOW_BITS, WITH_ZEROS
 from bankfull.weights.qtensor import QTensor
-from tests.ops.cases import WEIGHTS, Maker
+from tests.ops.cases import WEIGHTS, Maker, fused_in
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 APART = ("int3_g32", "uint2_g32")
@@ -84,7 +84,7 @@ def test_repacking_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_any_number_of_rows_and_outputs(name: str, rows: int) -> None:
     weight = weight_of(name, 7 + 2 * rows % 130, seed=rows)
     x, bias = normal(rows, weight.shape[1]), normal(weight.shape[0])
-    assert_near(run(linear, x, weight, bias), linear.body(x, weight, bias))
+    assert_near(run(linear, x, weight, Epilogue(bias)), linear.body(x, weight, Epilogue(bias)))
 
 
 @pytest.mark.covering(1)
@@ -105,10 +105,10 @@ def test_split_k_sums_add_up(name: str, dtype: torch.dtype) -> None:
     columns = 128 * 17 + (64 if name == "int4_g64" else 0 if name == "int4_g128" else 32)
     weight = Maker(4).weight(WEIGHTS[name], 70, columns).to(DEVICE)
     x, bias = normal(9, columns, dtype=dtype), normal(70, dtype=dtype)
-    found = run(linear, x, weight, bias)
+    found = run(linear, x, weight, Epilogue(bias))
     exact = x.double() @ weight.dequantize(torch.float64).T + bias.double()
     assert_near(found, exact, {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype])
-    assert torch.equal(found, run(linear, x, weight, bias))
+    assert torch.equal(found, run(linear, x, weight, Epilogue(bias)))
 
 
 @pytest.mark.parametrize("rows", [1, 20])
@@ -154,8 +154,8 @@ def test_scales_of_any_size_keep_their_digits() -> None:
 def test_one_row_is_gated_in_the_same_kernel(kind: str) -> None:
     for name, dtype in (("int4_g128", torch.float32), ("q6_k", torch.bfloat16), ("int8_row", torch.float16)):
         weight = weight_of(name, 22)
-        x, bias = normal(1, weight.shape[1], dtype=dtype), normal(22, dtype=dtype)
-        found, expected = run(gated_linear, x, weight, bias, kind), gated_linear.body(x, weight, bias, kind)
+        x, gate = normal(1, weight.shape[1], dtype=dtype), Epilogue(normal(22, dtype=dtype), kind)
+        found, expected = run(linear, x, weight, gate), linear.body(x, weight, gate)
         assert found.dtype == dtype and found.shape == (1, 11)
         assert_near(found, expected, 2e-5 if dtype == torch.float32 else 2e-2)
 
@@ -167,7 +167,7 @@ def test_an_expanded_weight_has_the_stored_values(name: str) -> None:
     unit = torch.eye(weight.shape[1], device=DEVICE, dtype=torch.bfloat16)
     assert torch.equal(expanded(unit, packed, None).T, weight.dequantize(torch.bfloat16))
     x = normal(3, weight.shape[1], dtype=torch.bfloat16)
-    assert_near(expanded(x, packed, bias), linear.body(x, weight, bias), 1e-2)
+    assert_near(expanded(x, packed, bias), linear.body(x, weight, Epilogue(bias)), 1e-2)
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(128, torch.bfloat16), (64, torch.float16)])
@@ -192,8 +192,8 @@ def test_the_argmax_is_the_first_of_equals_and_missing_with_nan() -> None:
     weight = QTensor.stacked([weight, weight])
     x = normal(4, weight.shape[1])
     x[2] = float("nan")
-    found = run(best_output, x, weight)
-    assert found.tolist() == best_output.body(x, weight).tolist()
+    found = run(linear, x, weight, Epilogue(best=True))
+    assert found.tolist() == linear.body(x, weight, Epilogue(best=True)).tolist()
     assert found[2] == -1 and all(int(place) < 40 for place in found)
 
 
@@ -215,7 +215,7 @@ def test_empty_strided_and_mismatched_inputs() -> None:
     with pytest.raises(ValueError, match="65 columns"):
         call(normal(2, 65), packed)
     with pytest.raises(ValueError, match="bias"):
-        call(normal(2, 64), packed, normal(5))
+        call(normal(2, 64), packed, Epilogue(normal(5)))
 
 
 def test_double_precision_and_vectors_are_left_to_the_body() -> None:
@@ -230,7 +230,7 @@ def test_double_precision_and_vectors_are_left_to_the_body() -> None:
 def run(operation, x: Tensor, weight: QTensor, *rest: object) -> Tensor:  # type: ignore[no-untyped-def]
     """As a layer calls it."""
     kit = Kit("cuda", ("triton-q",))
-    facts = {"dtype": torch.float32 if operation is embedding else x.dtype, "weight": weight}
+    facts = {"dtype": torch.float32 if operation is embedding else x.dtype, "weight": weight, **fused_in((x, *rest))}
     call = kit.bind(operation, **facts)
-    assert set(kit.chosen[operation.name]) == {"triton-q"}
+    assert [set(chosen) for chosen in kit.chosen.values()] == [{"triton-q"}]
     return call(x, kit.prepare(operation, weight, **facts), *rest)

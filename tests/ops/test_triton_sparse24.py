@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
-from bankfull.ops import Kit, Unnormed, gated_linear, linear, normed_gated_linear, normed_linear
+from bankfull.ops import Epilogue, Kit, Unnormed, linear
 from bankfull.ops.products.triton.sparse24 import layout as sparse24_layout
 from bankfull.ops.products.triton.sparse24 import library as sparse24_library
 from bankfull.ops.products.triton.sparse24 import linear as sparse24
@@ -85,7 +85,7 @@ def test_a_row_of_any_shape_is_multiplied_in_any_plan(
     weight = weight_of("bf16_2of4", outer, 64 * blocks, seed)
     x, shift = normal(1, 64 * blocks, seed=seed), normal(outer, seed=1) if bias else None
     found = one_row(x, words_of(weight), shift, plan=RowPlan(outputs, quads))
-    assert_close(found, linear.body(x, weight, shift))
+    assert_close(found, linear.body(x, weight, Epilogue(shift)))
 
 
 @examples(40, deadline=None)
@@ -101,7 +101,7 @@ def test_tiles_cover_any_shape(seed: int, rows: int, outer: int, blocks: int, sp
     weight = weight_of("bf16_2of4", outer, 64 * blocks * splits, seed)
     x, shift = normal(rows, 64 * blocks * splits, seed=seed), normal(outer, seed=1) if bias else None
     plan = TilePlan(words=16, splits=splits)
-    wanted = linear.body(x, weight, shift)
+    wanted = linear.body(x, weight, Epilogue(shift))
     assert_close(tiles(x, words_of(weight), shift, plan=plan), wanted)
     assert_close(expanded_product(x, words_of(weight), shift), wanted)
 
@@ -111,8 +111,8 @@ def test_tiles_cover_any_shape(seed: int, rows: int, outer: int, blocks: int, sp
 def test_gates_are_those_of_the_body_for_any_number_of_rows(name: str, rows: int) -> None:
     weight, dtype = weight_of(name, 46, 192), DTYPES[name]
     x, shift = normal(rows, 192, dtype=dtype), normal(46, dtype=dtype, seed=1)
-    found = sparse24.run_gated_linear(x, prepare(weight), shift, "silu")
-    assert_close(found, gated_linear.body(x, weight, shift, "silu"))
+    found = sparse24.run_linear(x, prepare(weight), Epilogue(shift, "silu"))
+    assert_close(found, linear.body(x, weight, Epilogue(shift, "silu")))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -120,11 +120,11 @@ def test_gates_are_those_of_the_body_for_any_number_of_rows(name: str, rows: int
 def test_a_fused_norm_stores_the_joined_stream(rows: int, name: str) -> None:
     weight, dtype = weight_of(name, 26, 1088), DTYPES[name]
     ours, wanted = unnormed(rows, 1088, dtype), unnormed(rows, 1088, dtype)
-    assert_close(sparse24.run_normed_linear(ours, prepare(weight)), normed_linear.body(wanted, weight))
+    assert_close(sparse24.run_linear(ours, prepare(weight)), linear.body(wanted, weight))
     assert torch.equal(ours.joined, wanted.joined)
     ours, wanted = unnormed(rows, 1088, dtype), unnormed(rows, 1088, dtype)
-    found = sparse24.run_normed_gated_linear(ours, prepare(weight), None, "silu")
-    assert_close(found, normed_gated_linear.body(wanted, weight, None, "silu"))
+    found = sparse24.run_linear(ours, prepare(weight), Epilogue(gate="silu"))
+    assert_close(found, linear.body(wanted, weight, Epilogue(gate="silu")))
     assert torch.equal(ours.joined, wanted.joined)
 
 
@@ -224,10 +224,10 @@ def test_our_kernels_and_the_library_share_the_kept_numbers(host: HostLibrary) -
 @WITHOUT_GPU
 def test_many_rows_are_padded_and_multiplied_by_the_library(host: HostLibrary) -> None:
     _, weight = pruned(64, 128)
-    x, shift, made = normal(70, 128), normal(64, seed=1), prepare(weight)
-    assert_close(sparse24.run_linear(x, made, shift), linear.body(x, weight, shift))
+    x, shift, made, gate = normal(70, 128), normal(64, seed=1), prepare(weight), Epilogue(gate="silu")
+    assert_close(sparse24.run_linear(x, made, Epilogue(shift)), linear.body(x, weight, Epilogue(shift)))
     assert host.used == [80]
-    assert_close(sparse24.run_gated_linear(x, made, None, "silu"), gated_linear.body(x, weight, None, "silu"))
+    assert_close(sparse24.run_linear(x, made, gate), linear.body(x, weight, gate))
 
 
 @WITHOUT_GPU
@@ -243,7 +243,7 @@ def test_kept_numbers_in_another_order_are_left_to_the_library(
         x = normal(rows, 128)
         assert_close(sparse24.run_linear(x, made), linear.body(x, weight))
         ours, wanted = unnormed(rows, 128, torch.bfloat16), unnormed(rows, 128, torch.bfloat16)
-        assert_close(sparse24.run_normed_linear(ours, made), normed_linear.body(wanted, weight))
+        assert_close(sparse24.run_linear(ours, made), linear.body(wanted, weight))
         assert torch.equal(ours.joined, wanted.joined)
     assert "an order of its own" in caplog.text
 

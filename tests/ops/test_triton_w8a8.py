@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import (
+    Epilogue,
     Kit,
     Unnormed,
-    best_output_w8a8,
-    gated_linear_w8a8,
     linear_w8a8,
-    normed_gated_linear_w8a8,
-    normed_linear_w8a8,
 )
 from bankfull.ops.products.triton import w8a8
 from bankfull.ops.products.triton.quantized.layout import repack
@@ -53,7 +52,7 @@ def test_products_are_those_of_the_body(name: str, rows: int) -> None:
     """Tiles for few rows, then a GEMM."""
     weight, bias, x = weight_of(name, 64, 96), normal(64, seed=4), normal(rows, 96)
     packed = repack(weight)
-    assert_close(w8a8.run_linear(x, packed, bias), linear_w8a8.body(x, weight, bias), CLOSE[name])
+    assert_close(w8a8.run_linear(x, packed, Epilogue(bias)), linear_w8a8.body(x, weight, Epilogue(bias)), CLOSE[name])
     found = w8a8.run_linear(x.reshape(rows, 1, 96), packed)
     assert_close(found, linear_w8a8.body(x, weight).reshape(rows, 1, 64), CLOSE[name])
 
@@ -77,14 +76,14 @@ def test_norm_and_gate_are_fused(name: str) -> None:
     weight = weight_of(name, 128, 96)
     for rows in (3, 66):
         before, expected = unnormed(rows, 96), unnormed(rows, 96)
-        found = w8a8.run_normed_linear(before, repack(weight))
-        assert_close(found, normed_linear_w8a8.body(expected, weight), CLOSE[name])
+        found = w8a8.run_linear(before, repack(weight))
+        assert_close(found, linear_w8a8.body(expected, weight), CLOSE[name])
         assert torch.equal(before.joined, expected.joined)
-        found = w8a8.run_normed_gated_linear(unnormed(rows, 96), repack(weight), None, "silu")
-        assert_close(found, normed_gated_linear_w8a8.body(unnormed(rows, 96), weight, None, "silu"), 3 * CLOSE[name])
+        found = w8a8.run_linear(unnormed(rows, 96), repack(weight), Epilogue(gate="silu"))
+        assert_close(found, linear_w8a8.body(unnormed(rows, 96), weight, Epilogue(gate="silu")), 3 * CLOSE[name])
         x = normal(rows, 96)
-        found = w8a8.run_gated_linear(x, repack(weight), None, "gelu")
-        assert_close(found, gated_linear_w8a8.body(x, weight, None, "gelu"), 3 * CLOSE[name])
+        found = w8a8.run_linear(x, repack(weight), Epilogue(gate="gelu"))
+        assert_close(found, linear_w8a8.body(x, weight, Epilogue(gate="gelu")), 3 * CLOSE[name])
 
 
 def test_a_single_row_keeps_its_activations() -> None:
@@ -99,16 +98,19 @@ def test_rows_of_zeros_and_rows_without_a_finite_maximum() -> None:
     x[1], x[2, 5], x[3, 7] = 0, float("inf"), float("nan")
     found = w8a8.run_linear(x, repack(weight))
     assert found[0].isfinite().all() and not found[1].any() and not found[2:].isfinite().any()
-    best = w8a8.run_best_output(x, repack(weight)).tolist()
+    best = w8a8.run_linear(x, repack(weight), Epilogue(best=True)).tolist()
     assert best[2:] == [-1, -1] and best[0] == int(found[0].argmax())
 
 
 def test_what_the_kernels_do_not_take_is_left_to_the_body() -> None:
     kit = Kit("cuda", ("triton-q",))
     weight = weight_of("int8_row", 64, 96)
-    for operation in (linear_w8a8, gated_linear_w8a8, best_output_w8a8):
-        assert kit.offers(operation, dtype=torch.bfloat16, weight=weight)
-        assert not kit.offers(operation, dtype=torch.float32, weight=weight)
-        assert not kit.offers(operation, dtype=torch.bfloat16, weight=weight_of("int8_row", 60, 96))
-        assert not kit.offers(operation, dtype=torch.bfloat16, weight=weight_of("int8_row", 64, 37))
-        assert not kit.offers(operation, dtype=torch.bfloat16, weight=weight_of("int8_g32", 64, 96))
+    fused: list[dict[str, bool]] = [{}, {"gated": True}, {"best": True}]
+    for facts in fused:
+        offers = partial(kit.offers, linear_w8a8, **facts)
+        assert offers(dtype=torch.bfloat16, weight=weight)
+        assert not offers(dtype=torch.float32, weight=weight)
+        assert not offers(dtype=torch.bfloat16, weight=weight_of("int8_row", 60, 96))
+        assert not offers(dtype=torch.bfloat16, weight=weight_of("int8_row", 64, 37))
+        assert not offers(dtype=torch.bfloat16, weight=weight_of("int8_g32", 64, 96))
+    assert not kit.offers(linear_w8a8, dtype=torch.bfloat16, weight=weight, normed=True, best=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bankfull.ops.cost import Cost, nbytes, rounded_to
+from bankfull.ops.cost import Cost, Operands, nbytes
 from bankfull.ops.norm.body import rms_norm, wide
 from bankfull.ops.pointwise.body import activate_mul
 from bankfull.ops.registry import Operation, op
@@ -22,29 +22,50 @@ def product_flops(rows: int, weight: QTensor) -> float:
     return 2.0 * rows * out * inner * weight.scheme.density
 
 
-def linear_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
-    rows = x.numel() // x.shape[-1]
-    out = weight.shape[0]
-    return Cost(product_flops(rows, weight), nbytes(x, weight, bias), rows * out * x.element_size())
+class Epilogue(NamedTuple):
+    """What follows the sums of a product, in this order. Layers ask for a gate or the argmax in the same pass where a
+    provider has that as one kernel."""
+
+    bias: Tensor | None = None
+    gate: str = ""
+    """The activation f of f(gate) * up, where the first half of the weight's rows computes the gate and the second half
+    `up`; empty without these."""
+    best: bool = False
+    """Whether the result is the argmax of each row (`highest`): greedy decoding needs no logits, so a kernel stores
+    none."""
 
 
-def linear_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+PLAIN = Epilogue()
 
 
-@op(cost=linear_cost, shape=linear_shape)
-def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, weight-only quantization: activations keep their dtype."""
-    return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+@dataclass(frozen=True, slots=True)
+class Unnormed:
+    """The input of a product before residual add and norm. Its reader does both and stores the new residual stream in
+    `joined`. There must be exactly one reader."""
+
+    x: Tensor
+    delta: Tensor
+    weight: Tensor
+    eps: float
+    offset: float
+    joined: Tensor
+
+    def read(self) -> Tensor:
+        """Reference: residual add, then norm."""
+        self.joined.copy_(self.x + self.delta)
+        return rms_norm.body(self.joined, self.weight, self.eps, self.offset)
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(5.0 * self.x.numel(), nbytes(self.delta, self.weight), nbytes(self.x))
 
 
-def best_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
-    rows = x.numel() // x.shape[-1]
-    return Cost(product_flops(rows, weight), nbytes(x, weight, bias), rows * 8)
+FEW_ROWS = 4
 
 
-def best_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], dtype=torch.int64)
+def normed_rows(weight: QTensor) -> int:
+    """Largest row count for which layers fuse the norm into the product: each program of a kernel repeats the norm."""
+    return FEW_ROWS if weight.is_dense else 1
 
 
 def highest(scores: Tensor) -> Tensor:
@@ -53,18 +74,57 @@ def highest(scores: Tensor) -> Tensor:
     return torch.where(top.isfinite(), index, -1)
 
 
-def best_of(product: Operation, cost: Callable[..., Cost] = best_cost) -> Operation:
-    """The operation for the argmax over the outputs of a product: greedy decoding needs no logits, so a kernel stores
-    none."""
-
-    def best(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-        return highest(product.body(x, weight, bias))
-
-    best.__name__ = product.name.replace("linear", "best_output")
-    return op(cost=cost, shape=best_shape)(best)
+def _product_cost(x: Tensor, weight: QTensor, epilogue: Epilogue) -> Cost:
+    rows, out = x.numel() // x.shape[-1], weight.shape[0]
+    flops = product_flops(rows, weight) + (4.5 * rows * out if epilogue.gate else 0.0)
+    written = rows * (out // 2 if epilogue.gate else out) * x.element_size()
+    return Cost(flops, nbytes(x, weight, epilogue.bias), rows * 8 if epilogue.best else written)
 
 
-best_output = best_of(linear)
+def _product_shape(x: Tensor | Unnormed, weight: QTensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    like, out = x.x if isinstance(x, Unnormed) else x, weight.shape[0]
+    if epilogue.best:
+        return like.new_empty(*like.shape[:-1], dtype=torch.int64)
+    return like.new_empty(*like.shape[:-1], out // 2 if epilogue.gate else out)
+
+
+Multiply = Callable[[Tensor, QTensor, Tensor | None], Tensor]
+"""x, weight and bias -> the product."""
+Counted = Callable[[Cost, Tensor, QTensor], Cost]
+"""The cost of a product in the computation's dtype, x and weight -> its own cost."""
+
+
+def product(counted: Counted = lambda cost, x, weight: cost) -> Callable[[Multiply], Operation]:
+    """The operation that reads its input, which may be `Unnormed`, multiplies as decorated, and does what follows."""
+
+    def register(multiply: Multiply) -> Operation:
+        def body(x: Tensor | Unnormed, weight: QTensor, epilogue: Epilogue = PLAIN) -> Tensor:
+            y = multiply(x.read() if isinstance(x, Unnormed) else x, weight, epilogue.bias)
+            if epilogue.gate:
+                y = activate_mul.body(*y.chunk(2, -1), epilogue.gate)
+            return highest(y) if epilogue.best else y
+
+        def cost(x: Tensor | Unnormed, weight: QTensor, epilogue: Epilogue = PLAIN) -> Cost:
+            if isinstance(x, Unnormed):
+                return cost(x.x, weight, epilogue) + x.cost
+            return counted(_product_cost(x, weight, epilogue), x, weight)
+
+        body.__name__ = multiply.__name__
+        return op(cost=cost, shape=_product_shape)(body)
+
+    return register
+
+
+def rounding(operands: Operands) -> Callable[[Multiply], Operation]:
+    """The operation of a product that rounds its operands."""
+    return product(lambda cost, x, weight: cost.on(operands))
+
+
+@product()
+def linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, weight-only quantization: activations keep their dtype."""
+    return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+
 
 GROUP = 32
 """Activations per quantization group."""
@@ -78,8 +138,8 @@ def quantized_groups(x: Tensor) -> Tensor:
     return ((groups * inverse).round() * (largest / 127)).flatten(-2).to(x.dtype)
 
 
-@op(cost=rounded_to("int8", linear_cost), shape=linear_shape)
-def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+@rounding("int8")
+def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     """Lossy: activations are quantized to int8 in groups of 32 columns before the GEMM. A kernel may keep them in
     bfloat16 where that is no slower for many rows."""
     return torch.nn.functional.linear(quantized_groups(x), weight.dequantize(x.dtype), bias)
@@ -107,99 +167,19 @@ def quantized_rows(x: Tensor) -> Tensor:
     return (x * inverse).round() * (largest / 127)
 
 
-@op(cost=rounded_to("int8", linear_cost), shape=linear_shape)
-def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+@rounding("int8")
+def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     """Lossy, for many rows: activations and weights are Hadamard-transformed, then quantized to int8 with one scale per
     row and per output. A kernel may round activations to bfloat16 first, and compute few rows as `linear_int8`."""
     rows, weights = quantized_rows(hadamard(x)), quantized_rows(hadamard(weight.dequantize(x.dtype)))
     return torch.nn.functional.linear(rows, weights, None if bias is None else wide(bias)).to(x.dtype)
 
 
-best_output_int8 = best_of(linear_int8, rounded_to("int8", best_cost))
-best_output_hadamard = best_of(linear_hadamard, rounded_to("int8", best_cost))
-
-
-@op(cost=rounded_to("bf16", linear_cost), shape=linear_shape)
-def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+@rounding("bf16")
+def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     """Activations are rounded to bfloat16 before the GEMM; the accumulator has the dtype of x. A kernel may also round
     block-quantized weights to bfloat16."""
     return torch.nn.functional.linear(x.to(torch.bfloat16).to(x.dtype), weight.dequantize(x.dtype), bias)
-
-
-best_output_bf16 = best_of(linear_bf16, rounded_to("bf16", best_cost))
-
-
-def gated_cost(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Cost:
-    rows = x.numel() // x.shape[-1]
-    out = weight.shape[0]
-    flops = product_flops(rows, weight) + 4.5 * rows * out
-    return Cost(flops, nbytes(x, weight, bias), rows * out // 2 * x.element_size())
-
-
-def gated_shape(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
-
-
-def gated_of(product: Operation, cost: Callable[..., Cost] = gated_cost) -> Operation:
-    """The operation for f(gate) * up, where the first half of the weight's rows computes the gate and the second half
-    `up`. Layers use it where a provider has it as one fused kernel."""
-
-    def gated(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-        gate, up = product.body(x, weight, bias).chunk(2, -1)
-        return activate_mul.body(gate, up, kind)
-
-    gated.__name__ = f"gated_{product.name}"
-    return op(cost=cost, shape=gated_shape)(gated)
-
-
-gated_linear = gated_of(linear)
-FEW_ROWS = 4
-
-
-def normed_rows(weight: QTensor) -> int:
-    """Largest row count for which layers fuse the norm into the linear: each program of the kernel repeats the norm."""
-    return FEW_ROWS if weight.is_dense else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Unnormed:
-    """The input of a linear before residual add and norm. Its reader does both and stores the new residual stream in
-    `joined`. There must be exactly one reader."""
-
-    x: Tensor
-    delta: Tensor
-    weight: Tensor
-    eps: float
-    offset: float
-    joined: Tensor
-
-    def read(self) -> Tensor:
-        """Reference: residual add, then norm."""
-        self.joined.copy_(self.x + self.delta)
-        return rms_norm.body(self.joined, self.weight, self.eps, self.offset)
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(5.0 * self.x.numel(), nbytes(self.delta, self.weight), nbytes(self.x))
-
-
-def normed_of(product: Operation) -> Operation:
-    """The operation for a product with a fused input norm. Layers use it where a provider has it."""
-    assert product.shape is not None
-    shape = product.shape
-
-    def normed(x: Unnormed, weight: QTensor, *rest: Any) -> Tensor:
-        result: Tensor = product.body(x.read(), weight, *rest)
-        return result
-
-    normed.__name__ = f"normed_{product.name}"
-    return op(
-        cost=lambda x, *others: product.cost(x.x, *others) + x.cost,
-        shape=lambda x, *others: shape(x.x, *others),
-    )(normed)
-
-
-normed_linear, normed_best_output, normed_gated_linear = map(normed_of, (linear, best_output, gated_linear))
 
 
 def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:

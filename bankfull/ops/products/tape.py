@@ -10,6 +10,7 @@ from bankfull.ops.native.tape.forms import FORMS, Outputs, floats, form, is_floa
 from bankfull.ops.native.tape.instruction import Fixed, Value, ValueColumns
 from bankfull.ops.native.tape.record import Recorder
 from bankfull.ops.pointwise.tape import add, gather_columns, scale_columns
+from bankfull.ops.products.body import PLAIN, Epilogue
 from bankfull.ops.products.native.linear import FORMATS, format_of, scales_of, storage_of, unscaled
 from bankfull.ops.products.native.outliers import PackedOutliers
 from bankfull.ops.products.native.packed import PackedWeight
@@ -37,132 +38,74 @@ def _scaled(rec: Recorder, x: ValueColumns, y: Tensor, scales: Tensor | None) ->
 
 
 @form
-def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor | None = None) -> bool:
-    if not is_float(x) or x.dim() != 2:
-        return False
-    place, scales = rec.view(x), scales_of(weight)
-    outputs, inner = weight.shape
-    known, product = format_of(weight), _unscaled(rec, out[0], scales)
-    assert known is not None
-    code, block, block_bytes = known
-    rec.emit(
-        "linear",
-        {"x": place, "weight": Fixed(storage_of(weight)), "bias": floats(unscaled(bias, scales))},
-        {"y": product},
-        format=code,
-        x_stride=place.stride // 4,
-        outputs=outputs,
-        inner=inner,
-        row_bytes=inner // block * block_bytes,
-    )
-    return _scaled(rec, product, out[0], scales)
-
-
-@form
-def best_output(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor | None = None) -> bool:
-    known = format_of(weight)
-    if not is_float(x) or x.dim() != 2 or known is None or scales_of(weight) is not None:
+def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, epilogue: Epilogue = PLAIN) -> bool:
+    scales, best = scales_of(weight), epilogue.best
+    if not is_float(x) or x.dim() != 2 or (best and scales is not None):
         return False
     place = rec.view(x)
     outputs, inner = weight.shape
+    known, result = format_of(weight), _unscaled(rec, out[0], scales)
+    assert known is not None
     code, block, block_bytes = known
     rec.emit(
-        "head",
-        {"x": place, "weight": Fixed(storage_of(weight)), "bias": floats(bias)},
-        {"chosen": rec.view(out[0])},
-        label="head",
+        "head" if best else "linear",
+        {"x": place, "weight": Fixed(storage_of(weight)), "bias": floats(unscaled(epilogue.bias, scales))},
+        {"chosen" if best else "y": result},
         format=code,
         x_stride=place.stride // 4,
         outputs=outputs,
         inner=inner,
         row_bytes=inner // block * block_bytes,
     )
-    return True
+    return _scaled(rec, result, out[0], scales)
 
 
-def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
-    if not is_float(x) or x.dim() != 2:
+def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, epilogue: Epilogue, int8: bool) -> bool:
+    best = epilogue.best
+    if not is_float(x) or x.dim() != 2 or (best and weight.scales is not None):
         return False
     outputs, inner = weight.shape
     encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
-    product = _unscaled(rec, out[0], weight.scales)
-    rec.emit(
-        "packed",
-        {
-            "x": encoded,
-            "weight0": Fixed(weight.data),
-            "bias0": floats(unscaled(bias, weight.scales)),
-            "hadamard0": None if weight.hadamard is None else Fixed(weight.hadamard),
-        },
-        {"y0": product, "encoded": None},
-        inner=inner,
-        parts=[(outputs, weight.pack)],
-        gate=-1,
-        int8=int8,
-    )
-    return _scaled(rec, product, out[0], weight.scales)
+    result, last = _unscaled(rec, out[0], weight.scales), "" if best else "0"
+    reads = {
+        "x": encoded,
+        f"weight{last}": Fixed(weight.data),
+        f"bias{last}": floats(unscaled(epilogue.bias, weight.scales)),
+        f"hadamard{last}": None if weight.hadamard is None else Fixed(weight.hadamard),
+    }
+    facts = {"inner": inner, "int8": int8}
+    if best:
+        rec.emit("packed_head", reads, {"chosen": result}, label="head", outputs=outputs, pack=weight.pack, **facts)
+        return True
+    writes = {"y0": result, "encoded": None}
+    rec.emit("packed", reads, writes, parts=[(outputs, weight.pack)], gate=-1, **facts)
+    return _scaled(rec, result, out[0], weight.scales)
 
 
 @form
-def linear_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed(rec, out, x, weight, bias, int8=False)
+def linear_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, epilogue: Epilogue = PLAIN) -> bool:
+    return _packed(rec, out, x, weight, epilogue, int8=False)
 
 
 @form
-def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed(rec, out, x, weight, bias, int8=True)
+def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, epilogue: Epilogue = PLAIN) -> bool:
+    return _packed(rec, out, x, weight, epilogue, int8=True)
 
 
 FORMS["linear_w8a8"] = FORMS["linear_hadamard"] = linear_int8  # the weight tells how many rows are multiplied
 
 
-def _packed_best(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
-    if not is_float(x) or x.dim() != 2 or weight.scales is not None:
-        return False
-    outputs, inner = weight.shape
-    encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
-    rec.emit(
-        "packed_head",
-        {
-            "x": encoded,
-            "weight": Fixed(weight.data),
-            "bias": floats(bias),
-            "hadamard": None if weight.hadamard is None else Fixed(weight.hadamard),
-        },
-        {"chosen": rec.view(out[0])},
-        label="head",
-        inner=inner,
-        outputs=outputs,
-        pack=weight.pack,
-        int8=int8,
-    )
-    return True
-
-
 @form
-def best_output_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed_best(rec, out, x, weight, bias, int8=False)
-
-
-@form
-def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return _packed_best(rec, out, x, weight, bias, int8=True)
-
-
-FORMS["best_output_w8a8"] = FORMS["best_output_hadamard"] = best_output_int8
-
-
-@form
-def linear_outliers(rec: Recorder, out: Outputs, x: Tensor, weight: PackedOutliers, bias: Tensor | None = None) -> bool:
+def linear_outliers(rec: Recorder, out: Outputs, x: Tensor, weight: PackedOutliers, epilogue: Epilogue = PLAIN) -> bool:
     """The steps of `run_linear_outliers`. Layers with one input have the same outlier columns, and share their rows."""
     if not len(weight.columns):
-        return _packed(rec, out, x, weight.packed, bias, int8=True)
+        return _packed(rec, out, x, weight.packed, epilogue, int8=True)
     if not is_float(x) or x.dim() != 2:
         return False
     inner, outputs = x.shape[1], out[0].shape[1]
     rest, few, rounded, exact = (rec.blank(columns) for columns in (inner, len(weight.columns), outputs, outputs))
     scale_columns(rec, (rest,), x, weight.others)
-    _packed(rec, (rounded,), rest, weight.packed, bias, int8=True)
+    _packed(rec, (rounded,), rest, weight.packed, epilogue, int8=True)
     gather_columns(rec, (few,), x, weight.columns)
     linear(rec, (exact,), few, weight.kept)
     return add(rec, out, rounded, exact)

@@ -3,24 +3,12 @@ in the 8-bit type's own arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from bankfull.ops.cost import Cost, Operands
+from bankfull.ops.cost import Operands
 from bankfull.ops.norm.body import wide
-from bankfull.ops.products.body import (
-    best_cost,
-    best_of,
-    gated_cost,
-    gated_of,
-    linear_cost,
-    linear_shape,
-    normed_of,
-    quantized_rows,
-)
-from bankfull.ops.registry import op
+from bankfull.ops.products.body import product, quantized_rows
 from bankfull.weights.qtensor import QTensor
 
 LARGEST_FP8 = 448.0
@@ -34,11 +22,6 @@ def weight_operands(weight: QTensor) -> Operands:
     return "fp8" if weight.scheme.name == "fp8" else "int8"
 
 
-def _rounded(cost: Callable[..., Cost]) -> Callable[..., Cost]:
-    """The cost with operands of the weight's type."""
-    return lambda x, weight, *others: cost(x, weight, *others).on(weight_operands(weight))
-
-
 def rounded_per_token(x: Tensor, scheme: str) -> Tensor:
     """Each row of x rounded to the 8-bit type of a weight, with the row's absolute maximum as the largest number."""
     numbers = wide(x)
@@ -49,14 +32,8 @@ def rounded_per_token(x: Tensor, scheme: str) -> Tensor:
     return (codes.to(torch.float8_e4m3fn).to(numbers.dtype) * scale).to(x.dtype)
 
 
-@op(cost=_rounded(linear_cost), shape=linear_shape)
-def linear_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+@product(lambda cost, x, weight: cost.on(weight_operands(weight)))
+def linear_w8a8(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     """Lossy: activations are rounded to the weight's 8-bit type, with one scale per token. A kernel may keep the
-    activations of a few rows as they are."""
+    activations of a few rows as they are; one that norms rounds them in the same pass."""
     return torch.nn.functional.linear(rounded_per_token(x, weight.scheme.name), weight.dequantize(x.dtype), bias)
-
-
-best_output_w8a8 = best_of(linear_w8a8, _rounded(best_cost))
-gated_linear_w8a8 = gated_of(linear_w8a8, _rounded(gated_cost))
-normed_linear_w8a8, normed_gated_linear_w8a8 = map(normed_of, (linear_w8a8, gated_linear_w8a8))
-"""The norm rounds the activations in the same pass."""

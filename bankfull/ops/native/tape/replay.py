@@ -94,7 +94,7 @@ class Tape:
     @property
     def breaks(self) -> dict[str, int]:
         """Operation -> number of times that the tape stops for its torch body."""
-        return dict(Counter(piece.operation.name for piece in self._pieces if isinstance(piece, Break)))
+        return dict(Counter(piece.operation.label for piece in self._pieces if isinstance(piece, Break)))
 
     def __len__(self) -> int:
         return len(self._tape)

@@ -53,7 +53,7 @@ class Traffic:
 def label_of(node: Node) -> str:
     """The label in profiles. Matrices of different shapes have different labels."""
     if isinstance(node, Break):
-        return f"{node.operation.name} (torch)"
+        return f"{node.operation.label} (torch)"
     if node.kind == "packed":
         return f"{node.label} {node.facts['inner']} -> {_outputs(node)}"
     return f"{node.label} {node.facts['inner']} -> {node.facts['outputs']}" if node.kind == "linear" else node.label
@@ -70,7 +70,7 @@ def traffic_of(nodes: Iterable[Node]) -> dict[str, Traffic]:
 
 def _traffic(node: Node) -> Traffic:
     if isinstance(node, Break):
-        return Traffic(1, operation=node.operation.name)
+        return Traffic(1, operation=node.operation.label)
     if node.kind in METERED:
         return Traffic(
             1, operation=METERED.get(node.label, METERED[node.kind]) + ("_silu" if node.facts.get("silu") else "")

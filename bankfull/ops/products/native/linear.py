@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.products.body import best_output, embedding, highest, linear
+from bankfull.ops.products.body import PLAIN, Epilogue, embedding, highest, linear
 from bankfull.ops.shapes import check_linear
 from bankfull.weights.formats.rows import BF16_ROW
 from bankfull.weights.qtensor import QTensor
@@ -62,16 +62,22 @@ def accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, 
     return fits and storage.is_cpu and storage.is_contiguous() and isa_is_chosen()
 
 
-@linear.provider("native", on="cpu", accepts=accepts)
-def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+def _accepts(*, dtype: torch.dtype | None = None, best: bool = False, **facts: Any) -> bool:
+    # The first of equal outputs wins, and rounding to 16 bits creates ties that float32 outputs do not show.
+    return accepts(dtype=dtype, **facts) and not (best and dtype is not torch.float32)
+
+
+@linear.provider("native", on="cpu", accepts=_accepts, fuses=("best",))
+def run_linear(x: Tensor, weight: QTensor, epilogue: Epilogue = PLAIN) -> Tensor:
     outputs, inner = weight.shape
-    check_linear(x, weight.shape, bias)
-    rows = float_rows(x)
-    y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
-    known, scales = format_of(weight), scales_of(weight)
+    check_linear(x, weight.shape, epilogue.bias)
+    rows, known, scales = float_rows(x), format_of(weight), scales_of(weight)
     assert known is not None
-    wide_bias = unscaled(bias, scales)
-    _native.linear(
+    chooses = epilogue.best and scales is None
+    size, dtype = ((), torch.int64) if chooses else ((outputs,), torch.float32)
+    y = torch.empty(*x.shape[:-1], *size, dtype=dtype)
+    wide_bias = unscaled(epilogue.bias, scales)
+    (_native.linear_best if chooses else _native.linear)(
         known[0],
         address(rows),
         address(storage_of(weight)),
@@ -81,36 +87,12 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
         outputs,
         inner,
     )
+    if chooses:
+        return y
     if scales is not None:
         y.mul_(scales)
-    return y if x.dtype == torch.float32 else y.to(x.dtype)
-
-
-def _accepts_best(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
-    # The first of equal outputs wins, and rounding to 16 bits creates ties that float32 outputs do not show.
-    return dtype is torch.float32 and accepts(dtype=dtype, **facts)
-
-
-@best_output.provider("native", on="cpu", accepts=_accepts_best)
-def run_best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    if scales_of(weight) is not None:
-        return highest(run_linear(x, weight, bias))
-    outputs, inner = weight.shape
-    check_linear(x, weight.shape, bias)
-    rows = float_rows(x)
-    best = torch.empty(x.shape[:-1], dtype=torch.int64)
-    wide_bias = None if bias is None else float_rows(bias)
-    _native.linear_best(
-        FORMATS[weight.scheme.name][0],
-        address(rows),
-        address(storage_of(weight)),
-        address(wide_bias),
-        address(best),
-        best.numel(),
-        outputs,
-        inner,
-    )
-    return best
+    y = y if x.dtype == torch.float32 else y.to(x.dtype)
+    return highest(y) if epilogue.best else y
 
 
 def dequantize(weight: QTensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.pointwise.native_columns import run_gather_columns, run_scale_columns
+from bankfull.ops.products.body import PLAIN, Epilogue
 from bankfull.ops.products.native.linear import run_linear
 from bankfull.ops.products.native.packed import PackedWeight, accepts_int8, pack, pack_by_rows, run_linear_int8
 from bankfull.ops.products.outliers import linear_outliers, outliers_of
@@ -53,12 +54,12 @@ def _prepare(weight: QTensor) -> PackedOutliers:
 
 
 @linear_outliers.provider("native", on="cpu", accepts=accepts_int8, prepare=_prepare)
-def run_linear_outliers(x: Tensor, weight: PackedOutliers, bias: Tensor | None = None) -> Tensor:
+def run_linear_outliers(x: Tensor, weight: PackedOutliers, epilogue: Epilogue = PLAIN) -> Tensor:
     """Activations are rounded as by `linear_int8`; many rows as a whole where that is faster."""
-    check_linear(x, weight.shape, bias)
+    check_linear(x, weight.shape, epilogue.bias)
     if not len(weight.columns):
-        return run_linear_int8(x, weight.packed, bias)
+        return run_linear_int8(x, weight.packed, epilogue)
     rows = x.reshape(-1, x.shape[-1])
-    rest = run_linear_int8(run_scale_columns(rows, weight.others), weight.packed, bias)
+    rest = run_linear_int8(run_scale_columns(rows, weight.others), weight.packed, epilogue)
     outliers = run_linear(run_gather_columns(rows, weight.columns), weight.kept)
     return (rest + outliers).reshape(*x.shape[:-1], -1)

@@ -27,9 +27,8 @@ from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.memory import Slabs
 from bankfull.ops.products.body import (
-    best_output_bf16,
-    best_output_hadamard,
-    best_output_int8,
+    PLAIN,
+    Epilogue,
     highest,
     linear_bf16,
     linear_hadamard,
@@ -37,7 +36,7 @@ from bankfull.ops.products.body import (
 )
 from bankfull.ops.products.native.linear import SCALED, scales_of, unscaled
 from bankfull.ops.products.native.packing import pack_into, pack_of, packed_bytes
-from bankfull.ops.products.w8a8 import best_output_w8a8, linear_w8a8
+from bankfull.ops.products.w8a8 import linear_w8a8
 from bankfull.ops.shapes import check_linear
 from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.qtensor import QTensor
@@ -136,8 +135,6 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -
 
 
 def _best(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> Tensor:
-    if weight.scales is not None:
-        return highest(_product(x, weight, bias, int8))
     outputs, inner = weight.shape
     check_linear(x, weight.shape, bias)
     rows = float_rows(x)
@@ -158,41 +155,21 @@ def _best(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> T
     return best
 
 
-@linear_bf16.provider("native", on="cpu", accepts=_accepts_bf16, prepare=pack)
-def run_linear_bf16(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _product(x, weight, bias, int8=False)
+def _run(x: Tensor, weight: PackedWeight, epilogue: Epilogue, int8: bool) -> Tensor:
+    if epilogue.best and weight.scales is None:
+        return _best(x, weight, epilogue.bias, int8)
+    y = _product(x, weight, epilogue.bias, int8)
+    return highest(y) if epilogue.best else y
 
 
-@best_output_bf16.provider("native", on="cpu", accepts=_accepts_bf16, prepare=pack)
-def run_best_output_bf16(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _best(x, weight, bias, int8=False)
+@linear_bf16.provider("native", on="cpu", accepts=_accepts_bf16, prepare=pack, fuses=("best",))
+def run_linear_bf16(x: Tensor, weight: PackedWeight, epilogue: Epilogue = PLAIN) -> Tensor:
+    return _run(x, weight, epilogue, int8=False)
 
 
-@linear_int8.provider("native", on="cpu", accepts=accepts_int8, prepare=pack)
-def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _product(x, weight, bias, int8=True)
-
-
-@linear_hadamard.provider("native", on="cpu", accepts=_accepts_hadamard, prepare=pack_with_hadamard)
-def run_linear_hadamard(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _product(x, weight, bias, int8=True)
-
-
-@linear_w8a8.provider("native", on="cpu", accepts=_accepts_w8a8, prepare=pack_by_rows)
-def run_linear_w8a8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _product(x, weight, bias, int8=True)
-
-
-@best_output_w8a8.provider("native", on="cpu", accepts=_accepts_w8a8, prepare=pack_by_rows)
-def run_best_output_w8a8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _best(x, weight, bias, int8=True)
-
-
-@best_output_int8.provider("native", on="cpu", accepts=accepts_int8, prepare=pack)
-def run_best_output_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _best(x, weight, bias, int8=True)
-
-
-@best_output_hadamard.provider("native", on="cpu", accepts=_accepts_hadamard, prepare=pack_with_hadamard)
-def run_best_output_hadamard(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _best(x, weight, bias, int8=True)
+@linear_int8.provider("native", on="cpu", accepts=accepts_int8, prepare=pack, fuses=("best",))
+@linear_hadamard.provider("native", on="cpu", accepts=_accepts_hadamard, prepare=pack_with_hadamard, fuses=("best",))
+@linear_w8a8.provider("native", on="cpu", accepts=_accepts_w8a8, prepare=pack_by_rows, fuses=("best",))
+def run_linear_int8(x: Tensor, weight: PackedWeight, epilogue: Epilogue = PLAIN) -> Tensor:
+    """The weight tells how many rows are multiplied."""
+    return _run(x, weight, epilogue, int8=True)

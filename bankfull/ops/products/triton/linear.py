@@ -15,19 +15,12 @@ from torch import Tensor
 
 from bankfull.ops.norm.body import add_rms_norm
 from bankfull.ops.pointwise.body import activate_mul
-from bankfull.ops.products.body import (
-    FEW_ROWS,
-    Unnormed,
-    best_output,
-    gated_linear,
-    linear,
-    normed_gated_linear,
-    normed_linear,
-)
+from bankfull.ops.products.body import FEW_ROWS, PLAIN, Epilogue, Unnormed, linear
 from bankfull.ops.products.triton.linear_rows import persistent_gated_kernel, rows_kernel
 from bankfull.ops.products.triton.linear_tiles import gated_tiles_kernel, split_tiles_kernel, tiles_kernel
 from bankfull.ops.products.triton.operands import DenseMatrix, ProductInput, ProductOutput, Tile
 from bankfull.ops.products.triton.table import lookup
+from bankfull.ops.sampling.triton.sampling import best
 from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, stream_of
 from bankfull.weights.qtensor import QTensor
 
@@ -39,15 +32,14 @@ LARGE_WEIGHT, MANY_OUTPUTS = 1 << 24, 65536
 measured."""
 
 
-def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+def _accepts(
+    *, dtype: torch.dtype | None = None, weight: QTensor | None = None, normed: bool = False, **facts: Any
+) -> bool:
     if dtype not in DTYPES or not isinstance(weight, QTensor) or not weight.is_dense:
         return False
     data = weight.parts["data"]
-    return data.dtype is dtype and data.dim() == 2 and data.stride(1) == 1
-
-
-def _accepts_normed(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return _accepts(weight=weight, **facts) and weight is not None and weight.shape[1] <= WIDEST
+    fits = data.dtype is dtype and data.dim() == 2 and data.stride(1) == 1
+    return fits and (not normed or weight.shape[1] <= WIDEST)
 
 
 def fits_rows_kernel(rows: int, columns: int) -> bool:
@@ -283,49 +275,33 @@ def gated_tiles(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     return out.y
 
 
-@linear.provider("triton", on="cuda", accepts=_accepts)
-def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    data = weight.parts["data"]
-    if x.dim() != 2 or not len(x):
-        return torch.nn.functional.linear(x, data, bias)
-    return run_plan(plan_for(len(x), *data.shape, x.dtype, x.device), x, data, bias)
-
-
-@gated_linear.provider("triton", on="cuda", accepts=_accepts)
-def run_gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    data = weight.parts["data"]
-    if fits_rows_kernel(*x.shape):
-        return few_rows(x, data, bias, kind)
-    if fits_gated_tiles(len(x), data.shape[0] // 2, data.shape[1], bias is not None, x.dtype, x.device):
-        return gated_tiles(x, data, kind)
-    gate, up = run_linear(x, weight, bias).chunk(2, -1)
-    return activate_mul.providers["triton"].run(gate, up, kind)
-
-
-@normed_linear.provider("triton", on="cuda", accepts=_accepts_normed)
-def run_normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    if fits_rows_kernel(*x.x.shape):
-        return few_rows(x, weight.parts["data"], bias, None)
-    return run_linear(read(x), weight, bias)
-
-
-@normed_gated_linear.provider("triton", on="cuda", accepts=_accepts_normed)
-def run_normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    if fits_rows_kernel(*x.x.shape):
-        return few_rows(x, weight.parts["data"], bias, kind)
-    return run_gated_linear(read(x), weight, bias, kind)
-
-
 def read(x: Unnormed) -> Tensor:
-    """Fallback where no kernel fuses the norm. Layers check the row count first, so they do not get here."""
+    """The rows where no kernel fuses the norm. Layers check the row count first, so they do not get here."""
     joined, normed = add_rms_norm.body(x.x, x.delta, x.weight, x.eps, x.offset)
     x.joined.copy_(joined)
     return normed
 
 
-@best_output.provider("triton", on="cuda", accepts=_accepts)
-def run_best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    from bankfull.ops.sampling.triton.sampling import best
+def finished(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """What follows a product and its bias, where no kernel fuses it."""
+    if epilogue.gate:
+        y = activate_mul.providers["triton"].run(*y.chunk(2, -1), epilogue.gate)
+    return best(y) if epilogue.best else y
 
-    scores = run_linear(x.reshape(-1, x.shape[-1]), weight, bias)
-    return best(scores).reshape(x.shape[:-1])
+
+@linear.provider("triton", on="cuda", accepts=_accepts, fuses=("gated", "normed", "normed_gated", "best"))
+def run_linear(x: Tensor | Unnormed, weight: QTensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    data, (bias, gate, chooses) = weight.parts["data"], epilogue
+    if isinstance(x, Unnormed):
+        if fits_rows_kernel(*x.x.shape):
+            return few_rows(x, data, bias, gate or None)
+        x = read(x)
+    if chooses and x.dim() != 2:
+        return run_linear(x.reshape(-1, x.shape[-1]), weight, epilogue).reshape(x.shape[:-1])
+    if x.dim() != 2 or not len(x):
+        return finished(torch.nn.functional.linear(x, data, bias), epilogue)
+    if gate and fits_rows_kernel(*x.shape):
+        return few_rows(x, data, bias, gate)
+    if gate and fits_gated_tiles(len(x), data.shape[0] // 2, data.shape[1], bias is not None, x.dtype, x.device):
+        return gated_tiles(x, data, gate)
+    return finished(run_plan(plan_for(len(x), *data.shape, x.dtype, x.device), x, data, bias), epilogue)

@@ -12,16 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.ops.pointwise.body import activate_mul
-from bankfull.ops.products.body import Unnormed
-from bankfull.ops.products.outliers import (
-    gated_linear_outliers,
-    linear_outliers,
-    normed_gated_linear_outliers,
-    normed_linear_outliers,
-    outliers_of,
-)
+from bankfull.ops.products.body import PLAIN, Epilogue, Unnormed
+from bankfull.ops.products.outliers import linear_outliers, outliers_of
 from bankfull.ops.products.triton import w8a8
+from bankfull.ops.products.triton.linear import finished
 from bankfull.ops.products.triton.operands import Kept, aligned_rows, aligned_unnormed
 from bankfull.ops.products.triton.quantized import linear as quantized
 from bankfull.ops.products.triton.quantized import persistent as quantized_persistent
@@ -83,79 +77,57 @@ def _stored_columns(weight: WordWeight, device: torch.device) -> Tensor:
     return position - inside + 2 * ((byte % 2) * (weight.form.group // 4) + word) + byte // 2
 
 
-def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and quantized.accepts_quantized(weight=weight, **facts) and weight.shape[0] % 2 == 0
-
-
-def _accepts_normed(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
-    if weight is None or not _rounds(weight, dtype):
+def _accepts(
+    *,
+    dtype: torch.dtype | None = None,
+    weight: QTensor | None = None,
+    normed: bool = False,
+    gated: bool = False,
+    **facts: Any,
+) -> bool:
+    if weight is None or not quantized.accepts_quantized(dtype=dtype, weight=weight):
+        return False
+    if not normed:
+        return not (gated and weight.shape[0] % 2)
+    if not _rounds(weight, dtype) or (gated and weight.shape[0] % 32):
         return False
     columns = weight.shape[1]
     fits = _width(len(outliers_of(weight)[0])) <= quantized_persistent.most_kept(columns)
     return fits and quantized_persistent.supports(LAYOUTS[INT8_ROW][0], columns, dtype)
 
 
-def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and _accepts_normed(weight=weight, **facts) and weight.shape[0] % 32 == 0
-
-
 def _apart(x: Tensor, weight: OutlierWeight, bias: Tensor | None) -> Tensor:
     """The outputs by two products, for what is not rounded by kernels that know outliers."""
     if not len(weight.columns):
-        return quantized.run_linear(x, weight.words, bias)
-    y = quantized.run_linear(x.index_fill(-1, weight.columns, 0), weight.words, bias)
-    flat = x.reshape(-1, x.shape[-1]).index_select(-1, weight.columns)
-    return torch.addmm(y.reshape(len(flat), -1), flat, weight.values.to(x.dtype).T).reshape(y.shape)
+        return quantized.run_linear(x, weight.words, Epilogue(bias))
+    y = quantized.run_linear(x.index_fill(-1, weight.columns, 0), weight.words, Epilogue(bias))
+    return torch.addmm(y, x.index_select(-1, weight.columns), weight.values.to(x.dtype).T)
 
 
-def _one_row(x: Tensor, weight: OutlierWeight, bias: Tensor | None, gate: str = "") -> Tensor:
-    row, shift = aligned_rows(x, weight.words.shape, bias)
+def _one_row(x: Tensor, weight: OutlierWeight, epilogue: Epilogue) -> Tensor:
+    row, shift = aligned_rows(x, weight.words.shape, epilogue.bias)
     words, width = weight.words, 0 if weight.kept is None else weight.kept.width
     fastest = quantized_persistent.is_fastest(words.form, words.shape[1], x.dtype)
     if fastest and width <= quantized_persistent.most_kept(words.shape[1]):
-        return one_row(row, words, shift, gate, kept=weight.kept)
-    return few_rows(row, words, shift, gate, kept=weight.kept)
+        return one_row(row, words, shift, epilogue.gate, kept=weight.kept)
+    return few_rows(row, words, shift, epilogue.gate, kept=weight.kept)
 
 
-def _fuses(x: Tensor, weight: OutlierWeight) -> bool:
-    return weight.rounds and x.element_size() == 2 and x.numel() > 0
-
-
-@linear_outliers.provider(quantized.NAME, on="cuda", accepts=quantized.accepts_quantized, prepare=_prepare)
-def run_linear_outliers(x: Tensor, weight: OutlierWeight, bias: Tensor | None = None) -> Tensor:
-    if not _fuses(x, weight):
-        return _apart(x, weight, bias)
-    check_linear(x, weight.words.shape, bias)
+@linear_outliers.provider(
+    quantized.NAME, on="cuda", accepts=_accepts, prepare=_prepare, fuses=("gated", "normed", "normed_gated")
+)
+def run_linear_outliers(x: Tensor | Unnormed, weight: OutlierWeight, epilogue: Epilogue = PLAIN) -> Tensor:
+    words, kept = weight.words, weight.kept
+    if isinstance(x, Unnormed):
+        if len(x.x) == 1:
+            return one_row(aligned_unnormed(x), words, epilogue.bias, epilogue.gate, kept=kept)
+        return w8a8.whole_product(round_rows(x, words, kept), words, epilogue, x.x.dtype)
+    check_linear(x, words.shape, epilogue.bias)
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) == 1:
-        y = _one_row(rows, weight, bias)
-    else:
-        y = w8a8.product(round_rows(rows, weight.words, weight.kept), weight.words, bias, x.dtype)
-    return y.reshape(*x.shape[:-1], weight.words.shape[0])
-
-
-@gated_linear_outliers.provider(quantized.NAME, on="cuda", accepts=_accepts_pairs, prepare=_prepare)
-def run_gated_linear_outliers(x: Tensor, weight: OutlierWeight, bias: Tensor | None, kind: str) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    if not _fuses(x, weight):
-        gate, up = _apart(rows, weight, bias).chunk(2, -1)
-        y = activate_mul.providers["triton"].run(gate, up, kind)
+    if not weight.rounds or x.element_size() != 2 or not x.numel():
+        y = finished(_apart(rows, weight, epilogue.bias), epilogue)
     elif len(rows) == 1:
-        y = _one_row(rows, weight, bias, kind)
+        y = _one_row(rows, weight, epilogue)
     else:
-        y = w8a8.gated(round_rows(rows, weight.words, weight.kept), weight.words, bias, x.dtype, kind)
-    return y.reshape(*x.shape[:-1], weight.words.shape[0] // 2)
-
-
-@normed_linear_outliers.provider(quantized.NAME, on="cuda", accepts=_accepts_normed, prepare=_prepare)
-def run_normed_linear_outliers(x: Unnormed, weight: OutlierWeight, bias: Tensor | None = None) -> Tensor:
-    if len(x.x) == 1:
-        return one_row(aligned_unnormed(x), weight.words, bias, kept=weight.kept)
-    return w8a8.product(round_rows(x, weight.words, weight.kept), weight.words, bias, x.x.dtype)
-
-
-@normed_gated_linear_outliers.provider(quantized.NAME, on="cuda", accepts=_accepts_normed_pairs, prepare=_prepare)
-def run_normed_gated_linear_outliers(x: Unnormed, weight: OutlierWeight, bias: Tensor | None, kind: str) -> Tensor:
-    if len(x.x) == 1:
-        return one_row(aligned_unnormed(x), weight.words, bias, kind, kept=weight.kept)
-    return w8a8.gated(round_rows(x, weight.words, weight.kept), weight.words, bias, x.x.dtype, kind)
+        y = w8a8.whole_product(round_rows(rows, words, kept), words, epilogue, x.dtype)
+    return y.reshape(*x.shape[:-1], *y.shape[1:])

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bankfull.ops.pointwise.body import activate_mul
-from bankfull.ops.products.body import Unnormed
-from bankfull.ops.products.triton.linear import shared_memory, sums_of
+from bankfull.ops.products.body import PLAIN, Epilogue, Unnormed
+from bankfull.ops.products.triton.linear import finished, shared_memory, sums_of
 from bankfull.ops.products.triton.operands import Kept, ProductInput, ProductOutput, Tile
 from bankfull.ops.products.triton.quantized import linear as quantized
 from bankfull.ops.products.triton.quantized.layout import Words, WordWeight, repack
@@ -30,15 +29,7 @@ from bankfull.ops.products.triton.w8a8_kernels import (
     w8a8_gemm_kernel,
     w8a8_tiles_kernel,
 )
-from bankfull.ops.products.w8a8 import (
-    SCHEMES,
-    best_output_w8a8,
-    gated_linear_w8a8,
-    linear_w8a8,
-    normed_gated_linear_w8a8,
-    normed_linear_w8a8,
-)
-from bankfull.ops.sampling.triton.sampling import best
+from bankfull.ops.products.w8a8 import SCHEMES, linear_w8a8
 from bankfull.ops.shapes import check_linear
 from bankfull.ops.triton.launch import INTERPRETED, cdiv, multiprocessors, overlapped, power_of_two
 from bankfull.weights.qtensor import QTensor
@@ -56,18 +47,16 @@ def multiplies_float8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= HOPPER
 
 
-def accepts_w8a8(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+def accepts_w8a8(
+    *, dtype: torch.dtype | None = None, weight: QTensor | None = None, gated: bool = False, **facts: Any
+) -> bool:
     if dtype not in (torch.bfloat16, torch.float16) or not isinstance(weight, QTensor):
         return False
     if weight.scheme.name not in SCHEMES or len(weight.shape) != 2:
         return False
-    device = next(iter(weight.parts.values())).device
-    fits = weight.shape[1] % 32 == 0 and 0 < weight.shape[1] <= LONGEST and weight.shape[0] % 16 == 0
+    device, multiple = next(iter(weight.parts.values())).device, 32 if gated else 16
+    fits = weight.shape[1] % 32 == 0 and 0 < weight.shape[1] <= LONGEST and weight.shape[0] % multiple == 0
     return fits and (weight.scheme.name != "fp8" or multiplies_float8(device))
-
-
-def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and accepts_w8a8(weight=weight, **facts) and weight.shape[0] % 32 == 0
 
 
 MOST_FUSED = 64
@@ -206,50 +195,23 @@ def product(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dt
     return (tiles if few else gemm)(x, weight, bias, dtype)
 
 
-def _keeps(rows: Tensor) -> bool:
-    """Whether activations stay as they are: a single row, or none."""
-    return len(rows) <= 1
+def whole_product(x: Rounded, weight: WordWeight, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
+    """The product, and what follows it."""
+    gate = epilogue.gate
+    if gate and len(x.codes) <= MOST_TILE_ROWS and epilogue.bias is None and weight.shape[0] % (2 * OUT) == 0:
+        return gated_tiles(x, weight, dtype, gate)
+    return finished(product(x, weight, epilogue.bias, dtype), epilogue)
 
 
-@linear_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
-def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+@linear_w8a8.provider(
+    NAME, on="cuda", accepts=accepts_w8a8, prepare=repack, fuses=("gated", "normed", "normed_gated", "best")
+)
+def run_linear(x: Tensor | Unnormed, weight: WordWeight, epilogue: Epilogue = PLAIN) -> Tensor:
+    if isinstance(x, Unnormed):
+        return whole_product(round_rows(x, weight), weight, epilogue, x.x.dtype)
     rows = x.reshape(-1, x.shape[-1])
-    if _keeps(rows):
-        return quantized.run_linear(x, weight, bias)
-    check_linear(x, weight.shape, bias)
-    return product(round_rows(rows, weight), weight, bias, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
-
-
-@normed_linear_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
-def run_normed_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    return product(round_rows(x, weight), weight, bias, x.x.dtype)
-
-
-def gated(x: Rounded, weight: WordWeight, bias: Tensor | None, dtype: torch.dtype, kind: str) -> Tensor:
-    if len(x.codes) <= MOST_TILE_ROWS and bias is None and weight.shape[0] % (2 * OUT) == 0:
-        return gated_tiles(x, weight, dtype, kind)
-    gate, up = product(x, weight, bias, dtype).chunk(2, -1)
-    y: Tensor = activate_mul.providers["triton"].run(gate, up, kind)
-    return y
-
-
-@gated_linear_w8a8.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
-def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    if _keeps(rows):
-        return quantized.run_gated_linear(x, weight, bias, kind)
-    y = gated(round_rows(rows, weight), weight, bias, x.dtype, kind)
-    return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
-
-
-@normed_gated_linear_w8a8.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
-def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
-    return gated(round_rows(x, weight), weight, bias, x.x.dtype, kind)
-
-
-@best_output_w8a8.provider(NAME, on="cuda", accepts=accepts_w8a8, prepare=repack)
-def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    if _keeps(rows):
-        return quantized.run_best_output(x, weight, bias)
-    return best(product(round_rows(rows, weight), weight, bias, x.dtype)).reshape(x.shape[:-1])
+    if len(rows) <= 1:  # its activations stay as they are
+        return quantized.run_linear(x, weight, epilogue)
+    check_linear(x, weight.shape, epilogue.bias)
+    y = whole_product(round_rows(rows, weight), weight, epilogue, x.dtype)
+    return y.reshape(*x.shape[:-1], *y.shape[1:])

@@ -18,17 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.ops.pointwise.body import activate_mul
-from bankfull.ops.products.body import (
-    Unnormed,
-    best_output,
-    gated_linear,
-    linear,
-    normed_best_output,
-    normed_gated_linear,
-    normed_linear,
-)
-from bankfull.ops.products.triton.linear import read
+from bankfull.ops.products.body import PLAIN, Epilogue, Unnormed, linear
+from bankfull.ops.products.triton.linear import finished, read
 from bankfull.ops.products.triton.operands import aligned_rows, aligned_unnormed
 from bankfull.ops.products.triton.quantized import expand as quantized_expand
 from bankfull.ops.products.triton.quantized import four_bit as quantized_four_bit
@@ -41,7 +32,6 @@ from bankfull.ops.products.triton.quantized.layout import LAYOUTS, WordWeight, h
 from bankfull.ops.products.triton.quantized.persistent import best_of_row, one_row
 from bankfull.ops.products.triton.quantized.rows import few_rows
 from bankfull.ops.products.triton.quantized.tiles import many_rows
-from bankfull.ops.sampling.triton.sampling import best
 from bankfull.ops.triton.rows import DTYPES
 from bankfull.weights.qtensor import QTensor
 
@@ -54,18 +44,17 @@ def accepts_quantized(*, dtype: torch.dtype | None = None, weight: QTensor | Non
     return min(weight.shape) > 0 and has_layout(weight)
 
 
-def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and accepts_quantized(weight=weight, **facts) and weight.shape[0] % 2 == 0
-
-
-def _accepts_normed(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
-    if weight is None or not accepts_quantized(dtype=dtype, weight=weight, **facts):
+def _accepts(
+    *,
+    dtype: torch.dtype | None = None,
+    weight: QTensor | None = None,
+    normed: bool = False,
+    gated: bool = False,
+    **facts: Any,
+) -> bool:
+    if weight is None or not accepts_quantized(dtype=dtype, weight=weight) or (gated and weight.shape[0] % 2):
         return False
-    return quantized_persistent.supports(LAYOUTS[weight.scheme.name][0], weight.shape[1], dtype)
-
-
-def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
-    return weight is not None and _accepts_normed(weight=weight, **facts) and weight.shape[0] % 2 == 0
+    return not normed or quantized_persistent.supports(LAYOUTS[weight.scheme.name][0], weight.shape[1], dtype)
 
 
 def _row_kernel(x: Tensor, weight: WordWeight) -> Callable[..., Tensor] | None:
@@ -88,50 +77,22 @@ def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     return kernel(x, weight, bias)
 
 
-@linear.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
-def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = aligned_rows(x, weight.shape, bias)
-    return _product(rows, weight, shift).reshape(*x.shape[:-1], weight.shape[0])
+FUSES = ("gated", "normed", "normed_gated", "best", "normed_best")
 
 
-@gated_linear.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repack)
-def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
-    rows, shift = aligned_rows(x, weight.shape, bias)
-    kernel = _row_kernel(rows, weight)
-    if len(rows) and kernel is not None:
-        y = kernel(rows, weight, shift, kind)
+@linear.provider(NAME, on="cuda", accepts=_accepts, prepare=repack, fuses=FUSES)
+def run_linear(x: Tensor | Unnormed, weight: WordWeight, epilogue: Epilogue = PLAIN) -> Tensor:
+    if isinstance(x, Unnormed):
+        if len(x.x) == 1:
+            row, (bias, gate, chooses) = aligned_unnormed(x), epilogue
+            return best_of_row(row, weight, bias) if chooses else one_row(row, weight, bias, gate)
+        x = read(x)
+    rows, shift = aligned_rows(x, weight.shape, epilogue.bias)
+    kernel = _row_kernel(rows, weight) if epilogue.gate or epilogue.best else None
+    if epilogue.best and kernel is one_row:
+        y = best_of_row(rows, weight, shift)
+    elif epilogue.gate and kernel is not None:
+        y = kernel(rows, weight, shift, epilogue.gate)
     else:
-        gate, up = _product(rows, weight, shift).chunk(2, -1)
-        y = activate_mul.providers["triton"].run(gate, up, kind)
-    return y.reshape(*x.shape[:-1], weight.shape[0] // 2)
-
-
-@normed_linear.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repack)
-def run_normed_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    if len(x.x) != 1:
-        return run_linear(read(x), weight, bias)
-    return one_row(aligned_unnormed(x), weight, bias)
-
-
-@normed_gated_linear.provider(NAME, on="cuda", accepts=_accepts_normed_pairs, prepare=repack)
-def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
-    if len(x.x) != 1:
-        return run_gated_linear(read(x), weight, bias, kind)
-    return one_row(aligned_unnormed(x), weight, bias, kind)
-
-
-@best_output.provider(NAME, on="cuda", accepts=accepts_quantized, prepare=repack)
-def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    rows, shift = aligned_rows(x, weight.shape, bias)
-    if len(rows) and _row_kernel(rows, weight) is one_row:
-        ids = best_of_row(rows, weight, shift)
-    else:
-        ids = best(_product(rows, weight, shift))
-    return ids.reshape(x.shape[:-1])
-
-
-@normed_best_output.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repack)
-def run_normed_best_output(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
-    if len(x.x) != 1:
-        return run_best_output(read(x), weight, bias)
-    return best_of_row(aligned_unnormed(x), weight, bias)
+        y = finished(_product(rows, weight, shift), epilogue)
+    return y.reshape(*x.shape[:-1], *y.shape[1:])
