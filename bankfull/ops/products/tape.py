@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.tape.forms import FORMS, Outputs, floats, form, is_float
-from bankfull.ops.native.tape.instruction import Fixed, Value, ValueColumns
+from bankfull.ops.native.tape.instruction import Fixed, Operand, Value, ValueColumns
 from bankfull.ops.native.tape.record import Recorder
 from bankfull.ops.pointwise.tape import add, gather_columns, scale_columns
 from bankfull.ops.products.body import PLAIN, Epilogue
@@ -67,18 +67,26 @@ def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, epilog
     outputs, inner = weight.shape
     encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
     result, last = _unscaled(rec, out[0], weight.scales), "" if best else "0"
-    reads = {
+    reads: dict[str, Operand | None] = {
         "x": encoded,
         f"weight{last}": Fixed(weight.data),
         f"bias{last}": floats(unscaled(epilogue.bias, weight.scales)),
         f"hadamard{last}": None if weight.hadamard is None else Fixed(weight.hadamard),
     }
-    facts = {"inner": inner, "int8": int8}
     if best:
-        rec.emit("packed_head", reads, {"chosen": result}, label="head", outputs=outputs, pack=weight.pack, **facts)
+        rec.emit(
+            "packed_head",
+            reads,
+            {"chosen": result},
+            label="head",
+            inner=inner,
+            outputs=outputs,
+            pack=weight.pack,
+            int8=int8,
+        )
         return True
-    writes = {"y0": result, "encoded": None}
-    rec.emit("packed", reads, writes, parts=[(outputs, weight.pack)], gate=-1, **facts)
+    parts = [(outputs, weight.pack)]
+    rec.emit("packed", reads, {"y0": result, "encoded": None}, inner=inner, parts=parts, gate=-1, int8=int8)
     return _scaled(rec, result, out[0], weight.scales)
 
 

@@ -171,5 +171,5 @@ def run_linear_bf16(x: Tensor, weight: PackedWeight, epilogue: Epilogue = PLAIN)
 @linear_hadamard.provider("native", on="cpu", accepts=_accepts_hadamard, prepare=pack_with_hadamard, fuses=("best",))
 @linear_w8a8.provider("native", on="cpu", accepts=_accepts_w8a8, prepare=pack_by_rows, fuses=("best",))
 def run_linear_int8(x: Tensor, weight: PackedWeight, epilogue: Epilogue = PLAIN) -> Tensor:
-    """The weight tells how many rows are multiplied."""
+    """The weight tells in which way many rows are multiplied."""
     return _run(x, weight, epilogue, int8=True)
