@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.weights.formats.mxfp4 import SCHEME, from_pairs
-from bankfull.weights.qtensor import QTensor, Scheme
+from bankfull.weights.qtensor import LateParts, QTensor, Scheme
 from bankfull.weights.source import TensorSource
 
 _NAME = re.compile(r"(?P<stem>.*\.experts)\.(?P<which>gate|up|down)_proj\.(?P<what>weight|bias)")
@@ -96,8 +96,12 @@ class FusedExperts:
         scales = self._source.bytes_of(f"{stored.removesuffix('_blocks')}_scales")
         if scales.shape != blocks.shape[:-1]:
             raise ModelError(f"Tensor {stored} has shape {tuple(blocks.shape)}, its scales {tuple(scales.shape)}.")
-        packed = from_pairs(blocks[experts][:, rows], scales[experts][:, rows])
-        return QTensor(SCHEME, {"blocks": packed}, (len(packed), *shape[1:]))
+
+        def packed() -> dict[str, Tensor]:
+            return {"blocks": from_pairs(blocks[experts][:, rows], scales[experts][:, rows])}
+
+        count = shape[0] if isinstance(experts, slice) else len(experts)
+        return QTensor(SCHEME, LateParts(("blocks",), packed), (count, *shape[1:]))
 
     def unread(self) -> list[str]:
         return self._source.unread()

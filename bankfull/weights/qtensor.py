@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,8 +16,30 @@ from bankfull.weights.scheme import Scheme
 __all__ = ["QTensor", "Scheme"]
 
 
+HOST = torch.device("cpu")
 Outliers = tuple[Tensor, Tensor]
 """Indices of some stored columns (n,), and their values (..., n), which replace those of the scheme."""
+
+
+class LateParts(Mapping[str, Tensor]):
+    """Parts in the host's memory, contiguous, that are made when one of them is first read. Where a matrix lies prepared
+    in the store (`weights.store`), nobody reads them."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._names, self._make = names, make
+        self._made: Mapping[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._made is None:
+            self._made = self._make()
+            del self._make  # with it the tensors that these were made from
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +58,8 @@ class QTensor:
     quantizes columns in another order (act-order) has groups of columns only in that order."""
     outliers: Outliers | None = None
     """Columns that are kept beside the scheme, because they meet large activations (LLM.int8())."""
+    name: str = ""
+    """Its name in the model, with what was selected from it; "" for one that no file holds."""
 
     @staticmethod
     def dense(tensor: Tensor) -> QTensor:
@@ -50,12 +75,23 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         beside = [self.columns, *(self.outliers or ())]
-        held = [*self.parts.values(), *(tensor for tensor in beside if tensor is not None)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        held = [tensor for tensor in beside if tensor is not None]
+        if isinstance(self.parts, LateParts):
+            stored = prod(self.shape[:-1]) * self.scheme.row_bytes(self.shape[-1])
+        else:
+            stored, held = 0, [*self.parts.values(), *held]
+        return stored + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.parts.values())).device
+        return HOST if isinstance(self.parts, LateParts) else next(iter(self.parts.values())).device
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether its parts are contiguous in the host's memory, or will be when they are read."""
+        if isinstance(self.parts, LateParts):
+            return True
+        return all(part.is_cpu and part.is_contiguous() for part in self.parts.values())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values in `dtype`. May share memory with a dense part: treat the result as read-only."""
@@ -97,7 +133,14 @@ class QTensor:
 
         parts = {name: selected(part) for name, part in self.parts.items()}
         count = next(iter(parts.values())).shape[0]
-        return self._with(parts, (count, *self.shape[1:]), selected)
+        name = f"{self.name}[{index.start}:{index.stop}]" if self.name and isinstance(index, slice) else ""
+        return replace(self._with(parts, (count, *self.shape[1:]), selected), name=name)
+
+    def reordered(self, order: Tensor) -> QTensor:
+        """Its rows in another order, which nobody changes later: they are copied when they are read."""
+        if not self.is_plain or not self.is_in_host_memory:
+            return self.rows(order)
+        return self._late(self.shape, lambda: self.rows(order).parts, self.name)
 
     @staticmethod
     def stacked(parts: Sequence[QTensor]) -> QTensor:
@@ -106,9 +149,16 @@ class QTensor:
         first = parts[0]
         assert all(part.scheme == first.scheme and part.shape[1:] == first.shape[1:] for part in parts)
         assert same_columns(parts)
-        whole = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts}
+        shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+        name = "" if any(not part.name for part in parts) else " ".join((first.name, "to", parts[-1].name))
+
+        def joined() -> dict[str, Tensor]:
+            return {each.name: torch.cat([part.parts[each.name] for part in parts]) for each in first.scheme.parts}
+
+        if first.is_plain and all(part.is_in_host_memory for part in parts):
+            return first._late(shape, joined, name)
         kept = [part.outliers[1] for part in parts if part.outliers is not None]
-        return first._with(whole, (sum(part.shape[0] for part in parts), *first.shape[1:]), lambda own: torch.cat(kept))
+        return replace(first._with(joined(), shape, lambda own: torch.cat(kept)), name=name)
 
     def of_each(self, rows: slice) -> QTensor:
         """These rows of each matrix of a three-dimensional tensor, copied."""
@@ -116,9 +166,15 @@ class QTensor:
         def selected(part: Tensor) -> Tensor:
             return part[:, rows].contiguous()
 
-        parts = {name: selected(part) for name, part in self.parts.items()}
-        count = next(iter(parts.values())).shape[1]
-        return self._with(parts, (self.shape[0], count, *self.shape[2:]), selected)
+        shape = (self.shape[0], len(range(self.shape[1])[rows]), *self.shape[2:])
+        name = f"{self.name}[:, {rows.start}:{rows.stop}]" if self.name else ""
+
+        def parts() -> dict[str, Tensor]:
+            return {name: selected(part) for name, part in self.parts.items()}
+
+        if self.is_plain and self.is_in_host_memory:
+            return self._late(shape, parts, name)
+        return replace(self._with(parts(), shape, selected), name=name)
 
     def columns_from(self, first: int, count: int) -> QTensor | None:
         """Adjacent columns without dequantizing, copied; None where they are not whole blocks in the stored order."""
@@ -146,17 +202,23 @@ class QTensor:
         return self._with({name: shaped(part) for name, part in self.parts.items()}, (*leading, self.shape[-1]), shaped)
 
     def to(self, device: torch.device | str) -> QTensor:
+        if torch.device(device) == self.device:
+            return self
         columns = None if self.columns is None else self.columns.to(device)
         kept = None if self.outliers is None else (self.outliers[0].to(device), self.outliers[1].to(device))
         parts = {name: part.to(device) for name, part in self.parts.items()}
-        return QTensor(self.scheme, parts, self.shape, columns, kept)
+        return QTensor(self.scheme, parts, self.shape, columns, kept, self.name)
+
+    def _late(self, shape: tuple[int, ...], make: Callable[[], Mapping[str, Tensor]], name: str) -> QTensor:
+        """A plain tensor of the same scheme whose parts are made when they are read."""
+        return QTensor(self.scheme, LateParts([part.name for part in self.scheme.parts], make), shape, name=name)
 
     def _with(
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], of_values: Callable[[Tensor], Tensor]
     ) -> QTensor:
         """Other rows of the same columns. `of_values`: makes the outliers' values from those of this tensor."""
         kept = None if self.outliers is None else (self.outliers[0], of_values(self.outliers[1]))
-        return QTensor(self.scheme, parts, shape, self.columns, kept)
+        return QTensor(self.scheme, parts, shape, self.columns, kept, self.name)
 
 
 def same_columns(parts: Sequence[QTensor]) -> bool:

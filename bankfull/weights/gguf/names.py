@@ -205,7 +205,7 @@ class GGUFSource:
         has_rows = len(info.shape) > 1 or info.scheme.is_dense
         if not has_rows or rows != heads * config["head_dim"] or rows // heads % 2:
             raise ModelError(f"{self._name} has '{name}' of shape {info.shape}, not {heads} heads: it is damaged")
-        self._transforms[name] = lambda tensor: tensor.rows(head_halves(rows, heads))
+        self._transforms[name] = lambda tensor: tensor.reordered(head_halves(rows, heads))
 
     def _flatten(self, name: str, info: TensorInfo) -> None:
         """Vectors of Mamba-2 that the file stores with two dimensions."""

@@ -55,7 +55,7 @@ def pack_of(weight: QTensor) -> int:
     columns = weight.shape[-1]
     if weight.scheme.name in SCALED and len(weight.shape) != 2:
         return -1
-    if layout < 0 or columns <= 0 or not all(part.is_cpu and part.is_contiguous() for part in weight.parts.values()):
+    if layout < 0 or columns <= 0 or not weight.is_in_host_memory:
         return -1
     if columns % (COLUMNS if weight.scheme.name == INT8_ROW else weight.scheme.block):
         return -1
