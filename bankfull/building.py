@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from bankfull.build_digest import build_stamp
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
@@ -20,7 +21,9 @@ from bankfull.precision import as_read, choose_precision, is_rounded_to_fp8
 from bankfull.runtime.device import Device
 from bankfull.runtime.memory import shown
 from bankfull.state.mask import Mask
+from bankfull.weights.fingerprint import known_fingerprint, weights_fingerprint
 from bankfull.weights.source import ModelFiles
+from bankfull.weights.store import PreparedWeights, in_use, key_of, store_for
 from bankfull.weights.widened_source import WidenedSource
 
 log = logging.getLogger("bankfull")
@@ -54,20 +57,37 @@ def fp8_notice(rounds: bool) -> str:
     return "quantize='fp8' rounds weights only (lossy): this GPU has no matrix units for fp8 activations."
 
 
-def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:
+def build_weights(files: ModelFiles, build: Build, device: Device, as_stored: bool = False) -> Decoder:
+    """`as_stored`: whether the source gives the numbers of the files, and all of them."""
     free = device.free_memory()
+    store = prepared_weights(files, build) if as_stored and device.kind == "cpu" else None
     try:
-        model = build_model(files.config, build)
+        with in_use(store):
+            model = build_model(files.config, build)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the "
             "model, or use a smaller one."
         ) from error
+    if store is not None:
+        store.keep()
     if build.activations.rounds:
         files.source.release()  # the weights are repacked
     if (notice := slow_layers(build.kit, build.dtype)) is not None:
         log.warning(notice)
     return model
+
+
+def prepared_weights(files: ModelFiles, build: Build) -> PreparedWeights | None:
+    """The layouts of this model that are kept on disk; None for random weights, and where the user wants none."""
+    if not files.path.exists():
+        return None
+    rule = build.activations
+    facts = (build_stamp(), native.select_isa(), build.dtype, build.expand, rule.dense, rule.blocks, rule.by_row)
+    known = known_fingerprint(files.path)
+    return store_for(
+        lambda: key_of(weights_fingerprint(files.path), *facts), None if known is None else key_of(known, *facts)
+    )
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from bankfull.ranks.stage import Stage
 from bankfull.state.mask import Mask
 from bankfull.weights.blank_source import META, BlankTensors
 from bankfull.weights.cut import cut
+from bankfull.weights.formats.dense import BY_DTYPE
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.formats.importance import NAMES as IMPORTANCE
 from bankfull.weights.formats.importance import as_known
 from bankfull.weights.formats.rows import INT8_ROW
-from bankfull.weights.qtensor import QTensor
+from bankfull.weights.qtensor import LateParts, QTensor
 from bankfull.weights.source import ExpertSource, TensorSource
 from bankfull.weights.widened_source import in_bfloat16
 
@@ -155,8 +157,15 @@ class Build:
         if not found.is_plain and not for_linear:
             found = self.expanded(found, "not every layer reads columns in another order (act-order) or kept apart")
         if found.is_dense or self.expand:
-            return QTensor.dense(found.dequantize(self.matrices).to(self.device))
+            return self._dense(found)
         return (found if self._packed(found) else self._with_kernel(self._in_blocks(found), for_linear)).to(self.device)
+
+    def _dense(self, found: QTensor) -> QTensor:
+        """The values of a weight, in the dtype that they are multiplied in."""
+        scheme, values = BY_DTYPE[self.matrices], partial(found.dequantize, self.matrices)
+        if found.scheme == scheme or self.device.type != "cpu":
+            return replace(QTensor.dense(values().to(self.device)), name=found.name)
+        return QTensor(scheme, LateParts(("data",), lambda: {"data": values()}), found.shape, name=found.name)
 
     def table(self, name: str, shape: tuple[int, ...], rows: Tensor | None = None) -> QTensor:
         """A matrix whose rows are looked up. `rows`: the only ones that are wanted."""
@@ -278,7 +287,8 @@ class Build:
         return self._own(name, stacked, (len(experts), *shape), parts)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        return self._own(name, self.source.get(self._full(name)), shape)
+        full = self._full(name)
+        return self._own(name, replace(self.source.get(full), name=full), shape)
 
     def _own(self, name: str, found: QTensor, shape: tuple[int, ...], parts: Sequence[Part] | None = None) -> QTensor:
         if tuple(found.shape) != shape and self.shard is not None:

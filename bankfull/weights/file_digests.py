@@ -67,7 +67,7 @@ def file_digest(path: Path) -> bytes:
     state = FileState.of(path)
     if state.size < KEPT_BYTES:
         return hashlib.sha256(path.read_bytes()).digest()
-    record = _folder() / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    record = _record(path)
     if (known := _read(record, path, state)) is not None:
         return known
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -82,11 +82,32 @@ def file_digest(path: Path) -> bytes:
     return digest
 
 
+def known_digest(path: Path) -> bytes | None:
+    """The digest if it is known without reading a large file. Raises OSError."""
+    path = path.resolve()
+    state = FileState.of(path)
+    if state.size < KEPT_BYTES:
+        return file_digest(path)
+    return _read(_record(path), path, state)
+
+
+def _record(path: Path) -> Path:
+    """Where the digest of this file is kept."""
+    return _folder() / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+
+
 def _hashed(handle: int, size: int) -> bytes:
     starts = range(0, size, PIECE)
     threads = max(1, min(MOST_THREADS, _cores(), len(starts)))
+
+    def piece(start: int) -> bytes:
+        return _piece(handle, start, min(size, start + PIECE))
+
     with ThreadPoolExecutor(threads, "bankfull-digest") as pool:
-        pieces = pool.map(lambda start: _piece(handle, start, min(size, start + PIECE)), starts)
+        try:
+            pieces = pool.map(piece, starts)
+        except RuntimeError:  # the interpreter ends: no thread can begin any more
+            pieces = map(piece, starts)
         whole = hashlib.sha256(size.to_bytes(8, "little"))
         for piece in pieces:
             whole.update(piece)

@@ -13,16 +13,29 @@ from pathlib import Path
 from threading import Thread
 
 from bankfull.errors import ModelError
-from bankfull.weights.file_digests import FileState, file_digest
+from bankfull.weights.file_digests import FileState, file_digest, known_digest
 
 
 def weights_fingerprint(path: Path) -> str:
     """The fingerprint of a model directory or a .gguf file (with its other parts, if it is split): 32 hexadecimal
     digits."""
+    fingerprint = _of_digests(path, file_digest)
+    assert fingerprint is not None
+    return fingerprint
+
+
+def known_fingerprint(path: Path) -> str | None:
+    """The fingerprint if no large file has to be read for it."""
+    return _of_digests(path, known_digest)
+
+
+def _of_digests(path: Path, digest_of: Callable[[Path], bytes | None]) -> str | None:
     digest = hashlib.sha256()
     try:
         for file in _weight_files(path):
-            digest.update(f"{file.name}\0".encode() + file_digest(file))
+            if (found := digest_of(file)) is None:
+                return None
+            digest.update(f"{file.name}\0".encode() + found)
     except OSError as error:
         raise ModelError(f"The files of {path.name} cannot be read: {error.strerror or error}.") from None
     return digest.hexdigest()[:32]

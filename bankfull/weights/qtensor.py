@@ -22,8 +22,8 @@ Outliers = tuple[Tensor, Tensor]
 
 
 class LateParts(Mapping[str, Tensor]):
-    """Parts in the host's memory, contiguous, that are made when one of them is first read. Where a matrix lies prepared
-    in the store (`weights.store`), nobody reads them."""
+    """Parts in the host's memory, contiguous, that are made when one of them is first read. Nobody reads them where the
+    matrix lies prepared in the store (`weights.store`)."""
 
     def __init__(self, names: Sequence[str], make: Callable[[], Mapping[str, Tensor]]) -> None:
         self._names, self._make = names, make

@@ -28,6 +28,7 @@ from bankfull.ops.pointwise.native import CODES
 from bankfull.ops.products.native.linear import FORMATS, storage_of
 from bankfull.ops.products.native.packing import pack_into, pack_of, packed_bytes
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.store import prepared
 
 _native = required()
 _slabs = Slabs()
@@ -57,10 +58,15 @@ def pack_experts(weight: QTensor) -> PackedExperts:
     experts, outputs, inner = weight.shape
     layout = pack_of(weight)
     each = packed_bytes(layout, outputs, inner)
-    data = _slabs.take(experts * each)
-    for expert in range(experts):
-        parts = {name: part[expert] for name, part in weight.parts.items()}
-        pack_into(QTensor(weight.scheme, parts, (outputs, inner)), layout, data.data_ptr() + expert * each)
+
+    def made() -> Tensor:
+        data = _slabs.take(experts * each)
+        for expert in range(experts):
+            parts = {name: part[expert] for name, part in weight.parts.items()}
+            pack_into(QTensor(weight.scheme, parts, (outputs, inner)), layout, data.data_ptr() + expert * each)
+        return data
+
+    data = prepared(weight.name and f"{weight.name} as {layout}", experts * each, made)
     return PackedExperts(data, layout, (experts, outputs, inner))
 
 

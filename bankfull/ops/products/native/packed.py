@@ -40,6 +40,7 @@ from bankfull.ops.products.w8a8 import linear_w8a8
 from bankfull.ops.shapes import check_linear
 from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.store import prepared
 
 _native = required()
 _slabs, _copies = Slabs(), Slabs()
@@ -71,15 +72,27 @@ class PackedWeight:
 def pack(weight: QTensor) -> PackedWeight:
     outputs, inner = weight.shape
     layout = pack_of(weight)
-    data = _slabs.take(packed_bytes(layout, outputs, inner))
-    pack_into(weight, layout, address(data))
+    size = packed_bytes(layout, outputs, inner)
+
+    def made() -> Tensor:
+        data = _slabs.take(size)
+        pack_into(weight, layout, address(data))
+        return data
+
+    data = prepared(weight.name and f"{weight.name} as {layout}", size, made)
     return PackedWeight(data, layout, (outputs, inner), scales=scales_of(weight))
 
 
 def pack_with_hadamard(weight: QTensor) -> PackedWeight:
     packed = pack(weight)
-    copy = _copies.take(int(_native.hadamard_bytes(packed.pack, *packed.shape)))
-    _native.hadamard(packed.pack, address(packed.data), address(copy), *packed.shape)
+    size = int(_native.hadamard_bytes(packed.pack, *packed.shape))
+
+    def made() -> Tensor:
+        copy = _copies.take(size)
+        _native.hadamard(packed.pack, address(packed.data), address(copy), *packed.shape)
+        return copy
+
+    copy = prepared(weight.name and f"{weight.name} transformed from {packed.pack}", size, made)
     return replace(packed, hadamard=copy)
 
 

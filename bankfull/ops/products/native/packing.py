@@ -6,7 +6,7 @@ point, per group; rows of int8 keep one scale per row; MXFP4 keeps its exponents
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
 from bankfull.ops.native.checks import address
 from bankfull.ops.native.extension import required
@@ -16,6 +16,7 @@ from bankfull.weights.formats.groups import WITH_ZEROS
 from bankfull.weights.formats.mxfp4 import BLOCK_BYTES, MXFP4
 from bankfull.weights.formats.rows import INT8_ROW
 from bankfull.weights.qtensor import QTensor
+from bankfull.weights.store import known
 
 _native = required()
 _PACKS: dict[str, tuple[int, int, int]] = _native.packs()
@@ -59,10 +60,11 @@ def pack_of(weight: QTensor) -> int:
         return -1
     if columns % (COLUMNS if weight.scheme.name == INT8_ROW else weight.scheme.block):
         return -1
-    return layout if weight.scheme.name != MXFP4 or _fits(weight.parts["blocks"]) else -1
+    return layout if weight.scheme.name != MXFP4 or known(f"{weight.name} in range", partial(_fits, weight)) else -1
 
 
-def _fits(blocks: Tensor) -> bool:
+def _fits(weight: QTensor) -> bool:
+    blocks = weight.parts["blocks"]
     exponents = blocks.reshape(-1, BLOCK_BYTES)[:, 0]
     return not blocks.numel() or bool((exponents >= _LEAST).all() and (exponents <= _MOST).all())
 

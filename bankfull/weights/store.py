@@ -1,0 +1,323 @@
+"""Prepared layouts of weights, kept on disk and mapped by every process of the machine.
+
+A provider lays a matrix out for its kernels once. What it wrote is kept in the cache directory, under the digest of the
+model's files, the instruction set, the options that change the numbers and this build. Later starts map it: nothing is
+read that no kernel reads, and processes share the memory.
+
+`<key>.weights` holds the layouts, each at an address of its own; `<key>.json` says where each one lies, and the digest
+of the whole. The index is written last, so that half a file is never found. Files are read-only once they are written,
+and hold numbers only: nothing in them is executed or unpacked. What is damaged, foreign or of another build is not used
+but made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkstemp
+
+import torch
+from torch import Tensor
+
+from bankfull.config import parse_bytes
+from bankfull.errors import ConfigError, ModelError
+from bankfull.paths import cache_dir
+from bankfull.weights.file_digests import TICK_SECONDS, file_digest
+
+log = logging.getLogger("bankfull")
+
+VARIABLE = "BANKFULL_PREPARED"
+FORMAT = 1
+ALIGN = 64
+LEAST_BYTES = 16 << 20
+"""Less is laid out faster than it is found."""
+MOST_BYTES = 64 << 30
+"""What all models may take by default, if a quarter of the disk is not less."""
+LEAST_FREE = 0.1
+"""The fraction of a disk that stays free."""
+WAITED_FOR = 2 << 30
+"""So much is written before a process ends; a larger file is given up then, and the next start writes it."""
+MOST_INDEX = 64 << 20
+PIECE = 8 << 20
+LEFT_OVER_SECONDS = 3600.0
+"""The age from which an unfinished file belongs to a process that has ended."""
+_NAMES = re.compile(r"[0-9a-f]{32}\.(json|weights)")
+
+
+def allowed_bytes(folder: Path) -> int:
+    """BANKFULL_PREPARED: a size, or `off` (0)."""
+    wanted = os.environ.get(VARIABLE, "").strip()
+    if wanted.lower() == "off":
+        return 0
+    try:
+        given = parse_bytes(VARIABLE, wanted or None)
+    except ConfigError as error:
+        raise ConfigError(f"{str(error).removesuffix('.')}, or 'off'.") from None
+    return given or min(MOST_BYTES, shutil.disk_usage(_existing(folder)).total // 4)
+
+
+def _existing(folder: Path) -> Path:
+    return folder if folder.exists() else _existing(folder.parent)
+
+
+@dataclass(slots=True)
+class PreparedWeights:
+    """The layouts of one model's matrices for one build: those that were found, and those that are made meanwhile."""
+
+    folder: Path
+    key: Callable[[], str | None]
+    """Names the files; it may have to read all of the model. None: what is made cannot be kept."""
+    allowed: int
+    least: int = LEAST_BYTES
+    _found: dict[str, Tensor] = field(default_factory=dict)
+    _facts: dict[str, bool] = field(default_factory=dict)
+    _made: dict[str, Tensor] = field(default_factory=dict)
+
+    def find(self, key: str) -> bool:
+        """Map the files of this key, if they are whole. Then layouts lie where the file holds them."""
+        index, weights = self._files(key)
+        try:
+            with index.open("rb") as file:
+                text = file.read(MOST_INDEX + 1)
+            entries, facts, digest, size = _checked(text)
+            if file_digest(weights).hex() != digest:
+                raise ValueError("its digest is another one")
+            whole = _mapped(weights, size)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, TypeError, ModelError) as error:
+            log.warning("the prepared weights in %s cannot be used (%s); they are made again.", weights.name, error)
+            return False
+        with suppress(OSError):
+            os.utime(index)  # what was used last is removed last
+        self._facts = facts
+        self._found = {name: whole[first : first + count] for name, (first, count) in entries.items()}
+        return True
+
+    def layout(self, name: str, size: int, make: Callable[[], Tensor]) -> Tensor:
+        """The layout of this name: as it was found, or as `make` writes it."""
+        for known in (self._found, self._made):
+            data = known.get(name)
+            if data is not None and data.numel() == size:
+                return data
+        self._made[name] = made = make()
+        return made
+
+    def fact(self, name: str, find: Callable[[], bool]) -> bool:
+        """What follows from all numbers of a matrix: whoever knows it need not read them."""
+        if name not in self._facts:
+            self._facts[name] = find()
+        return self._facts[name]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(data.numel() for data in self._found.values())
+
+    def keep(self) -> threading.Thread | None:
+        """Write what was made, beside the work. The thread that does it, if there is anything to write."""
+        layouts = self._found | self._made
+        size = sum(-(-data.numel() // ALIGN) * ALIGN for data in layouts.values())
+        made = bool(self._made)
+        self._made = {}
+        if not made or size < self.least or size > self.allowed:
+            return None
+        daemon = size > WAITED_FOR
+        thread = threading.Thread(target=self._keep, args=(layouts, size), name="bankfull-store", daemon=daemon)
+        thread.start()
+        return thread
+
+    def _keep(self, layouts: dict[str, Tensor], size: int) -> None:
+        try:
+            for _ in range(20):  # the first tokens come first
+                if not threading.main_thread().is_alive():
+                    break
+                time.sleep(0.1)
+            key = self.key()
+            if key is None:
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _alone(self.folder / f".{key}.lock") as alone:
+                if alone:
+                    self._write(key, layouts, size)
+        except (OSError, ModelError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            log.warning(
+                "the prepared weights cannot be kept in %s (%s); they are made at each start.", self.folder, reason
+            )
+
+    def _write(self, key: str, layouts: dict[str, Tensor], size: int) -> None:
+        self._make_room(key, size)
+        index, weights = self._files(key)
+        handle, unnamed = mkstemp(dir=self.folder, prefix=".new-")
+        try:
+            with os.fdopen(handle, "r+b", buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here
+                entries, at = {}, 0
+                for name, data in layouts.items():
+                    entries[name] = (at, data.numel())
+                    _write_all(file.fileno(), data, at)
+                    at += -(-data.numel() // ALIGN) * ALIGN
+                os.fsync(file.fileno())
+                os.fchmod(file.fileno(), 0o444)
+                # Read again from disk, its pages may become large ones.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.replace(unnamed, weights)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(unnamed)
+            raise
+        time.sleep(TICK_SECONDS + 0.1)  # from then on a change would show, so that the digest is computed once
+        about = {"format": FORMAT, "size": size, "digest": file_digest(weights).hex(), "facts": self._facts}
+        handle, unnamed = mkstemp(dir=self.folder, prefix=".new-")
+        with os.fdopen(handle, "w") as text:
+            json.dump({**about, "entries": entries}, text)
+            text.flush()
+            os.fsync(text.fileno())
+        os.replace(unnamed, index)
+        log.info("kept %d bytes of prepared weights as %s.", size, weights)
+
+    def _make_room(self, key: str, size: int) -> None:
+        """Remove what was used longest ago, so that all files together take what is allowed. Raises OSError."""
+        for left in self.folder.glob(".new-*"):
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > LEFT_OVER_SECONDS:
+                    left.unlink()
+        others = [path for path in self.folder.iterdir() if _NAMES.fullmatch(path.name) and path.stem != key]
+        indices = sorted((path for path in others if path.suffix == ".json"), key=lambda path: path.stat().st_mtime)
+        taken = sum(path.stat().st_size for path in others)
+        while indices and taken + size > self.allowed:
+            oldest = indices.pop(0)
+            for path in (oldest, oldest.with_suffix(".weights")):
+                with suppress(FileNotFoundError):
+                    taken -= path.stat().st_size
+                    path.unlink()
+        disk = shutil.disk_usage(self.folder)
+        if disk.free - size < LEAST_FREE * disk.total:
+            raise OSError(28, f"{size} bytes would leave less than a tenth of the disk free")
+
+    def _files(self, key: str) -> tuple[Path, Path]:
+        return self.folder / f"{key}.json", self.folder / f"{key}.weights"
+
+
+_current: ContextVar[PreparedWeights | None] = ContextVar("prepared weights", default=None)
+
+
+@contextmanager
+def in_use(store: PreparedWeights | None) -> Iterator[None]:
+    """Layouts that are made meanwhile are found in, or added to, this store."""
+    token = _current.set(store)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def prepared(name: str, size: int, make: Callable[[], Tensor]) -> Tensor:
+    """A layout of `size` bytes: from the store in use, or as `make` writes it. A weight without a name is not kept."""
+    store = _current.get()
+    return make() if store is None or not name else store.layout(name, size, make)
+
+
+def known(name: str, find: Callable[[], bool]) -> bool:
+    """A fact about all numbers of a matrix: from the store in use, or as `find` finds it."""
+    store = _current.get()
+    return find() if store is None or not name else store.fact(name, find)
+
+
+def store_for(key: Callable[[], str | None], known_key: str | None) -> PreparedWeights | None:
+    """The store of a model. `known_key`: its key, if that is known without reading the model; else nothing is found,
+    and `key` makes it when everything is written. None: the user wants none."""
+    folder = cache_dir() / "prepared"
+    allowed = allowed_bytes(folder)
+    if not allowed:
+        return None
+    store = PreparedWeights(folder, key, allowed)
+    if known_key is not None:
+        store.find(known_key)
+    return store
+
+
+def key_of(*facts: object) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, *map(str, facts)]).encode()).hexdigest()[:32]
+
+
+Entries = dict[str, tuple[int, int]]
+
+
+def _checked(text: bytes) -> tuple[Entries, dict[str, bool], str, int]:
+    """The entries, facts, digest and size of an index. Raises ValueError or TypeError."""
+    if len(text) > MOST_INDEX:
+        raise ValueError("its index is too large")
+    about = json.loads(text)
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError("its index has another format")
+    size, digest, entries, facts = (about.get(field) for field in ("size", "digest", "entries", "facts"))
+    if (type(size), type(digest), type(entries), type(facts)) != (int, str, dict, dict):
+        raise ValueError("its index is incomplete")
+    if not all(isinstance(fact, bool) for fact in facts.values()):
+        raise ValueError("its index has facts of another type")
+    places = {}
+    for name, (first, count) in entries.items():
+        if not (isinstance(first, int) and isinstance(count, int)):
+            raise ValueError("its index has places of another type")
+        if first < 0 or first % ALIGN or count < 0 or first + count > size:
+            raise ValueError("its index names places outside of the file")
+        places[name] = (first, count)
+    return places, facts, digest, size
+
+
+def _mapped(path: Path, size: int) -> Tensor:
+    """The bytes of the file, read-only, shared with all processes that map it. Raises OSError or ValueError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if os.fstat(handle).st_size != size:
+            raise ValueError("it has another size")
+        data = mmap.mmap(handle, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(handle)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the system has none
+            data.madvise(mmap.MADV_HUGEPAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch would rather have memory that it may write to
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _write_all(handle: int, data: Tensor, at: int) -> None:
+    view = memoryview(data.numpy())
+    for first in range(0, len(view), PIECE):
+        piece = view[first : first + PIECE]
+        while piece:
+            count = os.pwrite(handle, piece, at + first)
+            piece, first = piece[count:], first + count
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[bool]:
+    """Whether no other process writes the same files."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+        with suppress(OSError):
+            lock.unlink()
+    finally:
+        os.close(handle)
