@@ -28,6 +28,8 @@ from bankfull.weights.widened_source import WidenedSource
 
 log = logging.getLogger("bankfull")
 
+STAMPED = ("layers", "models", "ops", "quantize", "weights")
+"""Folders whose code decides what a prepared layout holds."""
 PRODUCTS = ("linear", "expert_mlp")
 """First words of the operations that multiply by weights, apart from those that only find the highest output."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -83,10 +85,20 @@ def prepared_weights(files: ModelFiles, build: Build) -> PreparedWeights | None:
     if not files.path.exists():
         return None
     rule = build.activations
-    facts = (build_stamp(), native.select_isa(), build.dtype, build.expand, rule.dense, rule.blocks, rule.by_row)
+    facts = (
+        build_stamp(*STAMPED),
+        native.select_isa(),
+        build.dtype,
+        build.expand,
+        rule.dense,
+        rule.blocks,
+        rule.by_row,
+    )
     known = known_fingerprint(files.path)
     return store_for(
-        lambda: key_of(weights_fingerprint(files.path), *facts), None if known is None else key_of(known, *facts)
+        lambda: key_of(weights_fingerprint(files.path), *facts),
+        None if known is None else key_of(known, *facts),
+        maps=len(native.memory_nodes()) < 2,
     )
 
 

@@ -29,6 +29,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkstemp
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from bankfull.config import parse_bytes
 from bankfull.errors import ConfigError, ModelError
 from bankfull.paths import cache_dir
 from bankfull.weights.file_digests import TICK_SECONDS, file_digest
+from bankfull.weights.qtensor import QTensor
 
 log = logging.getLogger("bankfull")
 
@@ -82,7 +84,8 @@ class PreparedWeights:
     key: Callable[[], str | None]
     """Names the files; it may have to read all of the model. None: what is made cannot be kept."""
     allowed: int
-    least: int = LEAST_BYTES
+    maps: bool = True
+    """Whether processes may read a layout where the file is mapped; else each one copies it to memory of its own."""
     _found: dict[str, Tensor] = field(default_factory=dict)
     _facts: dict[str, bool] = field(default_factory=dict)
     _made: dict[str, Tensor] = field(default_factory=dict)
@@ -104,17 +107,21 @@ class PreparedWeights:
             return False
         with suppress(OSError):
             os.utime(index)  # what was used last is removed last
+        # Without large pages each step would wait for address translation.
+        self.maps = self.maps and _in_large_pages(whole)
         self._facts = facts
         self._found = {name: whole[first : first + count] for name, (first, count) in entries.items()}
         return True
 
-    def layout(self, name: str, size: int, make: Callable[[], Tensor]) -> Tensor:
-        """The layout of this name: as it was found, or as `make` writes it."""
-        for known in (self._found, self._made):
-            data = known.get(name)
-            if data is not None and data.numel() == size:
-                return data
-        self._made[name] = made = make()
+    def layout(self, name: str, size: int, take: Take, fill: Fill) -> Tensor:
+        """The layout of this name, as it was found, or written into memory that is taken for it."""
+        found = self._found.get(name)
+        if found is not None and found.numel() == size:
+            return found if self.maps else take(size).copy_(found)
+        made = self._made.get(name)
+        if made is None or made.numel() != size:
+            self._made[name] = made = take(size)
+            fill(made)
         return made
 
     def fact(self, name: str, find: Callable[[], bool]) -> bool:
@@ -133,7 +140,7 @@ class PreparedWeights:
         size = sum(-(-data.numel() // ALIGN) * ALIGN for data in layouts.values())
         made = bool(self._made)
         self._made = {}
-        if not made or size < self.least or size > self.allowed:
+        if not made or size < LEAST_BYTES or size > self.allowed:
             return None
         daemon = size > WAITED_FOR
         thread = threading.Thread(target=self._keep, args=(layouts, size), name="bankfull-store", daemon=daemon)
@@ -173,8 +180,6 @@ class PreparedWeights:
                     at += -(-data.numel() // ALIGN) * ALIGN
                 os.fsync(file.fileno())
                 os.fchmod(file.fileno(), 0o444)
-                # Read again from disk, its pages may become large ones.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             os.replace(unnamed, weights)
         except BaseException:
             with suppress(OSError):
@@ -188,6 +193,8 @@ class PreparedWeights:
             text.flush()
             os.fsync(text.fileno())
         os.replace(unnamed, index)
+        with weights.open("rb") as file:  # read again from disk, its pages may become large ones
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         log.info("kept %d bytes of prepared weights as %s.", size, weights)
 
     def _make_room(self, key: str, size: int) -> None:
@@ -213,6 +220,8 @@ class PreparedWeights:
         return self.folder / f"{key}.json", self.folder / f"{key}.weights"
 
 
+Take = Callable[[int], Tensor]
+Fill = Callable[[Tensor], object]
 _current: ContextVar[PreparedWeights | None] = ContextVar("prepared weights", default=None)
 
 
@@ -226,26 +235,31 @@ def in_use(store: PreparedWeights | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def prepared(name: str, size: int, make: Callable[[], Tensor]) -> Tensor:
-    """A layout of `size` bytes: from the store in use, or as `make` writes it. A weight without a name is not kept."""
+def prepared(weight: QTensor, layout: str, size: int, take: Take, fill: Fill) -> Tensor:
+    """A weight's layout of `size` bytes: from the store in use, or in memory that `take` gives and `fill` writes. What
+    has no name or is not all of a weight is not kept."""
     store = _current.get()
-    return make() if store is None or not name else store.layout(name, size, make)
+    if store is not None and weight.name and weight.is_plain:
+        return store.layout(f"{weight.name} as {layout}", size, take, fill)
+    data = take(size)
+    fill(data)
+    return data
 
 
-def known(name: str, find: Callable[[], bool]) -> bool:
-    """A fact about all numbers of a matrix: from the store in use, or as `find` finds it."""
+def known(weight: QTensor, fact: str, find: Callable[[], bool]) -> bool:
+    """A fact about all numbers of a weight: from the store in use, or as `find` finds it."""
     store = _current.get()
-    return find() if store is None or not name else store.fact(name, find)
+    return store.fact(f"{weight.name} {fact}", find) if store is not None and weight.name else find()
 
 
-def store_for(key: Callable[[], str | None], known_key: str | None) -> PreparedWeights | None:
+def store_for(key: Callable[[], str | None], known_key: str | None, maps: bool = True) -> PreparedWeights | None:
     """The store of a model. `known_key`: its key, if that is known without reading the model; else nothing is found,
     and `key` makes it when everything is written. None: the user wants none."""
     folder = cache_dir() / "prepared"
     allowed = allowed_bytes(folder)
     if not allowed:
         return None
-    store = PreparedWeights(folder, key, allowed)
+    store = PreparedWeights(folder, key, allowed, maps)
     if known_key is not None:
         store.find(known_key)
     return store
@@ -265,8 +279,10 @@ def _checked(text: bytes) -> tuple[Entries, dict[str, bool], str, int]:
     about = json.loads(text)
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError("its index has another format")
-    size, digest, entries, facts = (about.get(field) for field in ("size", "digest", "entries", "facts"))
-    if (type(size), type(digest), type(entries), type(facts)) != (int, str, dict, dict):
+    size, digest, entries, facts = about.get("size"), about.get("digest"), about.get("entries"), about.get("facts")
+    if not isinstance(size, int) or not isinstance(digest, str):
+        raise ValueError("its index is incomplete")
+    if not isinstance(entries, dict) or not isinstance(facts, dict):
         raise ValueError("its index is incomplete")
     if not all(isinstance(fact, bool) for fact in facts.values()):
         raise ValueError("its index has facts of another type")
@@ -297,8 +313,24 @@ def _mapped(path: Path, size: int) -> Tensor:
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
+def _in_large_pages(mapped: Tensor) -> bool:
+    """Whether the system maps this memory in large pages; false where it does not tell."""
+    _ = mapped[0].item()
+    inside = False
+    with suppress(OSError, ValueError), open("/proc/self/smaps", "rb") as lines:
+        for line in lines:
+            words = line.split()
+            if words[0].endswith(b":"):
+                if inside and words[0] == b"FilePmdMapped:":
+                    return int(words[1]) > 0
+            else:
+                begin, end = (int(part, 16) for part in words[0].split(b"-"))
+                inside = begin <= mapped.data_ptr() < end
+    return False
+
+
 def _write_all(handle: int, data: Tensor, at: int) -> None:
-    view = memoryview(data.numpy())
+    view = memoryview(cast(Any, data.numpy()))
     for first in range(0, len(view), PIECE):
         piece = view[first : first + PIECE]
         while piece:

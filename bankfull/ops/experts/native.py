@@ -59,14 +59,12 @@ def pack_experts(weight: QTensor) -> PackedExperts:
     layout = pack_of(weight)
     each = packed_bytes(layout, outputs, inner)
 
-    def made() -> Tensor:
-        data = _slabs.take(experts * each)
+    def fill(data: Tensor) -> None:
         for expert in range(experts):
             parts = {name: part[expert] for name, part in weight.parts.items()}
             pack_into(QTensor(weight.scheme, parts, (outputs, inner)), layout, data.data_ptr() + expert * each)
-        return data
 
-    data = prepared(weight.name and f"{weight.name} as {layout}", experts * each, made)
+    data = prepared(weight, str(layout), experts * each, _slabs.take, fill)
     return PackedExperts(data, layout, (experts, outputs, inner))
 
 

@@ -73,13 +73,7 @@ def pack(weight: QTensor) -> PackedWeight:
     outputs, inner = weight.shape
     layout = pack_of(weight)
     size = packed_bytes(layout, outputs, inner)
-
-    def made() -> Tensor:
-        data = _slabs.take(size)
-        pack_into(weight, layout, address(data))
-        return data
-
-    data = prepared(weight.name and f"{weight.name} as {layout}", size, made)
+    data = prepared(weight, str(layout), size, _slabs.take, lambda data: pack_into(weight, layout, address(data)))
     return PackedWeight(data, layout, (outputs, inner), scales=scales_of(weight))
 
 
@@ -87,13 +81,10 @@ def pack_with_hadamard(weight: QTensor) -> PackedWeight:
     packed = pack(weight)
     size = int(_native.hadamard_bytes(packed.pack, *packed.shape))
 
-    def made() -> Tensor:
-        copy = _copies.take(size)
+    def transform(copy: Tensor) -> None:
         _native.hadamard(packed.pack, address(packed.data), address(copy), *packed.shape)
-        return copy
 
-    copy = prepared(weight.name and f"{weight.name} transformed from {packed.pack}", size, made)
-    return replace(packed, hadamard=copy)
+    return replace(packed, hadamard=prepared(weight, f"{packed.pack} transformed", size, _copies.take, transform))
 
 
 def pack_by_rows(weight: QTensor) -> PackedWeight:

@@ -60,7 +60,7 @@ def pack_of(weight: QTensor) -> int:
         return -1
     if columns % (COLUMNS if weight.scheme.name == INT8_ROW else weight.scheme.block):
         return -1
-    return layout if weight.scheme.name != MXFP4 or known(f"{weight.name} in range", partial(_fits, weight)) else -1
+    return layout if weight.scheme.name != MXFP4 or known(weight, "in range", partial(_fits, weight)) else -1
 
 
 def _fits(weight: QTensor) -> bool:
