@@ -127,7 +127,6 @@ class Assembly:
         pages = None if ranks is None else ranks.pages
         self.strategy = strategy or device_strategy(self.choice, files, run, device, pages) or Plain()
         self.files = as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind))
-        self._as_stored = self.files is files
         if run.threads is not None:
             native.set_threads(run.threads)
         if device.kind == "cpu" and run.providers == "auto":
@@ -157,7 +156,7 @@ class Assembly:
                 "many rows are slower without it (activations='int8' makes it anyway).",
                 shown(inner_weights(self.files.source)),
             )
-        model = build_weights(self.files, build, device, as_stored=self._as_stored and ranks is None)
+        model = build_weights(self.files, build, device)
         if ranks is not None and ranks.sides is not None:
             model = with_remote_feeds(build, model, ranks.sides)
         self.build, self.model = build, model

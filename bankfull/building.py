@@ -59,10 +59,9 @@ def fp8_notice(rounds: bool) -> str:
     return "quantize='fp8' rounds weights only (lossy): this GPU has no matrix units for fp8 activations."
 
 
-def build_weights(files: ModelFiles, build: Build, device: Device, as_stored: bool = False) -> Decoder:
-    """`as_stored`: whether the source gives the numbers of the files, and all of them."""
+def build_weights(files: ModelFiles, build: Build, device: Device) -> Decoder:
     free = device.free_memory()
-    store = prepared_weights(files, build) if as_stored and device.kind == "cpu" else None
+    store = prepared_weights(files, build) if device.kind == "cpu" else None
     try:
         with in_use(store):
             model = build_model(files.config, build)
@@ -81,8 +80,10 @@ def build_weights(files: ModelFiles, build: Build, device: Device, as_stored: bo
 
 
 def prepared_weights(files: ModelFiles, build: Build) -> PreparedWeights | None:
-    """The layouts of this model that are kept on disk; None for random weights, and where the user wants none."""
-    if not files.path.exists():
+    """The layouts of this model that are kept on disk. None for numbers that no file holds as they are, for a part of
+    the weights, and where the user wants none."""
+    parts = (build.shard, build.stage, build.experts)
+    if not files.is_as_stored or any(part is not None for part in parts):
         return None
     rule = build.activations
     facts = (

@@ -53,6 +53,12 @@ class ModelFiles:
     generation: dict[str, Any]  # generation_config.json, or {}; for a GGUF file, its end tokens
     metadata: Mapping[str, Any]  # GGUF key/values, {} for a directory
     quantization: str | None = None  # method and bits of a directory that was published quantized
+    opened: TensorSource | None = None  # the source of `open_model`, whatever `source` became since
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the source gives the tensors of the files at `path`, and nothing else."""
+        return self.source is self.opened
 
 
 def open_model(path: str | Path) -> ModelFiles:
@@ -81,7 +87,7 @@ def _open_directory(path: Path) -> ModelFiles:
     source: TensorSource = files
     if config.get("model_type") == "gpt2":
         source = Conv1DSource(files, config, getattr(files, "quantized", ()))
-    return ModelFiles(path, "hf", config, source, generation, {}, getattr(files, "about", None))
+    return ModelFiles(path, "hf", config, source, generation, {}, getattr(files, "about", None), source)
 
 
 def _open_gguf(path: Path) -> ModelFiles:
@@ -92,4 +98,4 @@ def _open_gguf(path: Path) -> ModelFiles:
     container = open_container(path)
     config = config_from(container)
     source, generation = GGUFSource(container, config), generation_from(container)
-    return ModelFiles(path, "gguf", config, source, generation, container.metadata)
+    return ModelFiles(path, "gguf", config, source, generation, container.metadata, opened=source)

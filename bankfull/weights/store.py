@@ -51,6 +51,8 @@ MOST_BYTES = 64 << 30
 """What all models may take by default, if a quarter of the disk is not less."""
 LEAST_FREE = 0.1
 """The fraction of a disk that stays free."""
+PATIENCE_SECONDS = 2.0
+"""Nothing is written earlier: the first tokens come first."""
 WAITED_FOR = 2 << 30
 """So much is written before a process ends; a larger file is given up then, and the next start writes it."""
 MOST_INDEX = 64 << 20
@@ -102,7 +104,7 @@ class PreparedWeights:
             whole = _mapped(weights, size)
         except FileNotFoundError:
             return False
-        except (OSError, ValueError, TypeError, ModelError) as error:
+        except (OSError, ValueError, TypeError, RecursionError, ModelError) as error:
             log.warning("the prepared weights in %s cannot be used (%s); they are made again.", weights.name, error)
             return False
         with suppress(OSError):
@@ -149,10 +151,9 @@ class PreparedWeights:
 
     def _keep(self, layouts: dict[str, Tensor], size: int) -> None:
         try:
-            for _ in range(20):  # the first tokens come first
-                if not threading.main_thread().is_alive():
-                    break
-                time.sleep(0.1)
+            end = time.monotonic() + PATIENCE_SECONDS
+            while threading.main_thread().is_alive() and time.monotonic() < end:
+                time.sleep(0.05)
             key = self.key()
             if key is None:
                 return
@@ -348,8 +349,10 @@ def _alone(lock: Path) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
-        yield True
-        with suppress(OSError):
-            lock.unlink()
+        try:
+            yield True
+        finally:
+            with suppress(OSError):
+                lock.unlink()
     finally:
         os.close(handle)
