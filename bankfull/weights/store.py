@@ -180,7 +180,7 @@ class PreparedWeights:
                     _write_all(file.fileno(), data, at)
                     at += -(-data.numel() // ALIGN) * ALIGN
                 os.fsync(file.fileno())
-                os.fchmod(file.fileno(), 0o444)
+                os.fchmod(file.fileno(), 0o400)
             os.replace(unnamed, weights)
         except BaseException:
             with suppress(OSError):
@@ -301,8 +301,11 @@ def _mapped(path: Path, size: int) -> Tensor:
     """The bytes of the file, read-only, shared with all processes that map it. Raises OSError or ValueError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if os.fstat(handle).st_size != size:
+        status = os.fstat(handle)
+        if status.st_size != size:
             raise ValueError("it has another size")
+        if status.st_uid != os.getuid():
+            raise ValueError("it belongs to another user")
         data = mmap.mmap(handle, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
         os.close(handle)
