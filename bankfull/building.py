@@ -97,6 +97,7 @@ def prepared_weights(files: ModelFiles, build: Build) -> PreparedWeights | None:
     )
     known = known_fingerprint(files.path)
     return store_for(
+        files.path.name,
         lambda: key_of(weights_fingerprint(files.path), *facts),
         None if known is None else key_of(known, *facts),
         maps=len(native.memory_nodes()) < 2,

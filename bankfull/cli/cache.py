@@ -1,4 +1,4 @@
-"""`bankfull cache`: the disk tier's files (`--kv-disk`), which outlive the processes that wrote them."""
+"""`bankfull cache`: files that outlive the processes that wrote them: the disk tier (`--kv-disk`), prepared weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from bankfull.state.disk_folders import StoredTier
 
 cache = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="List and delete cached prefixes on disk (--kv-disk)."
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="List and delete cached prefixes on disk (--kv-disk), and prepared weights.",
 )
 Where = Annotated[
     Path | None, typer.Option(help="The directory given to --kv-disk.", show_default="kv in the cache directory")
@@ -98,6 +100,29 @@ def clear(
         print(
             f"{one.about.get('model') or one.path.name} stays: stop the process that uses it, or see who may change it."
         )
+
+
+@cache.command()
+def weights(
+    *,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete them; the next start makes them again.")] = False,
+    json: Json = False,
+) -> None:
+    """The prepared weights of each model, which later starts map (docs/kernels.md)."""
+    from bankfull.runtime.memory import shown
+    from bankfull.weights.store import all_prepared, prepared_dir
+
+    found = all_prepared()
+    if clear:
+        for one in found:
+            one.remove()
+    if json:
+        rows = [{"model": one.model, "bytes": one.nbytes, "used": one.used, "path": str(one.index)} for one in found]
+        print(json_text.dumps({"path": str(prepared_dir()), "removed" if clear else "weights": rows}))
+        return
+    print(f"{'Deleted ' if clear else ''}{shown(sum(one.nbytes for one in found))} in {prepared_dir()}.")
+    for one in [] if clear else found:
+        print(f"  {one.model}: {shown(one.nbytes)}, last used {_ago(time.time() - one.used)}")
 
 
 def _ago(seconds: float) -> str:

@@ -74,6 +74,10 @@ def allowed_bytes(folder: Path) -> int:
     return given or min(MOST_BYTES, shutil.disk_usage(_existing(folder)).total // 4)
 
 
+def prepared_dir() -> Path:
+    return cache_dir() / "prepared"
+
+
 def _existing(folder: Path) -> Path:
     return folder if folder.exists() else _existing(folder.parent)
 
@@ -83,6 +87,8 @@ class PreparedWeights:
     """The layouts of one model's matrices for one build: those that were found, and those that are made meanwhile."""
 
     folder: Path
+    model: str
+    """Its name, for people."""
     key: Callable[[], str | None]
     """Names the files; it may have to read all of the model. None: what is made cannot be kept."""
     allowed: int
@@ -187,7 +193,13 @@ class PreparedWeights:
                 os.unlink(unnamed)
             raise
         time.sleep(TICK_SECONDS + 0.1)  # from then on a change would show, so that the digest is computed once
-        about = {"format": FORMAT, "size": size, "digest": file_digest(weights).hex(), "facts": self._facts}
+        about = {
+            "format": FORMAT,
+            "model": self.model,
+            "size": size,
+            "digest": file_digest(weights).hex(),
+            "facts": self._facts,
+        }
         handle, unnamed = mkstemp(dir=self.folder, prefix=".new-")
         with os.fdopen(handle, "w") as text:
             json.dump({**about, "entries": entries}, text)
@@ -253,17 +265,48 @@ def known(weight: QTensor, fact: str, find: Callable[[], bool]) -> bool:
     return store.fact(f"{weight.name} {fact}", find) if store is not None and weight.name else find()
 
 
-def store_for(key: Callable[[], str | None], known_key: str | None, maps: bool = True) -> PreparedWeights | None:
+def store_for(
+    model: str, key: Callable[[], str | None], known_key: str | None, maps: bool = True
+) -> PreparedWeights | None:
     """The store of a model. `known_key`: its key, if that is known without reading the model; else nothing is found,
     and `key` makes it when everything is written. None: the user wants none."""
-    folder = cache_dir() / "prepared"
+    folder = prepared_dir()
     allowed = allowed_bytes(folder)
     if not allowed:
         return None
-    store = PreparedWeights(folder, key, allowed, maps)
+    store = PreparedWeights(folder, model, key, allowed, maps)
     if known_key is not None:
         store.find(known_key)
     return store
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The files of one model for one build, for people to see."""
+
+    index: Path
+    model: str
+    nbytes: int
+    used: float
+    """When a process last began with it, in seconds since the epoch."""
+
+    def remove(self) -> None:
+        """Processes that have mapped it keep it until they end."""
+        for path in (self.index, self.index.with_suffix(".weights")):
+            with suppress(FileNotFoundError):
+                path.unlink()
+
+
+def all_prepared() -> list[Prepared]:
+    """What is kept of all models, used last first."""
+    found = []
+    for index in prepared_dir().glob("*.json"):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            status, weights = index.stat(), index.with_suffix(".weights").stat()
+            if _NAMES.fullmatch(index.name) and status.st_size <= MOST_INDEX:
+                model = str(json.loads(index.read_bytes()).get("model", ""))[:200]
+                found.append(Prepared(index, model, weights.st_size + status.st_size, status.st_mtime))
+    return sorted(found, key=lambda one: one.used, reverse=True)
 
 
 def key_of(*facts: object) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bankfull import LLM, SamplingParams
+from bankfull.cli.cache import weights
 from bankfull.errors import ConfigError
 from bankfull.ops import native
 from bankfull.weights import file_digests, store
@@ -39,7 +40,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def opened(folder: Path, key: str = KEY, allowed: int = 1 << 30) -> PreparedWeights:
-    return PreparedWeights(folder, lambda: key, allowed)
+    return PreparedWeights(folder, "model", lambda: key, allowed)
 
 
 def taken(size: int) -> Tensor:
@@ -203,7 +204,23 @@ def test_the_user_says_how_much_is_kept(
 ) -> None:
     monkeypatch.setenv(store.VARIABLE, wanted)
     assert store.allowed_bytes(tmp_path / "not" / "there") == allowed
-    assert (store.store_for(lambda: KEY, None) is None) == (allowed == 0)
+    assert (store.store_for("model", lambda: KEY, None) is None) == (allowed == 0)
+
+
+def test_people_see_what_is_kept_and_may_delete_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("1" * 32, KEY):
+        kept(store.prepared_dir(), key)
+        os.utime(files(store.prepared_dir(), key)[0], (int(key[0] == "0"), int(key[0] == "0")))
+    foreign = store.prepared_dir() / "notes.json"
+    foreign.write_text("[")
+    weights(json=True)
+    rows = json.loads(capsys.readouterr().out)["weights"]
+    assert [(row["model"], Path(row["path"]).stem) for row in rows] == [("model", KEY), ("model", "1" * 32)]
+    weights()
+    assert "model: " in capsys.readouterr().out
+    weights(clear=True)
+    assert capsys.readouterr().out.startswith("Deleted ")
+    assert list(store.prepared_dir().iterdir()) == [foreign]
 
 
 def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
