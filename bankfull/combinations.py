@@ -25,6 +25,7 @@ from bankfull.runtime.device import Device
 from bankfull.scheduling import BATCHING
 from bankfull.speculation import OWN, OWN_TREES, SPECULATIVE, SpeculativeChoice
 from bankfull.state.spec import Paged, Recurrent
+from bankfull.torch_parts import with_all
 from bankfull.weights.blank_source import META, FileShapes
 from bankfull.weights.source import ModelFiles
 from bankfull.weights.sparse_source import WANTED
@@ -116,7 +117,8 @@ def file_traits(files: ModelFiles) -> dict[Trait, bool]:
 
 def without_data(files: ModelFiles) -> Decoder:
     """The model's layers over tensors that have shapes only. Refuses files that do not belong to the configuration."""
-    return build_model(files.config, Build(FileShapes(files.source), Kit("cpu", ()), torch.float32, META))
+    build = Build(FileShapes(files.source), Kit("cpu", ()), torch.float32, META)
+    return with_all(lambda: build_model(files.config, build))
 
 
 def model_traits(model: Decoder, mesh: MeshSpec) -> dict[Trait, bool]:

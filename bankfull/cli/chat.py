@@ -22,6 +22,9 @@ def chat(
     program, and /help lists the other commands. Input may also come from a pipe, one message or command per line; the
     exit code is 2 if one of them was refused.
     """
+    from bankfull.torch_parts import leave_out
+
+    leave_out()
     from dataclasses import replace
 
     from bankfull.errors import RequestError

@@ -40,6 +40,9 @@ def generate(
     text, or an "error" if the request cannot be served. Errors do not stop the other requests: the exit code is 0, and
     the last line on stderr counts them. To resume an interrupted run, run it again.
     """
+    from bankfull.torch_parts import leave_out
+
+    leave_out()
     from bankfull.cli.batchfile import Results, count_records, read_records
     from bankfull.cli.terminal import progress, say
     from bankfull.errors import ConfigError

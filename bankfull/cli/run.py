@@ -36,6 +36,9 @@ def run(
     The text streams to stdout; one line about the speed follows on stderr. The model's chat template, if any, formats
     the prompt. Sampling follows the model's recommendation; --temperature 0 is greedy and exact.
     """
+    from bankfull.torch_parts import leave_out
+
+    leave_out()
     from bankfull.cli.sampling import params_from
     from bankfull.cli.terminal import say, write_text
     from bankfull.errors import ConfigError, RequestError

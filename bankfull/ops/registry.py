@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from bankfull.errors import ConfigError
 from bankfull.ops.cost import Cost
+from bankfull.torch_parts import with_all
 
 Function = Callable[..., Any]
 BODY = "torch"
@@ -76,7 +77,7 @@ class Operation:
         return register
 
     def on_meta(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.shape or self.body)(*args, **kwargs)
+        return with_all(lambda: (self.shape or self.body)(*args, **kwargs))
 
 
 OPERATIONS: dict[str, Operation] = {}

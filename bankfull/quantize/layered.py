@@ -20,6 +20,7 @@ from bankfull.quantize.recording import CPU, InputRecorder, LayerBuild
 from bankfull.runtime.naive import single_batch
 from bankfull.state.spec import Layout, Shared, StateSpec, layout_of
 from bankfull.state.storage import LayerStates, Storage
+from bankfull.torch_parts import complete
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.source import ModelFiles
 from bankfull.weights.source_view import SourceView
@@ -55,6 +56,7 @@ class LayeredModel:
     def __init__(self, files: ModelFiles, length: int, device: torch.device = CPU) -> None:
         """`length`: tokens of the longest sequence that will be run. `device`: where layers run; what surrounds them
         runs on the CPU, so that tables are never copied."""
+        complete()  # layers that are not in memory are built without data
         self.files, self.length, self.device = files, length, device
         self._angles: dict[int, Mapping[str, Angles]] = {}
         self.stem, names = "", InputRecorder()

@@ -23,6 +23,7 @@ from bankfull.runtime.marks import CudaMark, HostMark, TimeMark
 from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 from bankfull.state.storage import Storage
+from bankfull.torch_parts import complete
 
 log = logging.getLogger("bankfull")
 
@@ -442,7 +443,7 @@ class _Event(Generic[T]):
 def open_device(name: str) -> Device:
     """The device named auto, cpu, cuda or cuda:1. A device that is missing is an error, never a silent fallback."""
     if name == "auto":
-        return Cuda() if torch.cuda.is_available() else Cpu()
+        return _cuda() if torch.cuda.is_available() else Cpu()
     if name == "cpu":
         return Cpu()
     kind, _, index = name.partition(":")
@@ -451,7 +452,12 @@ def open_device(name: str) -> Device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
         raise ConfigError(f"device={name!r} is not available: torch finds {count} CUDA devices; use device='cpu'.")
-    return Cuda(int(index or 0))
+    return _cuda(int(index or 0))
+
+
+def _cuda(index: int = 0) -> Device:
+    complete()  # kernels are compiled ahead on tensors without data
+    return Cuda(index)
 
 
 def spread(pages: Tensor) -> None:

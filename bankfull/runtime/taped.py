@@ -22,6 +22,7 @@ from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import ChoosingStep, Eager
 from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
+from bankfull.torch_parts import with_all
 
 ONE_SEQUENCE = 1
 
@@ -73,7 +74,7 @@ def record(eager: Eager, kit: Kit) -> tuple[Recorder, Tensor, Tensor | None]:
 
     Raises CannotRecord with the expression of the model's source that cannot be recorded."""
     try:
-        return _record(eager, kit)
+        return with_all(lambda: _record(eager, kit))
     except Exception as problem:  # a model may do anything with tensors that have no data
         raise _located(problem, eager, kit) from problem
 

@@ -23,6 +23,7 @@ from bankfull.runtime.forward import plan_mixers
 from bankfull.state.mask import Mask
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
+from bankfull.torch_parts import with_all
 from bankfull.weights.blank_source import META, FileShapes, blank
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import DTYPES
@@ -154,7 +155,7 @@ class MeteredModel:
         kind = Build if isinstance(self.shapes, FileShapes) else _RequestingBuild
         build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype, activations=activations)
         build = replace(build, kv_evict=kv_evict)
-        self.model = build_model(self.config, build)
+        self.model = with_all(lambda: build_model(self.config, build))
         self.layout = layout_of(self.model.states(), page_tokens)
 
     @staticmethod
@@ -189,6 +190,9 @@ class MeteredModel:
 
     def cost(self, step: StepShape) -> Ledger:
         """The minimum cost of a step by operation; the head's operations have the prefix "head/"."""
+        return with_all(lambda: self._cost(step))
+
+    def _cost(self, step: StepShape) -> Ledger:
         batch = self._batch(step)
         # One page and one slot suffice: costs depend on the batch, not on the size of the pools.
         states = Storage(self.layout, 1, 1, META).layers

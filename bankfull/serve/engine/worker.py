@@ -61,6 +61,7 @@ from bankfull.serve.engine.wire import (
     unpacked,
 )
 from bankfull.submit import Submit
+from bankfull.torch_parts import leave_out
 
 if TYPE_CHECKING:
     from bankfull.frontend import Pending
@@ -471,6 +472,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
+    leave_out()
     try:
         if len(sys.argv) > 2:
             PROGRESS.share(int(sys.argv[2]))
