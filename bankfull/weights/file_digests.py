@@ -100,14 +100,14 @@ def _hashed(handle: int, size: int) -> bytes:
     starts = range(0, size, PIECE)
     threads = max(1, min(MOST_THREADS, _cores(), len(starts)))
 
-    def piece(start: int) -> bytes:
+    def digest_at(start: int) -> bytes:
         return _piece(handle, start, min(size, start + PIECE))
 
     with ThreadPoolExecutor(threads, "bankfull-digest") as pool:
         try:
-            pieces = pool.map(piece, starts)
+            pieces = pool.map(digest_at, starts)
         except RuntimeError:  # the interpreter ends: no thread can begin any more
-            pieces = map(piece, starts)
+            pieces = map(digest_at, starts)
         whole = hashlib.sha256(size.to_bytes(8, "little"))
         for piece in pieces:
             whole.update(piece)
