@@ -186,7 +186,7 @@ def _inside_a_thread(patch: pytest.MonkeyPatch, load: Any) -> None:
         poison(engine)
         return outputs
 
-    def loads(*_: Any) -> Any:
+    def loads(*_: Any, **__: Any) -> Any:
         with one_at_a_time:
             made = load()
         STATE.engines.append(made.engine)
