@@ -139,8 +139,7 @@ class Worker:
         self._say(LoadingPhase(f"loading {wanted.model}"))
         from bankfull.choices import SEPARATE
         from bankfull.familiar import configure
-        from bankfull.llm import LLM
-        from bankfull.loading import load
+        from bankfull.llm import LLM, load
         from bankfull.loop import EngineLoop
         from bankfull.ops.native import set_threads
         from bankfull.serve.engine.accounts import Explainer, known_ceilings
