@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkstemp
 
-from bankfull.errors import ModelError
+from bankfull.errors import ConfigError, ModelError
 from bankfull.paths import cache_dir
 
 log = logging.getLogger("bankfull")
@@ -68,7 +68,7 @@ def file_digest(path: Path) -> bytes:
     if state.size < KEPT_BYTES:
         return hashlib.sha256(path.read_bytes()).digest()
     record = _record(path)
-    if (known := _read(record, path, state)) is not None:
+    if record is not None and (known := _read(record, path, state)) is not None:
         return known
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -77,7 +77,7 @@ def file_digest(path: Path) -> bytes:
             raise ModelError(f"{path.name} has changed while it was read; try again when it is complete.")
     finally:
         os.close(handle)
-    if state.is_settled:
+    if record is not None and state.is_settled:
         _write(record, path, state, digest)
     return digest
 
@@ -88,12 +88,15 @@ def known_digest(path: Path) -> bytes | None:
     state = FileState.of(path)
     if state.size < KEPT_BYTES:
         return file_digest(path)
-    return _read(_record(path), path, state)
+    record = _record(path)
+    return None if record is None else _read(record, path, state)
 
 
-def _record(path: Path) -> Path:
-    """Where the digest of this file is kept."""
-    return _folder() / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+def _record(path: Path) -> Path | None:
+    """Where the digest of this file is kept. None: no directory is known."""
+    with suppress(ConfigError):
+        return cache_dir() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    return None
 
 
 def _hashed(handle: int, size: int) -> bytes:
@@ -127,10 +130,6 @@ def _piece(handle: int, start: int, end: int) -> bytes:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _folder() -> Path:
-    return cache_dir() / "digests"
 
 
 def _facts(path: Path, state: FileState) -> Sequence[object]:

@@ -62,16 +62,15 @@ LEFT_OVER_SECONDS = 3600.0
 _NAMES = re.compile(r"[0-9a-f]{32}\.(json|weights)")
 
 
-def allowed_bytes(folder: Path) -> int:
-    """BANKFULL_PREPARED: a size, or `off` (0)."""
+def wanted_bytes() -> int | None:
+    """BANKFULL_PREPARED: a size, or `off` (0). None: as much as the disk allows."""
     wanted = os.environ.get(VARIABLE, "").strip()
     if wanted.lower() == "off":
         return 0
     try:
-        given = parse_bytes(VARIABLE, wanted or None)
+        return parse_bytes(VARIABLE, wanted or None)
     except ConfigError as error:
         raise ConfigError(f"{str(error).removesuffix('.')}, or 'off'.") from None
-    return given or min(MOST_BYTES, shutil.disk_usage(_existing(folder)).total // 4)
 
 
 def prepared_dir() -> Path:
@@ -157,9 +156,7 @@ class PreparedWeights:
 
     def _keep(self, layouts: dict[str, Tensor], size: int) -> None:
         try:
-            end = time.monotonic() + PATIENCE_SECONDS
-            while threading.main_thread().is_alive() and time.monotonic() < end:
-                time.sleep(0.05)
+            _wait(PATIENCE_SECONDS)
             key = self.key()
             if key is None:
                 return
@@ -179,7 +176,8 @@ class PreparedWeights:
         handle, unnamed = mkstemp(dir=self.folder, prefix=".new-")
         try:
             with os.fdopen(handle, "r+b", buffering=0) as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here
                 entries, at = {}, 0
                 for name, data in layouts.items():
                     entries[name] = (at, data.numel())
@@ -192,7 +190,7 @@ class PreparedWeights:
             with suppress(OSError):
                 os.unlink(unnamed)
             raise
-        time.sleep(TICK_SECONDS + 0.1)  # from then on a change would show, so that the digest is computed once
+        _wait(TICK_SECONDS + 0.1)  # from then on a change would show, so that the digest is computed once
         about = {
             "format": FORMAT,
             "model": self.model,
@@ -206,8 +204,9 @@ class PreparedWeights:
             text.flush()
             os.fsync(text.fileno())
         os.replace(unnamed, index)
-        with weights.open("rb") as file:  # read again from disk, its pages may become large ones
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):
+            with weights.open("rb") as file:  # read again from disk, its pages may become large ones
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         log.info("kept %d bytes of prepared weights as %s.", size, weights)
 
     def _make_room(self, key: str, size: int) -> None:
@@ -269,10 +268,15 @@ def store_for(
     model: str, key: Callable[[], str | None], known_key: str | None, maps: bool = True
 ) -> PreparedWeights | None:
     """The store of a model. `known_key`: its key, if that is known without reading the model; else nothing is found,
-    and `key` makes it when everything is written. None: the user wants none."""
-    folder = prepared_dir()
-    allowed = allowed_bytes(folder)
-    if not allowed:
+    and `key` makes it when everything is written. None: the user wants none, or it has no place here."""
+    wanted = wanted_bytes()
+    if wanted == 0:
+        return None
+    try:
+        folder = prepared_dir()
+        allowed = wanted or min(MOST_BYTES, shutil.disk_usage(_existing(folder)).total // 4)
+    except (ConfigError, OSError) as error:
+        log.warning("prepared weights cannot be kept (%s); they are made at each start.", error)
         return None
     store = PreparedWeights(folder, model, key, allowed, maps)
     if known_key is not None:
@@ -374,6 +378,13 @@ def _in_large_pages(mapped: Tensor) -> bool:
                 begin, end = (int(part, 16) for part in words[0].split(b"-"))
                 inside = begin <= mapped.data_ptr() < end
     return False
+
+
+def _wait(seconds: float) -> None:
+    """Less if the process ends meanwhile: it does not wait for this thread's sake."""
+    end = time.monotonic() + seconds
+    while threading.main_thread().is_alive() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _write_all(handle: int, data: Tensor, at: int) -> None:

@@ -167,7 +167,7 @@ def test_an_interrupted_calibration_keeps_its_layers(cli: Cli, tmp_path: Path, m
         (("-o", "x", "--format", "gguf", "--bits", 3), "has no 3-bit groups; use --type q3_k instead of --bits"),
         (("-o", "x", "--format", "gguf", "--method", "fp8"), "A GGUF file has no fp8"),
         (("-o", "x", "--type", "q4_k"), "--type is for --format gguf"),
-        (("-o", "x", "--format", "gguf", "--type", "q9_k"), "--type 'q9_k' is unknown; use one of q4_0"),
+        (("-o", "x", "--format", "gguf", "--type", "q9_k"), "--type 'q9_k' is unknown; use one of q8_0, "),
         (("-o", "x", "--method", "mixed"), "Mixed bits need one budget: --bits 3.5, --size 4GiB or --kl 0.02"),
         (("-o", "x", "--method", "mixed", "--bits", "few"), "--bits 'few' is not a number"),
         (("-o", "x", "--method", "mixed", "--kl", -1), "--kl -1.0 is no budget"),

@@ -92,6 +92,7 @@ OWNERS = {
     },
     "state/page_listener.py": {"Thread": (2, "PageListener: what does not arrive through it is computed again")},
     "text/render_process.py": {"Popen": (1, "RenderProcess: another is started with the next call")},
+    "weights/store.py": {"Thread": (1, "PreparedWeights: its end is told, and leaves the next start as this one")},
     "weights/fetch.py": {"Popen": (1, "fetch, which waits for it")},
 }
 STARTS = (

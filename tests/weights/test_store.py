@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,12 +200,10 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "allowed"), [("off", 0), ("OFF", 0), ("3MiB", 3 << 20)])
-def test_the_user_says_how_much_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: str, allowed: int
-) -> None:
+def test_the_user_says_how_much_is_kept(monkeypatch: pytest.MonkeyPatch, wanted: str, allowed: int) -> None:
     monkeypatch.setenv(store.VARIABLE, wanted)
-    assert store.allowed_bytes(tmp_path / "not" / "there") == allowed
-    assert (store.store_for("model", lambda: KEY, None) is None) == (allowed == 0)
+    opened = store.store_for("model", lambda: KEY, None)
+    assert (0 if opened is None else opened.allowed) == allowed
 
 
 def test_people_see_what_is_kept_and_may_delete_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,10 +222,37 @@ def test_people_see_what_is_kept_and_may_delete_it(capsys: pytest.CaptureFixture
     assert list(store.prepared_dir().iterdir()) == [foreign]
 
 
-def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(store.VARIABLE, "much")
     with pytest.raises(ConfigError, match=r"BANKFULL_PREPARED='much' is not a size; .*, or 'off'\."):
-        store.allowed_bytes(tmp_path)
+        store.store_for("model", lambda: KEY, None)
+
+
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError
+
+    for variable in ("BANKFULL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+
+
+def of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(shutil, "disk_usage", refused)
+
+
+@pytest.mark.parametrize("without", [homeless, of_unknown_size])
+def test_a_model_is_loaded_where_nothing_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, without: Callable[[pytest.MonkeyPatch], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = str(speaking_folder())
+    without(monkeypatch)
+    with caplog.at_level(logging.WARNING, "bankfull"):
+        assert LLM(model).generate("one two", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+    assert len([record for record in caplog.records if "made at each start" in record.message]) == 1
 
 
 def tensor(rows: int = 6) -> QTensor:

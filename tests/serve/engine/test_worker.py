@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -263,7 +264,9 @@ def test_a_reader_that_never_reads_counts_as_gone(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("cuts", [[1], [3, 5], [HEADER], []])
-def test_messages_are_put_together_from_whatever_comes(cuts: list[int]) -> None:
+def test_messages_are_put_together_from_whatever_comes(cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_end, "READING_SHARE", math.inf)  # a busy machine must not cut the reading
+    monkeypatch.setattr(engine_end, "MOST_READING_SECONDS", 60.0)
     ours, theirs = socket.socketpair()
     taken: list[Any] = []
     inbox = Inbox(theirs, taken.append)
