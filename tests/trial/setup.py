@@ -16,8 +16,9 @@ from tests.trial.case import Case
 from tests.trial.models import LONGEST, TrialModel, model_of
 
 Truths = Sequence[Sequence[int]]
-EXACT, ROUNDED = 2e-3, 0.05
-"""How far logits may be off, where the plain loop computes exactly, and where both round."""
+EXACT, ROUNDED, ROUNDED_APART = 2e-3, 0.05, 0.3
+"""How far logits may be off: where the plain loop computes exactly, where both round, and where ranks round their own
+parts of a token's values, each by a scale of its own, and the plain loop all of them by one."""
 
 
 @dataclass
@@ -47,7 +48,9 @@ class Setup:
 
     @property
     def tolerance(self) -> float:
-        return ROUNDED if self.rounds else EXACT
+        if not self.rounds:
+            return EXACT
+        return ROUNDED_APART if self.run.get("activations") == "token" and self.run.get("parallel") else ROUNDED
 
     @property
     def needs_truths(self) -> bool:
