@@ -20,8 +20,7 @@ COUNTED = frozenset({".py", ".so", ".pyd", ".json"})
 """Code, and the tables that it reads."""
 
 
-@cache
-def build_stamp(*rooms: str) -> str:
+def stamp_now(*rooms: str) -> str:
     """What the file system says of the native library and of these folders' files, without reading them: another stamp
     for every other build, but also for the same one installed twice. It takes milliseconds."""
     stamp = blake2b(digest_size=16)
@@ -29,6 +28,9 @@ def build_stamp(*rooms: str) -> str:
     for name, size, modified in sorted(chain(*found)):
         stamp.update(f"{name}\0{size}\0{modified}\0".encode())
     return stamp.hexdigest()
+
+
+build_stamp = cache(stamp_now)
 
 
 def _stats(folder: str, deep: bool = True) -> Iterator[tuple[str, int, int]]:

@@ -36,6 +36,7 @@ COMMANDS = (
     "doctor",
     "key",
     "make-model",
+    "warm",
 )
 """Commands: each is a function in the module of the same name, with an underscore for a dash."""
 GROUPS = ("batch", "bench", "cache", "cluster", "data", "train")
