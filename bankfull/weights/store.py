@@ -37,7 +37,7 @@ from torch import Tensor
 from bankfull.config import parse_bytes
 from bankfull.errors import ConfigError, ModelError
 from bankfull.paths import cache_dir
-from bankfull.weights.file_digests import TICK_SECONDS, file_digest
+from bankfull.weights.file_digests import TICK_SECONDS, file_digest, known_digest
 from bankfull.weights.qtensor import QTensor
 
 log = logging.getLogger("bankfull")
@@ -104,7 +104,10 @@ class PreparedWeights:
             with index.open("rb") as file:
                 text = file.read(MOST_INDEX + 1)
             entries, facts, digest, size = _checked(text)
-            if file_digest(weights).hex() != digest:
+            if (found := known_digest(weights)) is None:
+                found = file_digest(weights)
+                _forget(weights)
+            if found.hex() != digest:
                 raise ValueError("its digest is another one")
             whole = _mapped(weights, size)
         except FileNotFoundError:
@@ -204,9 +207,7 @@ class PreparedWeights:
             text.flush()
             os.fsync(text.fileno())
         os.replace(unnamed, index)
-        if hasattr(os, "posix_fadvise"):
-            with weights.open("rb") as file:  # read again from disk, its pages may become large ones
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        _forget(weights)
         log.info("kept %d bytes of prepared weights as %s.", size, weights)
 
     def _make_room(self, key: str, size: int) -> None:
@@ -362,6 +363,13 @@ def _mapped(path: Path, size: int) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch would rather have memory that it may write to
         return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _forget(path: Path) -> None:
+    """Drop the file from the page cache: read again from disk by a mapping, it may lie in large pages."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _in_large_pages(mapped: Tensor) -> bool:
