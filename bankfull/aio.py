@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from bankfull.errors import BankfullError
 from bankfull.frontend import Frontend, Prompt
+from bankfull.live_weights import Weights, WrittenWeights, stage_weights
 from bankfull.llm import LLM
 from bankfull.loop import EngineLoop
 from bankfull.outputs import Delta
@@ -30,6 +32,7 @@ class AsyncEngine:
         self._numbers = count()
         self._ended: str | None = None
         """Why the engine no longer accepts requests."""
+        self._writing = threading.Lock()
         self._waiting: dict[Hashable, Listener] = {}
         """All waiting callers, including those that the loop's thread has not received yet."""
         self._thread = threading.Thread(target=self._run, name="bankfull-engine", daemon=True)
@@ -79,6 +82,34 @@ class AsyncEngine:
         finally:
             self._waiting.pop(request, None)
             self._loop.post(lambda: self._forget(request))
+
+    async def write_weights(self, weights: Weights, *, restart: bool = False) -> WrittenWeights:
+        """`LLM.write_weights`: streams go on while the new weights are staged, and wait while they are copied."""
+        return await asyncio.to_thread(self._write_weights, weights, restart)
+
+    def _write_weights(self, weights: Weights, restart: bool) -> WrittenWeights:
+        with self._writing:  # what is staged fits the weights that it will replace
+            staged, written = stage_weights(self.llm.loaded, weights), Future[WrittenWeights]()
+
+            def write() -> None:
+                try:
+                    written.set_result(staged.write(restart))
+                except BaseException as error:  # the weights may be neither the old nor the new ones
+                    written.set_exception(error)
+                    raise
+
+            def listen(item: Delta | BaseException) -> None:
+                if isinstance(item, BaseException) and not written.done():
+                    written.set_exception(item)
+
+            self._waiting[written] = listen
+            try:
+                if self._ended is not None:
+                    raise RuntimeError(self._ended)
+                self._loop.post(write)
+                return written.result()
+            finally:
+                self._waiting.pop(written, None)
 
     async def abort(self, request_id: Hashable) -> None:
         """Abort a request; its iterator gets a last piece with finish_reason "abort"."""

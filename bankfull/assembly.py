@@ -65,6 +65,7 @@ class Assembled:
     engine: Engine[DeviceRunner]
     phases: dict[str, float]
     """Seconds of each part of the start."""
+    run: RunConfig
 
     @property
     def kit(self) -> Kit:
@@ -140,9 +141,8 @@ class Assembly:
         self._choose_drafts()
         self._choose_memory()
         engine = self._engine(self._runner())
-        return Assembled(
-            self.files, self.build, self.model, self.device, self.layout, self.sizes, engine, self.phases.seconds
-        )
+        parts = (self.files, self.build, self.model, self.device, self.layout, self.sizes, engine)
+        return Assembled(*parts, self.phases.seconds, self.run)
 
     def _make_model(self) -> None:
         """The weights, and what the model changes in the options."""

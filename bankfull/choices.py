@@ -154,6 +154,14 @@ SEPARATE = Declared(
     },
 )
 """`--separate` of a service, whose engines hand each other pages."""
+WRITING = Declared(
+    "the weights of a running engine are replaced between two steps",
+    refuses={
+        Trait.RANKS: "{asked} replaces the weights of an engine with one rank, and with the layout {layout} each rank "
+        "holds a part of them: start a new engine with the new weights instead."
+    },
+)
+"""`LLM.write_weights`."""
 GIVEN: Table = {
     "kv_evict": EVICTION,
     "diffusion": DENOISING,

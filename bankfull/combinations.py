@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from bankfull.choices import ACTIVATIONS, DENOISING, GIVEN, PAGE_TYPES, ROUNDING, SEPARATE, SPARSE
+from bankfull.choices import ACTIVATIONS, DENOISING, GIVEN, PAGE_TYPES, ROUNDING, SEPARATE, SPARSE, WRITING
 from bankfull.config import DiffusionChoice, RunConfig, SchedConfig, StateConfig
 from bankfull.declared import Declared, Trait, Traits
 from bankfull.decode.diffusion import Denoising, canvas_shape
@@ -93,6 +93,7 @@ def every_declaration() -> Iterator[tuple[str, Declared]]:
     for option, table in (("kv_dtype", PAGE_TYPES), ("activations", ACTIVATIONS), ("batching", BATCHING)):
         found += [(f"{option}={name}", declared) for name, declared in table.items()]
     found += [("quantize", ROUNDING), (f"quantize={WANTED}", SPARSE), *GIVEN.items(), ("--separate", SEPARATE)]
+    found += [("write_weights", WRITING)]
     found += [(f"parallel={name}", axis) for name, axis in LAYOUTS.items()]
     found += [(f"parallel=sp={name}", way) for name, way in SEQUENCE.items()]
     for name, way in SPECULATIVE.items():

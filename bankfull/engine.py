@@ -88,6 +88,8 @@ class Engine(Generic[RunnerKind]):
         self._owner: dict[int, Key] = {}
         """Row -> the sequence that runs there."""
         self._grammars = Grammars()
+        self._owed: list[Output] = []
+        """Outputs of steps that settled between two calls of `step`."""
         self._guessed: dict[Key, tuple[Guess, int]] = {}
         """Guesses and numbers of drafts of the newest plan, for sequences under a grammar."""
 
@@ -120,26 +122,42 @@ class Engine(Generic[RunnerKind]):
         return outputs
 
     @property
+    def generation(self) -> int:
+        """How often the model's weights were written since it was loaded."""
+        return self.scheduler.state.generation
+
+    def change_weights(self, commit: Callable[[], None], weights: str, restarts: bool) -> float:
+        """Call `commit` between two steps, with none in flight: from then on the model has other weights. `weights`:
+        their identity. `restarts`: running sequences are computed anew. Returns the seconds that it took."""
+        while self._inflight:
+            self._owed += self.settle()
+        begun = self._clock()
+        commit()
+        self.scheduler.generations.begin(weights, restarts)
+        self.scheduler.stuck = False
+        return self._clock() - begun
+
+    @property
     def busy(self) -> bool:
         """Whether there is anything to run, to settle or to move between tiers."""
-        return bool(self._inflight) or self.scheduler.unfinished > 0 or self.scheduler.state.moving
+        return bool(self._inflight or self._owed) or self.scheduler.unfinished > 0 or self.scheduler.state.moving
 
     def step(self) -> list[Output]:
         """Plan, run and settle once; the outputs of the settled step. Empty when nothing could run: see `wake_at`."""
         begun = self._clock()
-        outputs: list[Output] = []
+        outputs, self._owed = self._owed, []
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
             if self._inflight:
                 self._guessed = {}  # no planned step has these drafts
-                outputs = self._settle()
+                outputs += self._settle()
         else:
             self._note(plan)
             if self.drafting is not None:
                 self._guess(self.drafting, plan)
             if self.adaptive is not None:
                 self.adaptive.choose(plan, self._owner)
-            outputs = self._run(plan)
+            outputs += self._run(plan)
         if not self.busy:
             self.scheduler.state.check()
         self.totals.busy += self._clock() - begun

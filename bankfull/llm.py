@@ -14,6 +14,7 @@ from bankfull.best_of import Choose, rank, ranked_params
 from bankfull.errors import RequestError
 from bankfull.familiar import configure
 from bankfull.frontend import Frontend, Pending, Prompt
+from bankfull.live_weights import Weights, WrittenWeights, stage_weights
 from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
 from bankfull.sample.params import SamplingParams
@@ -161,6 +162,14 @@ class LLM:
             vector = embedding_of(one, pooling, normalize)
             outputs.append(EmbeddingOutput(result.request_id, result.prompt_token_ids, vector, result.metrics))
         return outputs
+
+    # -- weights
+
+    def write_weights(self, weights: Weights, *, restart: bool = False) -> WrittenWeights:
+        """Replace all weights between two steps, by those of another model with the same configuration, tensors and
+        schemes, or by `{name: tensor}`. Streams go on: with the state that they have, or, with `restart`, computed anew
+        from their tokens. Nothing else finds state of the old weights."""
+        return stage_weights(self.loaded, weights).write(restart)
 
     # -- the loop
 

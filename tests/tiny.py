@@ -261,3 +261,19 @@ def speaking_folder(seed: int = 5) -> Path:
             weight.copy_(torch.randn_like(weight) * 0.3)
     model.save_pretrained(folder)
     return folder
+
+
+def with_other_weights(folder: Path, into: Path, seed: int = 3, spread: float = 0.3) -> Path:
+    """A copy of a model in another folder: the same names, shapes and dtypes, with other numbers."""
+    import shutil
+
+    shutil.copytree(folder, into)
+    drawn = torch.Generator().manual_seed(seed)
+    for path in sorted(into.glob("*.safetensors")):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=drawn)
+                tensors[name] = (tensor.float() * (1 + spread * noise)).to(tensor.dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return into

@@ -24,7 +24,7 @@ from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future, commits, spread
-from bankfull.runtime.forward import Eager, Forward, Model, Replaying, checked_taps, first_layer
+from bankfull.runtime.forward import Forward, Model, Replaying, eager_of
 from bankfull.runtime.marks import TimeMark
 from bankfull.runtime.mover import Mover
 from bankfull.runtime.observer import ObservedHead, RunObserver, drafting, observed
@@ -133,8 +133,7 @@ class DeviceRunner:
         """Set where there are tiers below the device."""
         spread(self.storage.frames)
         self._commit_frames = commits(self.storage.frames)
-        taps = checked_taps(strategy, len(model.mixers))
-        eager = Eager(model, layout, self.storage.layers, first_layer(model), taps)
+        eager = eager_of(model, layout, self.storage.layers, strategy)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         drafts = max(strategy.width(0), guesses) if strategy.trees else 0
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship, drafts, strategy.mask)

@@ -16,6 +16,7 @@ from bankfull.state.storage import LayerStates
 
 if TYPE_CHECKING:
     from bankfull.decode.strategy import Strategy, Verdict
+    from bankfull.ops.registry import Kit
     from bankfull.runtime.rows import Rows
     from bankfull.sample.table import Chooser
     from bankfull.types import Work
@@ -111,6 +112,16 @@ class ChoosingForward(Protocol):
     def choosing(self, rows: Rows) -> ChoosingStep | None: ...
 
 
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A captured forward that may hold weights in another form than the model does."""
+
+    def weights_beside(self, eager: Eager, kit: Kit) -> list[tuple[Any, Any]]:
+        """What it holds at fixed addresses, each with its twin if a model like this one were captured. Raises
+        UnlikeTwins where that would be another step."""
+        ...
+
+
 class Eager:
     """Each operation is called from Python."""
 
@@ -141,6 +152,11 @@ class Eager:
     def best(self, batch: Batch) -> Tensor:
         """The most likely next token after each token of the batch."""
         return self.model.best(batch, self.states, plan_mixers(self.model, self.layout, batch))
+
+
+def eager_of(model: Model, layout: Layout, states: Sequence[LayerStates], strategy: Strategy) -> Eager:
+    """A model's forward over the state of a runner."""
+    return Eager(model, layout, states, first_layer(model), checked_taps(strategy, len(model.mixers)))
 
 
 def checked_taps(strategy: Strategy, layers: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from bankfull.ops.sampling.native import params_at
 from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import ChoosingStep, Eager
 from bankfull.runtime.rows import Rows
+from bankfull.runtime.twins import UnlikeTwins
 from bankfull.state.spec import Layout
 from bankfull.torch_parts import with_all
 
@@ -30,9 +31,8 @@ ONE_SEQUENCE = 1
 class Taped:
     def __init__(self, eager: Eager, kit: Kit) -> None:
         self._layout = eager.layout
-        recorder, hidden, best = record(eager, kit)
+        self.tape = tape_of(eager, kit)
         self._taps = eager.tapped  # as recorded: tensors without data
-        self.tape = Tape(recorder, hidden, input_names(eager.layout), best, list(self._taps.values()))
         self.tapped: dict[int, Tensor] = {}
         self.timed = False
         """Whether the time of every kernel is summed up, for profiles."""
@@ -45,6 +45,13 @@ class Taped:
         if self._taps:
             self.tapped = dict(zip(self._taps, self.tape.kept(len(batch.tokens)), strict=True))
         return hidden
+
+    def weights_beside(self, eager: Eager, kit: Kit) -> list[tuple[Any, Any]]:
+        """The tape's fixed memory, and that of another model's tape. Raises UnlikeTwins where these differ."""
+        pairs = self.tape.beside(tape_of(eager, kit))
+        if pairs is None:
+            raise UnlikeTwins("the kernels of a step, and what they share, are others")
+        return pairs
 
     def choosing(self, rows: Rows) -> ChoosingStep | None:
         """A step that also chooses tokens, for rows whose sampling parameters the kernel supports."""
@@ -67,6 +74,11 @@ class Taped:
             )
         )
         return None if run is None else lambda lines, slots=(): run(lines, slots, self.timed)
+
+
+def tape_of(eager: Eager, kit: Kit) -> Tape:
+    recorder, hidden, best = record(eager, kit)
+    return Tape(recorder, hidden, input_names(eager.layout), best, list(eager.tapped.values()))
 
 
 def record(eager: Eager, kit: Kit) -> tuple[Recorder, Tensor, Tensor | None]:

@@ -62,6 +62,9 @@ class Parking:
         """Release the state of a preempted sequence. `keep`: it may come back to what it has computed. `for_memory`:
         its places are needed now, so that the cache will not keep them for long."""
         assert seq.state is not None
+        if seq.state.mixed:  # with the weights of today it would not have been computed so
+            keep = False
+            seq.begin_anew(self._state)
         if not keep or not seq.request.reuse:
             return self._state.release(seq.state)
         slots = 0 if self._state.snapshots is None else 1

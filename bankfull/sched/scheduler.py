@@ -20,6 +20,7 @@ from bankfull.sched.admission import AdmissionRoom
 from bankfull.sched.blocked import Blocking
 from bankfull.sched.canvas import Canvas
 from bankfull.sched.gates import WaitingQueue, check_request
+from bankfull.sched.generations import Generations
 from bankfull.sched.isolation import Isolation
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.parking import Parking
@@ -76,6 +77,7 @@ class Scheduler:
         self.facts = self.policy.facts = QueueFacts(state, self.parking, self._tenants, *lists)
         self._preemption = Preemption(config, state, self.policy, self._room, self._tenants, *lists, self.pace)
         self._preemption.preempt = self._preempt
+        self.generations = Generations(state, self.parking, self._waiting, self._running, self._preempt)
         self._arrivals, self._steps = count(), count()
         self._company = -COMPANY_STEPS  # the last step at which there was online work
 
@@ -96,7 +98,7 @@ class Scheduler:
         if self.canvas is not None:
             self.canvas.check(request, self.config.step_tokens, self.state)
         now, batch = self._clock(), self.policy.is_batch(request)
-        siblings = siblings_of(request, self.state.layout.block_tokens, now, batch, self._arrivals)
+        siblings = siblings_of(request, self.state, now, batch, self._arrivals)
         self.stuck = False
         for seq in siblings:
             seq.order = (batch, self.policy.rank(seq, now), seq.order[-1])

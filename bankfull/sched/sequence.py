@@ -134,6 +134,10 @@ class Sequence:
             request.id, self.row, tuple(self.tokens), self.computed, self.prompt_len, self.child, slot, request.payload
         )
 
+    def begin_anew(self, state: StateManager) -> None:
+        """Nothing that was kept of it, while it waits, is of the present weights."""
+        self.chain, self.sought, self.swapped = state.chain(self.request.salt), False, False
+
     def give_up(self) -> None:
         """Loses its row and state; the tokens stay, and will be computed again."""
         self.fruitless = 0 if len(self.tokens) > self.entered else self.fruitless + 1
@@ -159,14 +163,16 @@ class OrderedSequences(list[Sequence]):
         self.enter(seq)
 
 
-def siblings_of(request: Request, block: int, now: float, batch: bool, arrivals: Iterator[int]) -> list[Sequence]:
-    """The sequences of a new request. `block`: tokens of a block of the prefix cache."""
+def siblings_of(
+    request: Request, state: StateManager, now: float, batch: bool, arrivals: Iterator[int]
+) -> list[Sequence]:
+    """The sequences of a new request."""
     return [
         Sequence(
             request,
             child,
             now,
-            Chain(request.salt, block),
+            state.chain(request.salt),
             [*request.prompt, *(request.generated[child] if request.generated else ())],
             (batch, 0.0, next(arrivals)),
             batch,

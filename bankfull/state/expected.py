@@ -18,7 +18,6 @@ from typing import NamedTuple
 from bankfull.state.lower_tier import Key, LowerTier
 from bankfull.state.manager import StateManager
 from bankfull.state.pages import Pool
-from bankfull.state.prefix import Chain
 
 
 class Grant(NamedTuple):
@@ -72,7 +71,7 @@ class ExpectedState:
     def expect(self, number: int, prompt: Sequence[int], salt: bytes, tenant: str = "") -> None:
         """Expect the state of a prompt; `grants` tells the places."""
         one = self._expected[number] = _Expected(tenant)
-        chain = Chain(salt, self._state.layout.block_tokens)
+        chain = self._state.chain(salt)
         length = shipped_length(self._state, len(prompt))
         chain.extend(prompt, length)
         for key in self._state.keys_for(chain, length) if length else ():

@@ -8,6 +8,7 @@ that step has settled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import repeat
 from sys import maxsize
 
@@ -52,10 +53,29 @@ class StateManager:
         self.tiers: Tiers | None = None
         """Set where there is a tier below the device."""
         self.facts = StateFacts({})
+        self.generation = 0
+        """How often the model's weights were written since it was loaded."""
+        self._salt = b""
         self.without: dict[str, str] = {}
         """Optional parts that were asked for and could not be made, and why, in a few words."""
         self._parkings = 0
         self.pins = Pins(self, config.pin_share)
+
+    # -- keys
+
+    def chain(self, salt: bytes) -> Chain:
+        """The keys of a sequence that is computed with the present weights."""
+        return Chain(self._salt + salt, self.layout.block_tokens)
+
+    def begin_generation(self, weights: str) -> None:
+        """The model has other weights from now on; `weights`: their identity. Nothing that was computed before will be
+        found. What the disk tier holds stays there for a process that loads the weights of before."""
+        self.generation += 1
+        self._salt = sha256(f"weights {self.generation} {weights}".encode()).digest()
+        self.facts = self.facts.beside(weights=weights, generation=self.generation)
+        self.forget()
+        if self.tiers is not None:
+            self.tiers.begin_generation()
 
     # -- queries, without side effects
 
@@ -217,7 +237,7 @@ class StateManager:
         keeps: Sequence[Keep] = (),
     ) -> None:
         """Publish the full pages of settled steps to the prefix cache, and the recurrent state where it is wanted."""
-        if computed < state.border:
+        if computed < state.border or state.mixed:
             return
         state.border = self._next_border(computed)
         state.chain.extend(tokens, computed)
@@ -253,7 +273,9 @@ class StateManager:
         # Later blocks of the parent may hold tokens that it has generated on another engine.
         chain.names = state.chain.names[: length // self.layout.block_tokens + 1]
         published = [length // group.page_tokens for group in self.layout.paged]
-        return self._opened(chain, tables, list(state.live), published, length, state.slot)
+        forked = self._opened(chain, tables, list(state.live), published, length, state.slot)
+        forked.mixed = state.mixed
+        return forked
 
     def release(self, state: SequenceState) -> None:
         """Release everything, newest pages first, so that the cache evicts the ends of contexts before their starts."""

@@ -30,6 +30,8 @@ class SequenceState:
     """Slot of the recurrent state after the settled tokens."""
     writing: list[tuple[int, ...]] = field(default_factory=list)
     """Recurrent slots that launched steps write, oldest first."""
+    mixed: bool = False
+    """Whether some of it was computed with weights of an earlier generation: no other sequence gets any of it."""
 
 
 class Match(NamedTuple):

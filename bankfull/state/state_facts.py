@@ -18,6 +18,10 @@ class StateFacts:
     def _made(self) -> dict[str, Any]:
         return {name: value() if callable(value) else value for name, value in self._given.items()}
 
+    def beside(self, **others: Any) -> StateFacts:
+        """The same facts, some of them others."""
+        return StateFacts({**self._given, **others})
+
     def all(self) -> dict[str, Any]:
         """All facts by name, as JSON."""
         return self._made

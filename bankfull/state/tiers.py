@@ -118,6 +118,16 @@ class Tiers:
         if self.erase is not None:
             self.erase()
 
+    def begin_generation(self) -> None:
+        """Nobody will look for the content of lower tiers: the keys are others from now on. That of the disk is left to
+        later processes."""
+        self._let_stay()
+        for tier in self.lower:
+            if tier.tier != Tier.DISK:
+                tier.forget()
+            elif tier.pages.cached + tier.slots.cached:
+                log.info("the disk tier keeps what was computed with the weights of before, for a later start.")
+
     def _failed(self, tier: LowerTier) -> None:
         """A transfer to or from this tier could not be made."""
         tier.traffic.failed += 1

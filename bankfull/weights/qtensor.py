@@ -41,6 +41,15 @@ class LateParts(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    @property
+    def is_made(self) -> bool:
+        return self._made is not None
+
+    def take_over(self, other: LateParts) -> None:
+        """Those of `other`, in the place of parts that nobody has read."""
+        self._made = {name: other[name] for name in other}
+        del self._make
+
 
 @dataclass(frozen=True, slots=True)
 class QTensor:

@@ -96,6 +96,7 @@ class PreparedWeights:
     _found: dict[str, Tensor] = field(default_factory=dict)
     _facts: dict[str, bool] = field(default_factory=dict)
     _made: dict[str, Tensor] = field(default_factory=dict)
+    _given_up: bool = False
 
     def find(self, key: str) -> bool:
         """Map the files of this key, if they are whole. Then layouts lie where the file holds them."""
@@ -153,6 +154,7 @@ class PreparedWeights:
         if not made or size < LEAST_BYTES or size > self.allowed:
             return None
         daemon = size > WAITED_FOR
+        _unwritten.append(self)
         thread = threading.Thread(target=self._keep, args=(layouts, size), name="bankfull-store", daemon=daemon)
         thread.start()
         return thread
@@ -160,7 +162,7 @@ class PreparedWeights:
     def _keep(self, layouts: dict[str, Tensor], size: int) -> None:
         try:
             _wait(PATIENCE_SECONDS)
-            key = self.key()
+            key = None if self._given_up else self.key()
             if key is None:
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -172,6 +174,8 @@ class PreparedWeights:
             log.warning(
                 "the prepared weights cannot be kept in %s (%s); they are made at each start.", self.folder, reason
             )
+        finally:
+            _unwritten.remove(self)
 
     def _write(self, key: str, layouts: dict[str, Tensor], size: int) -> None:
         self._make_room(key, size)
@@ -206,6 +210,10 @@ class PreparedWeights:
             json.dump({**about, "entries": entries}, text)
             text.flush()
             os.fsync(text.fileno())
+        if self._given_up:  # some of the layouts may have been read later
+            for path in (unnamed, weights):
+                os.unlink(path)
+            return
         os.replace(unnamed, index)
         _forget(weights)
         log.info("kept %d bytes of prepared weights as %s.", size, weights)
@@ -231,6 +239,16 @@ class PreparedWeights:
 
     def _files(self, key: str) -> tuple[Path, Path]:
         return self.folder / f"{key}.json", self.folder / f"{key}.weights"
+
+
+_unwritten: list[PreparedWeights] = []
+"""Stores whose layouts are not written yet."""
+
+
+def give_up_writing() -> None:
+    """Layouts in memory are about to change: those that are not written yet will not be."""
+    for store in list(_unwritten):
+        store._given_up = True
 
 
 Take = Callable[[int], Tensor]

@@ -37,9 +37,10 @@ def compare(
     case: Case,
     outcomes: Sequence[Outcome],
     expected: Sequence[Sequence[Expected]],
-    memory: Memory,
+    memories: Sequence[Memory],
     tolerance: float,
 ) -> Verdict:
+    """`memories`: of the model that each request ran on."""
     verdict = Verdict()
     for number, (ask, outcome) in enumerate(zip(case.asks, outcomes, strict=True)):
         if outcome.refused:
@@ -69,7 +70,7 @@ def compare(
                 verdict.problems.append(f"{at}, sample {child}: {problem}")
         verdict.problems += [f"{at}: {p}" for p in _counts(case, number, outcome, expected[number], whole)]
         if outcome.prompt_logprobs is not None and not any(got.finish == "abort" for got in outcome.samples):
-            verdict.problems += [f"{at}: {p}" for p in _prompt_lines(ask, outcome, memory, tolerance)]
+            verdict.problems += [f"{at}: {p}" for p in _prompt_lines(ask, outcome, memories[number], tolerance)]
     return verdict
 
 

@@ -18,9 +18,11 @@ import bankfull.sample.logits as choosing
 from bankfull.engine import Engine
 from bankfull.frontend import Frontend
 from bankfull.runtime.mover import HostPlaces
+from bankfull.runtime.twins import Twins
 from bankfull.sample.grammar import DraftTokens, Matcher
 from bankfull.sample.table import CHILD, PROMPT_LEN, STOP_FROM, TOP_K, TOP_P, SamplingTable
 from bankfull.sched.scheduler import Scheduler
+from bankfull.state.manager import StateManager
 from bankfull.text.detokenize import Detokenizer
 from bankfull.text.stop import StopText
 from tests.sim import mutants
@@ -214,6 +216,18 @@ def a_swap_restores_the_next_page(patch: MonkeyPatch) -> None:
     patch.setattr(HostPlaces, "page", page)
 
 
+def state_of_old_weights_is_found(patch: MonkeyPatch) -> None:
+    patch.setattr(StateManager, "begin_generation", lambda state, weights: None)
+
+
+def some_tensors_keep_their_old_numbers(patch: MonkeyPatch) -> None:
+    def commit(twins: Twins) -> None:
+        original(replace(twins, tensors=twins.tensors[::2] + twins.tensors[3::2]))
+
+    original = Twins.commit
+    patch.setattr(Twins, "commit", commit)
+
+
 DEFECTS: tuple[Defect, ...] = (
     a_draft_after_a_complete_grammar_is_forbidden,
     samples_share_a_grammar,
@@ -233,6 +247,8 @@ DEFECTS: tuple[Defect, ...] = (
     an_aborted_request_keeps_a_page,
     prompt_logprobs_take_cached_pages,
     a_swap_restores_the_next_page,
+    state_of_old_weights_is_found,
+    some_tensors_keep_their_old_numbers,
     mutants.quarantine_is_skipped,
     mutants.window_forgets_one_page_early,
     mutants.fork_shares_the_partial_page,
@@ -244,7 +260,7 @@ DEFECTS: tuple[Defect, ...] = (
 )
 MOST_CASES = 2000
 """Cases within which a defect has to show."""
-LEAST_FOUND = 24
+LEAST_FOUND = 26
 """Of the defects above."""
 GRAMMAR_CASES = 300
 """Cases within which the first one has to show."""

@@ -219,3 +219,9 @@ _declare("activations", {"float": 24.0, "int8": 6.0, "token": 12.0, "bf16": 1.0}
 _declare("providers", {"auto": 4.0, "torch": 1.0}, sets("run", "providers"))
 _declare("depth", {0: 2.0, 1: 1.0}, lambda setup, value: setattr(setup, "late", bool(value)))
 _declare("captured", {True: 5.0, False: 1.0}, marks("captured"))
+_declare(
+    "written",
+    {"": 5.0, "goes on": 1.0, "restart": 1.0},
+    marks("written"),
+    lambda model, value: not value or not model.startswith("diffusion:"),
+)

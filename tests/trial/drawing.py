@@ -178,7 +178,8 @@ def draw(seed: int) -> Case:
     model = rng.choices(names, weights)[0]
     options: dict[str, Any] = {}
     for option in OPTIONS.values():
-        value = _value(rng, option, model, options)
+        own = random.Random(f"written {seed}") if option.name == "written" else rng  # else all others would be redrawn
+        value = _value(own, option, model, options)
         if value != option.usual:
             options[option.name] = value
     if "layout" in options:
@@ -196,6 +197,11 @@ def draw(seed: int) -> Case:
         asks = [_for_clients(ask) for ask in asks]
         if options.get("batching") == "static":  # a server waits for a whole batch, as long as it takes
             del options["batching"]
+    if {"driver", "layout", "format"} & options.keys():
+        options.pop("written", None)
+    if "written" in options:  # the same prompts before and after
+        asks = [ask.without("cuts") for ask in asks]
+        asks += [Ask(ask.prompt, {**ask.settings, "later": True}) for ask in asks]
     return Case(rng.randrange(1 << 20), model, options, tuple(asks))
 
 

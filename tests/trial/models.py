@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,14 @@ def model_of(name: str) -> TrialModel:
     vocab = _vocab(config)
     vocabulary.add_to(folder, vocab)
     return TrialModel(name, folder, vocab, logits, denoising)
+
+
+@lru_cache
+def others_of(name: str) -> TrialModel:
+    """The model of this name with other weights."""
+    model = model_of(name)
+    folder = tiny.with_other_weights(model.folder, _home() / f"{name.replace(':', '-')}-others")
+    return replace(model, folder=folder, logits=by_bodies(folder))
 
 
 def _norms_all_groups_as_one(config: dict[str, Any]) -> bool:

@@ -36,6 +36,10 @@ class Outcome:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    after: bool = False
+    """Whether it was submitted after other weights were written."""
+    before: list[int] | None = None
+    """Tokens of each sample that had come when other weights were written in its midst."""
 
 
 class Refused(Exception):

@@ -20,18 +20,20 @@ import bankfull.loading
 from bankfull.decode.drafting import Drafting
 from bankfull.errors import BankfullError, RequestError
 from bankfull.frontend import Frontend
+from bankfull.live_weights import stage_weights
 from bankfull.loading import Loaded
 from bankfull.runtime.memory import Sizes
 from bankfull.sample.params import SamplingParams, StructuredOutput
 from tests.kit import add_lower_tiers, device_of, poison
 from tests.trial.case import Ask
+from tests.trial.models import others_of
 from tests.trial.outcome import Got, Outcome, Refused
 from tests.trial.plain import Expected
 from tests.trial.setup import Setup
 
 MOST_STEPS = 3000
 ROUTING = ("priority", "salt", "tenant")
-NOT_SAMPLING = ("cuts", "arrive", "abort", "stream", "tools", *ROUTING)
+NOT_SAMPLING = ("cuts", "arrive", "abort", "later", "stream", "tools", *ROUTING)
 """Settings of a request that are no sampling parameters."""
 
 
@@ -119,35 +121,48 @@ def run(setup: Setup, expected: Sequence[Sequence[Expected]]) -> list[Outcome]:
             made = load()
         except BankfullError as error:
             raise Refused(str(error)) from error
-        loop = Loop(setup, made.frontend, expected, lambda: poison(made.engine))
+        loop = Loop(setup, made.frontend, expected, lambda: poison(made.engine), made)
         loop.run()
         return loop.outcomes
 
 
 class Loop:
     def __init__(
-        self, setup: Setup, front: Frontend, expected: Sequence[Sequence[Expected]], poison: Callable[[], None]
+        self,
+        setup: Setup,
+        front: Frontend,
+        expected: Sequence[Sequence[Expected]],
+        poison: Callable[[], None],
+        loaded: Loaded | None = None,
     ) -> None:
-        """`poison`: called after each step."""
+        """`poison`: called after each step. `loaded`: the engine, where weights are written."""
         self.setup, self.front, self.expected, self.poison = setup, front, expected, poison
         self.outcomes = [Outcome() for _ in setup.case.asks]
         self.streamed: dict[tuple[int, int], str] = {}
         self.aborts: dict[int, int] = {}
         """Request -> the step before which it is aborted."""
         self.waiting = sorted(range(len(setup.case.asks)), key=lambda i: setup.case.asks[i].get("arrive", 0))
+        self.loaded, self.later = loaded, list[int]()
+        self.write_at = MOST_STEPS
+        if setup.written and loaded is not None:
+            self.later = [i for i in self.waiting if setup.case.asks[i].get("later")]
+            self.waiting = [i for i in self.waiting if i not in self.later]
+            self.write_at = random.Random(f"write {setup.case.seed}").randrange(16)
 
     def run(self) -> None:
         engine, scheduler = self.front.engine, self.front.engine.scheduler
         preempt = random.Random(self.setup.case.seed) if self.setup.preempts else None
         left = 8
         for step in range(MOST_STEPS):
+            if step >= self.write_at or (self.later and not engine.busy and not self.waiting):
+                self._write()
             while self.waiting and (self.setup.case.asks[self.waiting[0]].get("arrive", 0) <= step or not engine.busy):
                 self._submit(self.waiting.pop(0), step)
             for request in [r for r, when in self.aborts.items() if when <= step]:
                 del self.aborts[request]
                 self._absorb(self.front.abort(request))
-            scheduler.sealed = not self.waiting
-            if not engine.busy and not self.waiting:
+            scheduler.sealed = not self.waiting and not self.later
+            if not engine.busy and not self.waiting and not self.later:
                 break
             if preempt is not None and left and scheduler._running and preempt.random() < 0.15:
                 left -= 1
@@ -165,6 +180,25 @@ class Loop:
         held = (pages.held, pages.quarantined, slots.held, slots.quarantined)
         assert held == (0, 0, 0, 0), f"left behind: {pages} {slots}"
         assert not scheduler.state.moves, "transfers are left behind"
+
+    def _write(self) -> None:
+        assert self.loaded is not None
+        try:
+            staged = stage_weights(self.loaded, others_of(self.setup.case.model).folder)
+        except BankfullError as error:
+            raise Refused(str(error)) from error
+        staged.write(self.setup.written == "restart")
+        for number, pending in self.front.pending.items():
+            if not pending.result.finished:
+                ended = [sample.output.finish_reason is not None for sample in pending.samples]
+                counts = [len(sample.output.token_ids) for sample in pending.samples]
+                self.outcomes[number].before = [
+                    1 << 30 if end else count for end, count in zip(ended, counts, strict=True)
+                ]
+        after, self.later, self.write_at = [*self.waiting, *self.later], [], MOST_STEPS
+        self.waiting = sorted(after, key=lambda i: self.setup.case.asks[i].get("arrive", 0))
+        for number in after:
+            self.outcomes[number].after = True
 
     def _submit(self, number: int, step: int) -> None:
         ask = self.setup.case.asks[number]
@@ -192,7 +226,7 @@ class Loop:
             result = self.front.take(number)
             outcome.cached, outcome.prompt_tokens = result.metrics.cached_tokens, len(result.prompt_token_ids)
             outcome.output_tokens = result.metrics.output_tokens
-            if result.prompt_logprobs is not None:
+            if result.prompt_logprobs is not None and outcome.before is None:
                 outcome.prompt_logprobs = [_plain(line) for line in result.prompt_logprobs]
             for one in result.outputs:
                 lines = None if one.logprobs is None else [_plain(line) or {} for line in one.logprobs]

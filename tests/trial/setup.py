@@ -36,6 +36,9 @@ class Setup:
     tight: bool = False
     """The pool of pages is hardly larger than the longest sequence."""
     preempts: bool = False
+    written: str = ""
+    """Whether other weights are written at some step, and what becomes of running sequences then. Requests that have
+    the setting `later` come after it."""
     tiers: str = ""
     """Below the device, by hand: host, both. A CPU's loader refuses host memory, which a GPU's takes."""
     rounds: bool = False

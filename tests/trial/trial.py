@@ -16,6 +16,7 @@ from tests.trial.best_of import made
 from tests.trial.case import Ask, Case
 from tests.trial.compare import Verdict, compare
 from tests.trial.denoise import Way
+from tests.trial.models import TrialModel, others_of
 from tests.trial.outcome import Outcome
 from tests.trial.plain import Expected, Memory, answer, denoised_answer
 from tests.trial.run_engine import Refused
@@ -52,24 +53,38 @@ def run_case(case: Case) -> Report:
 
 
 def _verdict(setup: Setup) -> Verdict:
-    memory = Memory(_rounding(setup) if setup.rounds else setup.model.logits, setup.model.denoising is None)
-    asks = setup.case.asks
+    memory, asks = _memory(setup, setup.model), setup.case.asks
     ahead = setup.needs_truths or any("cuts" in ask.settings for ask in asks)
     expected = (
         [_answers(setup, memory, ask, beyond=setup.needs_truths) for ask in asks] if ahead else [[] for _ in asks]
     )
     outcomes = DRIVERS[setup.driver](setup, expected)
-    if not ahead:
+    others = next((_memory(setup, others_of(setup.case.model)) for one in outcomes if one.after), memory)
+    memories = [others if one.after else memory for one in outcomes]
+    if not ahead or any(outcome.after for outcome in outcomes):
         expected = []
-        for ask, outcome in zip(asks, outcomes, strict=True):
+        for ask, outcome, memory in zip(asks, outcomes, memories, strict=True):
             for sample in outcome.samples:  # its tokens as a hint: one pass for all positions
                 if sample.tokens and setup.model.denoising is None:
                     memory.prefetch([*ask.prompt, *sample.tokens][: setup.longest])
             expected.append(_answers(setup, memory, ask) if not outcome.refused else [])
     if setup.other_tokens:
-        pairs = zip(asks, outcomes, expected, strict=True)
-        expected = [_followed(setup, memory, *pair) for pair in pairs]
-    return compare(setup.case, outcomes, expected, memory, setup.tolerance)
+        pairs = zip(memories, asks, outcomes, expected, strict=True)
+        expected = [_followed(setup, *pair) for pair in pairs]
+    expected = [_of_old_weights(outcome, wants) for outcome, wants in zip(outcomes, expected, strict=True)]
+    return compare(setup.case, outcomes, expected, memories, setup.tolerance)
+
+
+def _memory(setup: Setup, model: TrialModel) -> Memory:
+    return Memory(_rounding(setup, model) if setup.rounds else model.logits, model.denoising is None)
+
+
+def _of_old_weights(outcome: Outcome, expected: list[Expected]) -> list[Expected]:
+    """What follows a write in the midst of a sample is of no one model."""
+    if outcome.before is None:
+        return expected
+    pairs = zip(expected, outcome.before, strict=True)
+    return [replace(one, doubtful=min(one.doubtful, count)) for one, count in pairs]
 
 
 def _answers(setup: Setup, memory: Memory, ask: Ask, *, beyond: bool = False) -> list[Expected]:
@@ -90,11 +105,11 @@ def _followed(setup: Setup, memory: Memory, ask: Ask, outcome: Outcome, own: lis
     return [answer(memory, ask, i, *how, follow=got.tokens or ()) for i, got in enumerate(outcome.samples)]
 
 
-def _rounding(setup: Setup):  # type: ignore[no-untyped-def]
+def _rounding(setup: Setup, model: TrialModel):  # type: ignore[no-untyped-def]
     """Logits of the engine's own model in one pass over a whole sequence: it rounds as the engine does."""
     options = {name: value for name, value in setup.run.items() if name != "parallel"}
-    model = _rounding_model(str(setup.model.folder), json.dumps(options, sort_keys=True))
-    return lambda tokens: naive.logits(model, list(tokens), DEVICE).double().cpu().numpy()
+    rounding = _rounding_model(str(model.folder), json.dumps(options, sort_keys=True))
+    return lambda tokens: naive.logits(rounding, list(tokens), DEVICE).double().cpu().numpy()
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Sequence
 from functools import cache
 
@@ -79,12 +80,14 @@ class Slabs:
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self._turn = threading.Lock()  # weights may be laid out beside those of another model
 
     def take(self, size: int) -> Tensor:
         """Uninitialized bytes, aligned to cache lines."""
-        if self._used + size > self._slab.numel():
-            self._slab = over_nodes(in_large_pages(torch.empty(max(SLAB, size + ALIGN), dtype=torch.uint8)))
-            self._used = -self._slab.data_ptr() % ALIGN
-        taken = self._slab[self._used : self._used + size]
-        self._used += -(-size // ALIGN) * ALIGN
-        return taken
+        with self._turn:
+            if self._used + size > self._slab.numel():
+                self._slab = over_nodes(in_large_pages(torch.empty(max(SLAB, size + ALIGN), dtype=torch.uint8)))
+                self._used = -self._slab.data_ptr() % ALIGN
+            taken = self._slab[self._used : self._used + size]
+            self._used += -(-size // ALIGN) * ALIGN
+            return taken

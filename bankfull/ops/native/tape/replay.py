@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ STRETCH = 8
 ChoosingStep = Callable[..., list[int]]
 """Rows, and slots for their next recurrent states -> one token of each row, which is also appended to it; `timed` as
 for `Tape.replay`."""
+
+
+class FixedAt(NamedTuple):
+    """Memory at a fixed address, as C++ takes it."""
+
+    kind: int
+    address: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,9 @@ class Tape:
         self._labels = [label_of(node) for node in nodes if isinstance(node, Instruction)]
         self._result, self._columns = kept, kept.value.row_bytes // result.dtype.itemsize
         self._dtype = result.dtype
-        self._alive: list[Tensor] = []
+        self.fixed: list[Tensor] = []
+        """Weights, and pages, in the order in which kernels name them."""
+        self._calls: list[tuple[str, dict[str, Any]]] = []
         self._tape = _native.Tape()
         self._tape.inputs = len(inputs)
         self._pieces: list[tuple[int, int] | Break] = []
@@ -98,6 +108,19 @@ class Tape:
 
     def __len__(self) -> int:
         return len(self._tape)
+
+    def beside(self, other: Tape) -> list[tuple[Any, Any]] | None:
+        """The fixed memory of two tapes that run the same kernels over the same places, and the operands of operations
+        that Python calls; None if they do not."""
+        if self._outline != other._outline or not _alike(self._calls, other._calls):
+            return None
+        breaks = [[piece for piece in tape._pieces if isinstance(piece, Break)] for tape in (self, other)]
+        called = ((one.args, two.args) for one, two in zip(*breaks, strict=True))
+        return [*zip(self.fixed, other.fixed, strict=True), *called]
+
+    @property
+    def _outline(self) -> list[Any]:
+        return [piece.operation.label if isinstance(piece, Break) else piece for piece in self._pieces]
 
     def replay(
         self,
@@ -203,7 +226,9 @@ class Tape:
             if f"{name}strides" in facts:
                 numbers, scales = facts.pop(f"{name}strides")
                 places[f"{name}pages"] = (places[f"{name}pages"], numbers, places.pop(f"{name}scales"), scales)
-        getattr(self._tape, node.kind)(name=node.label, **places, **facts)
+        arguments = {"name": node.label, **places, **facts}
+        self._calls.append((node.kind, arguments))
+        getattr(self._tape, node.kind)(**arguments)
         if joined is not None:
             self._append(joined)
 
@@ -214,8 +239,8 @@ class Tape:
             return (_ARENA, operand.value.place, operand.offset)
         if isinstance(operand, Input):
             return (_INPUT, self._numbers[operand.name], 0)
-        self._alive.append(operand.tensor)
-        return (_FIXED, operand.tensor.data_ptr(), 0)
+        self.fixed.append(operand.tensor)
+        return FixedAt(_FIXED, operand.tensor.data_ptr())
 
     def _tensor(self, view: ValueColumns, tokens: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Columns of a value as a tensor over the arena."""
@@ -246,3 +271,16 @@ class Tape:
             assert isinstance(operand, ValueColumns)
             shape, dtype = piece.shapes[name]
             self._tensor(operand, tokens, shape, dtype).copy_(result)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether the arguments of kernels are the same, whatever the addresses are."""
+    if isinstance(one, FixedAt):
+        return isinstance(other, FixedAt)
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict) and one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)
