@@ -311,7 +311,7 @@ def test_other_tensors_are_refused_by_name(tmp_path: Path) -> None:
 def test_numbers_of_the_configuration_that_differ_are_refused(tmp_path: Path) -> None:
     engine = fresh()
     with pytest.raises(
-        ConfigError, match=r"changed cannot take .* eps is 1e-06 .* and 0\.001 in the other; start a new"
+        ConfigError, match=r"changed cannot take .*\.eps is 1e-06 .* and 0\.001 in the other; start a new"
     ):
         engine.write_weights(changed(tmp_path, rms_norm_eps=1e-3))
 

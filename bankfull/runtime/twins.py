@@ -25,8 +25,8 @@ from bankfull.weights.qtensor import LateParts
 
 HOLDS_NONE = (Build, Kit, Operation, Provider)
 """What layers keep of their making; no tensor of the model is reached through it alone."""
-VALUES = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, slice, range, type, ModuleType)
-VALUES += (BuiltinFunctionType, np.generic)
+VALUES: tuple[type, ...] = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, slice, range, type)
+VALUES += (ModuleType, BuiltinFunctionType, np.generic)
 """Kinds of objects that are compared as a whole."""
 SHOWN = 60
 
