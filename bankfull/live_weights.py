@@ -41,6 +41,7 @@ from bankfull.weights.store import give_up_writing
 Weights = str | Path | Mapping[str, Tensor]
 """A model by its name or path, or tensors by their names in the model."""
 GIVEN = "the given tensors"
+WAY_OUT = "start a new engine with it instead."
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,9 @@ class StagedWeights:
     """New weights beside an engine that is ready for them."""
 
     assembled: Assembled
-    files: ModelFiles
-    source: TensorSource
+    source: tuple[ModelFiles, TensorSource] | None
+    """The files that are the engine's from then on, and how they are read; None for tensors in the caller's memory,
+    which would stay there."""
     twins: Twins
     identity: str
     """Equal for equal files, and for nothing else."""
@@ -80,8 +82,9 @@ class StagedWeights:
         give_up_writing()
         assembled = self.assembled
         assembled.device.launch(self.twins.commit).wait()
-        if not isinstance(self.files.source, GivenTensors):  # else the caller's memory would stay
-            assembled.files, assembled.build = self.files, replace(assembled.build, source=self.source)
+        if self.source is not None:
+            assembled.files, source = self.source
+            assembled.build = replace(assembled.build, source=source)
 
 
 def stage_weights(assembled: Assembled, weights: Weights) -> StagedWeights:
@@ -89,27 +92,25 @@ def stage_weights(assembled: Assembled, weights: Weights) -> StagedWeights:
     sentence where the weights cannot be written."""
     begun, run, device = perf_counter(), assembled.run, assembled.device
     WRITING.refuse("write_weights", run.mesh.traits, layout=run.mesh)
-    files, identity = _opened(assembled, weights)
-    name = GIVEN if isinstance(weights, Mapping) else files.path.name
-    read = as_read(as_multiplied(files, run, device, choose_dtype(run.dtype, files, device.kind)), run, device.kind)
-    own = assembled.build
-    build = replace(own, source=read.source, kit=Kit(own.kit.device, own.kit.prefer), elsewhere=set())
+    stored, identity = _opened(assembled, weights)
+    name = GIVEN if isinstance(weights, Mapping) else stored.path.name
+    files = as_multiplied(stored, run, device, choose_dtype(run.dtype, stored, device.kind))
+    source, own = as_read(files, run, device.kind).source, assembled.build
+    build = replace(own, source=source, kit=Kit(own.kit.device, own.kit.prefer), elsewhere=set())
     _refuse_other_tensors(own.source, build.source, name)
     _refuse_without_memory(assembled)
     try:
         model = build_model(files.config, build)
         twins = twins_of(assembled.model, model, lambda: _captured(assembled, model, build))
     except UnlikeTwins as unlike:
-        raise ConfigError(f"{name} cannot take the place of the running weights: {unlike}; {_WAY_OUT}") from None
+        raise ConfigError(f"{name} cannot take the place of the running weights: {unlike}; {WAY_OUT}") from None
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        raise ConfigError(f"Memory ran out while {name} was read beside the running weights; {_WAY_OUT}") from error
+        raise ConfigError(f"Memory ran out while {name} was read beside the running weights; {WAY_OUT}") from error
     _settle(assembled, twins)
-    return StagedWeights(assembled, files, build.source, twins, identity(), perf_counter() - begun)
-
-
-_WAY_OUT = "start a new engine with it instead."
+    kept = None if isinstance(weights, Mapping) else (files, source)
+    return StagedWeights(assembled, kept, twins, identity(), perf_counter() - begun)
 
 
 def _opened(assembled: Assembled, weights: Weights) -> tuple[ModelFiles, Callable[[], str]]:
@@ -135,7 +136,7 @@ def _refuse_other_tensors(own: TensorSource, new: TensorSource, name: str) -> No
     missing, more = [tensor for tensor in here if tensor not in there], sorted(there.difference(here))
     if missing or more:
         which = f"lacks the tensor {missing[0]}" if missing else f"has the tensor {more[0]}, which they lack"
-        raise ConfigError(f"{name} cannot take the place of the running weights: it {which}; {_WAY_OUT}")
+        raise ConfigError(f"{name} cannot take the place of the running weights: it {which}; {WAY_OUT}")
     for tensor in here:
         for what, before, after in (
             ("the shape", list(own.shape(tensor)), list(new.shape(tensor))),
@@ -144,7 +145,7 @@ def _refuse_other_tensors(own: TensorSource, new: TensorSource, name: str) -> No
             if before != after:
                 raise ConfigError(
                     f"{name} cannot take the place of the running weights: its tensor {tensor} has {what} {after} "
-                    f"instead of {before}; {_WAY_OUT}"
+                    f"instead of {before}; {WAY_OUT}"
                 )
 
 
