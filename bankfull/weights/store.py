@@ -249,6 +249,7 @@ def give_up_writing() -> None:
     """Layouts in memory are about to change: those that are not written yet will not be."""
     for store in list(_unwritten):
         store._given_up = True
+        log.info("the prepared weights of %s are not kept: they change before they are written.", store.model)
 
 
 Take = Callable[[int], Tensor]
