@@ -30,6 +30,7 @@ from bankfull.ops import native
 from bankfull.runtime.rows import Job
 from bankfull.runtime.twins import UnlikeTwins, tensors_of, twins_of
 from bankfull.state.disk import identity_of
+from bankfull.state.prefix import Chain
 from bankfull.types import Request
 from bankfull.weights import store
 from bankfull.weights.gguf.file import open_container
@@ -518,3 +519,22 @@ def test_a_draft_model_may_lag_behind() -> None:
     said(engine, params=params)
     engine.write_weights(speaking_folder(NEW))
     assert said(engine, params=params) == said(fresh(NEW), params=params)
+
+
+def test_engines_find_each_others_state_only_with_the_same_weights_in_the_same_generation() -> None:
+    shape = SchedConfig(rows=2, step_tokens=16), StateConfig(page_tokens=4)
+    first, second = (Bench(model_of("llama"), device_of(0), 0, *shape).manager for _ in range(2))
+
+    def keys() -> list[bytes]:
+        return [manager.chain(b"salt").names[0] for manager in (first, second)]
+
+    usual = keys()
+    assert usual[0] == usual[1] == Chain(b"salt", 4).names[0], "as long as nothing was written"
+    first.begin_generation("a")
+    assert keys()[0] != keys()[1] and identity_of(first.facts.all()) != identity_of(second.facts.all())
+    second.begin_generation("b")
+    assert len({*usual, *keys()}) == 3
+    second.begin_generation("a")
+    assert len({*usual, *keys()}) == 3
+    first.begin_generation("a")
+    assert keys()[0] == keys()[1] and identity_of(first.facts.all()) == identity_of(second.facts.all())

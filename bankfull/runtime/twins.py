@@ -124,7 +124,7 @@ class _Walk:
         elif isinstance(own, Mapping):
             if not isinstance(new, Mapping) or own.keys() != new.keys():
                 raise UnlikeTwins(f"{place} has other names in the two models")
-            yield from ((f"{place}[{key!r}]", value, new[key]) for key, value in own.items())
+            yield from ((f"{place}[{key!r}]", value, new[key]) for key, value in list(own.items()))
         elif isinstance(own, Set):
             if own != new:
                 raise UnlikeTwins(f"{place} has other members in the two models")
