@@ -179,7 +179,7 @@ def _readable(build: Build, gate: QTensor, up: QTensor, down: QTensor) -> tuple[
     formats, MXFP4 with extreme scales) is dequantized at load: the torch body would wait for the device in every
     layer."""
     facts = {"dtype": build.dtype, "weight": gate, "weights": (gate, up, down)}
-    if build.kit.device != "cuda" or not build.kit.prefer or build.kit.offers(expert_mlp, **facts):
+    if build.kit.device != "cuda" or not build.kit.has_kernels or build.kit.offers(expert_mlp, **facts):
         return gate, up, down
     formats = ", ".join(dict.fromkeys(one.scheme.name.upper() for one in (gate, up, down)))
     reason = f"no kernel reads experts in {formats}"

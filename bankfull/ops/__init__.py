@@ -45,7 +45,7 @@ from bankfull.ops.recurrence.linear_attention import linear_attention, taylor_fe
 from bankfull.ops.recurrence.s4 import diagonal_scan
 from bankfull.ops.recurrence.ssd import gated_rms_norm, ssd_scan
 from bankfull.ops.recurrence.ssm import RecurrentMeta, causal_conv, causal_conv_silu, selective_scan
-from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
+from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for, training_kit
 from bankfull.ops.rope.body import rope_angles, rotate
 
 __all__ = [
@@ -117,6 +117,7 @@ __all__ = [
     "ssd_scan",
     "taylor_features",
     "taylor_size",
+    "training_kit",
     "write_latents",
     "write_pages",
     "write_pages_fp8",

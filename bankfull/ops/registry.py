@@ -20,6 +20,10 @@ Function = Callable[..., Any]
 BODY = "torch"
 PROVIDERS = ("native", "triton", "triton-q", "triton-24")
 """Providers in order of preference."""
+TRAIN = "train"
+"""The provider of operations with state for a pass with gradients (`ops.train`)."""
+ANYWHERE = "any"
+"""`Provider.on` of a provider that runs on every device."""
 FUSED = ("normed", "gated", "best")
 """Facts of a binding that say what a kernel is to compute in the same pass as an operation (`products.body`)."""
 
@@ -122,7 +126,11 @@ class Kit:
         provider, operation = self._choose(operation, facts), operation.bound_with(facts)
         name, run = (BODY, operation.body) if provider is None else (provider.name, provider.run)
         self.chosen.setdefault(operation.label, Counter())[name] += 1
-        if provider is None and self.prefer and (scheme := getattr(facts.get("weight"), "scheme", None)) is not None:
+        if (
+            provider is None
+            and self.has_kernels
+            and (scheme := getattr(facts.get("weight"), "scheme", None)) is not None
+        ):
             self.bodies[operation.label, scheme.name] += 1
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,10 +154,15 @@ class Kit:
             self.recorder = None
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether it prefers anything that is faster than the torch bodies."""
+        return any(name != TRAIN for name in self.prefer)
+
+    @property
     def stacks(self) -> bool:
         """Whether layers with the same input are stacked into one. That pays where launches and narrow products cost
         more than views of the result; a tape on a CPU fuses them without it."""
-        return self.device == "cuda" and bool(self.prefer)
+        return self.device == "cuda" and self.has_kernels
 
     def offers(self, operation: Operation, **facts: Any) -> bool:
         """Whether a provider accepts these facts. Layers use fused operations only if one does."""
@@ -159,7 +172,11 @@ class Kit:
         fused = operation.bound_with(facts).fused
         for name in self.prefer:
             provider = operation.providers.get(name)
-            if provider is None or provider.on != self.device or (fused and fused not in provider.fuses):
+            if (
+                provider is None
+                or provider.on not in (self.device, ANYWHERE)
+                or (fused and fused not in provider.fuses)
+            ):
                 continue
             if provider.accepts(**facts):
                 return provider
@@ -173,3 +190,11 @@ def kit_for(device: str, providers: str = "auto") -> Kit:
     if device == "cuda" and providers != BODY:
         import bankfull.ops.triton.providers  # noqa: F401  (registers them; only a GPU needs the import)
     return Kit(device, () if providers == BODY else PROVIDERS)
+
+
+def training_kit(device: str) -> Kit:
+    """The kit of a model whose passes are differentiated: torch bodies, and functions of whole sequences in place of
+    the operations with state."""
+    import bankfull.ops.train.providers  # noqa: F401  (registers them; only training needs the import)
+
+    return Kit(device, (TRAIN,))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import bankfull.ops.triton.providers  # noqa: F401  (registers the kernels)
 from bankfull.ops import OPERATIONS, Operation
-from bankfull.ops.registry import Provider
+from bankfull.ops.registry import TRAIN, Provider
 
 
 def _forms() -> Iterator[Operation]:
@@ -21,4 +21,6 @@ FORMS = {form.label: form for form in _forms()}
 
 
 def providers_of(form: Operation) -> list[Provider]:
-    return [one for one in form.providers.values() if not form.fused or form.fused in one.fuses]
+    """Those that read and write pages and slots as the body does; `tests/train/test_gradients.py` has the others."""
+    found = [one for one in form.providers.values() if one.name != TRAIN]
+    return [one for one in found if not form.fused or form.fused in one.fuses]

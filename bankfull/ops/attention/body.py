@@ -187,9 +187,24 @@ def out_of_sight(at: Tensor, key: Tensor, sight: Sight) -> Tensor | None:
     return None if sight is None else key <= at - sight
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor) -> Tensor:
+def hidden_keys(at: Tensor, key: Tensor, sight: Sight, block: int = 0) -> Tensor:
+    """The keys that a query at each position does not see. `block`: as in `PagedMeta`."""
+    hidden = key > at if not block else key >= (at // block + 1) * block
+    beyond = out_of_sight(at, key, sight)
+    return hidden if beyond is None else hidden | beyond
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    hidden: Tensor,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of whole sequences: q (..., tokens, heads, size), k, v (..., keys, K, size), hidden (tokens, keys)."""
-    return mixed_values(head_scores(q, k, scale).masked_fill(hidden, float("-inf")), v)
+    return mixed_values(head_scores(q, k, scale, cap).masked_fill(hidden, float("-inf")), v, sinks)
 
 
 def exact_dtype(q: Tensor, pages: Tensor) -> torch.dtype:
@@ -224,11 +239,12 @@ def masked_scores(
     scores = head_scores(q[first:last].to(exact), k, scale, cap)
     at = torch.arange(length - queries, length, device=q.device)[:, None]
     key = key[None, :]
-    hidden = key > at if not meta.block else key >= (at // meta.block + 1) * meta.block
     if meta.ancestors is not None and int(meta.ancestors[first]):
         at, key, hidden = _in_tree(meta.ancestors[first:last], length - queries, key)
-    if (beyond := out_of_sight(at, key, window)) is not None:
-        hidden = hidden | beyond
+        if (beyond := out_of_sight(at, key, window)) is not None:
+            hidden = hidden | beyond
+    else:
+        hidden = hidden_keys(at, key, window, meta.block)
     return scores.masked_fill(hidden, float("-inf")), v
 
 

@@ -107,10 +107,15 @@ def write_latents(
 ) -> None:
     """Store the new tokens' rows kv (tokens, rank + rope) in pages (frames, page_tokens, 1, rank + rope): the RMS norm
     of the latent, whose weight has `rank` numbers, and the rotated key."""
+    write_pages.body(latent_rows(kv, weight, eps, cos, sin), pages, slots)
+
+
+def latent_rows(kv: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """(tokens, 1, rank + rope) what `write_latents` stores."""
     rank = weight.shape[0]
     latent = rms_norm.body(kv[:, :rank], weight, eps)
     key = rotate.body(kv[:, None, rank:], cos, sin)
-    write_pages.body(torch.cat((latent[:, None], key), -1), pages, slots)
+    return torch.cat((latent[:, None], key), -1)
 
 
 def _latent_cost(q: Tensor, pages: Tensor, rank: int, meta: PagedMeta, scale: float, window: int | None = None) -> Cost:
@@ -176,7 +181,7 @@ def expanded_attention(
 ) -> Tensor:
     """Attention of plain queries (tokens, heads, nope + rope) over keys and values that are expanded from the latents
     in the pages: (tokens, heads, values). `keys` and `values` turn a latent into a head's key and value."""
-    q = torch.cat((q[..., : keys.outputs], rotate.body(q[..., keys.outputs :], cos, sin)), -1)
+    q = turned_queries(q, cos, sin, keys)
     exact = torch.promote_types(torch.promote_types(q.dtype, pages.dtype), torch.float32)
     parts = []
     for i in range(len(meta.kv_len)):
@@ -186,6 +191,11 @@ def expanded_attention(
             paged_attention.body(q[queries], k[None], v[None], sequence_meta(meta, queries, len(k)), scale, window)
         )
     return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], values.outputs)
+
+
+def turned_queries(q: Tensor, cos: Tensor, sin: Tensor, keys: HeadWeights) -> Tensor:
+    """Queries (tokens, heads, nope + rope) for expanded keys: the last numbers rotated."""
+    return torch.cat((q[..., : keys.outputs], rotate.body(q[..., keys.outputs :], cos, sin)), -1)
 
 
 def expanded_rows(

@@ -1,0 +1,115 @@
+"""Passes with gradients through the layers that serve: a model over whole sequences, as a function of its parameters.
+
+Parameters are tensors by the names of a checkpoint. What layers derive from them (reordered rows, decays from their
+logarithms, stacked experts) is a part of the function, so a model is built for each pass: that copies no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ModelError
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import Config, build_model
+from bankfull.ops import training_kit
+from bankfull.ops.train.kept import KeptRows
+from bankfull.runtime.batch import placed_batch
+from bankfull.runtime.forward import Model, plan_mixers
+from bankfull.state.spec import Layout, layout_of
+from bankfull.state.storage import LayerStates
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.scheme import Scheme
+
+
+class ParameterSource:
+    """Parameters as the source of a model's tensors: the model computes with them, not with copies."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._read: set[str] = set()
+
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    def has(self, name: str) -> bool:
+        return name in self._parameters
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._found(name).shape)
+
+    def scheme(self, name: str) -> Scheme:
+        return QTensor.dense(self._found(name)).scheme
+
+    def get(self, name: str) -> QTensor:
+        self._read.add(name)
+        return QTensor.dense(self._found(name))
+
+    def unread(self) -> list[str]:
+        return [name for name in self._parameters if name not in self._read]
+
+    def release(self) -> None:
+        """Nothing to release: the parameters are in memory."""
+
+    def _found(self, name: str) -> Tensor:
+        if name not in self._parameters:
+            raise ModelError(
+                f"The model has no parameter {name}; use the configuration that belongs to the parameters."
+            )
+        return self._parameters[name]
+
+
+def training_build(parameters: Mapping[str, Tensor]) -> Build:
+    """Builds layers with these parameters, in their dtype and on their device."""
+    first = next(iter(parameters.values()))
+    return Build(ParameterSource(parameters), training_kit(first.device.type), first.dtype, first.device)
+
+
+def model_with(config: Config, parameters: Mapping[str, Tensor]) -> Decoder:
+    """The model of a configuration for a pass with gradients to these parameters."""
+    return build_model(config, training_build(parameters))
+
+
+def hidden_states(model: Model, tokens: Tensor, positions: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    """(sequences * tokens, hidden) what the head of a model of `model_with` reads, for token ids (sequences, tokens).
+    `positions`: (tokens) those of each sequence's tokens, if they are not in order. `seen`: as in `KeptRows`."""
+    layout = layout_of(model.states(), 1)
+    batch = whole_batch(layout, tokens)
+    if positions is not None:
+        batch.positions = positions.repeat(len(tokens))
+    return model.forward(batch, kept_states(layout, seen), plan_mixers(model, layout, batch))
+
+
+def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    """(sequences, tokens, vocabulary); arguments as of `hidden_states`."""
+    scores: Tensor = model.head(hidden_states(model, tokens, positions, seen))
+    return scores.unflatten(0, tokens.shape)
+
+
+def whole_batch(layout: Layout, tokens: Tensor) -> Batch:
+    """Whole sequences (sequences, tokens). Their rows lie one after another, so a page is the place of a row."""
+    count, length = tokens.shape
+    places, slots = torch.arange(count * length, device=tokens.device).view(count, length), None
+    if layout.recurrent is not None:
+        none = torch.zeros(count, dtype=torch.int64, device=tokens.device)
+        slots = none, none
+    return placed_batch(layout, [length] * count, [0] * count, tokens.flatten(), [places] * len(layout.paged), slots)
+
+
+def kept_states(layout: Layout, seen: Tensor | None = None) -> Sequence[LayerStates]:
+    """What the layers of a pass keep: keys and values of their own rows, and no state of recurrences."""
+    states: dict[Any, dict[str, Any]] = {}
+    for group in layout.paged:
+        states |= {member: {spec.name: KeptRows(seen) for spec in group.tensors} for member in group.members}
+    if layout.recurrent is not None:
+        for member, specs in zip(layout.recurrent.members, layout.recurrent.tensors, strict=True):
+            states[member] = dict.fromkeys((spec.name for spec in specs), _NO_STATE)
+    return [tuple(states[owner] for owner in owners) for owners in layout.owners]
+
+
+_NO_STATE: Any = object()
