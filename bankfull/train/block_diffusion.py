@@ -11,18 +11,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bankfull.layers.attention import Heads
-from bankfull.models.kinds import AttentionShape, FeedShape, RopeShape
-from bankfull.ops import rms_norm
-from bankfull.train.lm.mixers import SequencePass, attention
-from bankfull.train.lm.model import gated_feed
-from bankfull.train.lm.weights import Weights
+from bankfull.train.gradients import logits, model_with
 
 Texts = Callable[[int], Tensor]
 """A number of texts -> token ids (texts, length); the length is a multiple of the block."""
@@ -52,21 +48,20 @@ class TrainableBlockDiffusion:
 
     def __init__(self, shape: BlockDiffusionShape) -> None:
         self.shape, size = shape, shape.hidden_size
-        heads = Heads(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.head_dim**-0.5)
-        self._attention = AttentionShape(heads, RopeShape(shape.head_dim, shape.rope_theta), qk_norm=True, bias=False)
+        query, kv = (count * shape.head_dim for count in (shape.num_attention_heads, shape.num_key_value_heads))
         self.parameters = {"model.embed_tokens.weight": nn.Embedding(shape.vocab_size, size).weight}
         for layer in range(shape.num_hidden_layers):
             matrices = {
-                "self_attn.q_proj": (size, heads.count * heads.size),
-                "self_attn.k_proj": (size, heads.kv * heads.size),
-                "self_attn.v_proj": (size, heads.kv * heads.size),
-                "self_attn.o_proj": (heads.count * heads.size, size),
+                "self_attn.q_proj": (size, query),
+                "self_attn.k_proj": (size, kv),
+                "self_attn.v_proj": (size, kv),
+                "self_attn.o_proj": (query, size),
                 "mlp.gate_proj": (size, shape.intermediate_size),
                 "mlp.up_proj": (size, shape.intermediate_size),
                 "mlp.down_proj": (shape.intermediate_size, size),
             }
             norms = {"input_layernorm": size, "post_attention_layernorm": size}
-            norms |= {"self_attn.q_norm": heads.size, "self_attn.k_norm": heads.size}
+            norms |= {"self_attn.q_norm": shape.head_dim, "self_attn.k_norm": shape.head_dim}
             drawn = {name: nn.Linear(*sizes, bias=False).weight for name, sizes in matrices.items()}
             drawn |= {name: nn.Parameter(torch.ones(count)) for name, count in norms.items()}
             self.parameters |= {f"model.layers.{layer}.{name}.weight": value for name, value in drawn.items()}
@@ -75,21 +70,15 @@ class TrainableBlockDiffusion:
 
     def __call__(self, tokens: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         """(texts, tokens, vocabulary) logits. seen (tokens, tokens): which token sees which."""
-        shape, w = self.shape, Weights(self.parameters)
-        run = SequencePass(positions, shape.rms_norm_eps, shape.rope_theta, shape.num_hidden_layers, seen)
-        x, feed = w["model.embed_tokens.weight"][tokens], FeedShape("gated", shape.intermediate_size)
-        for number in range(shape.num_hidden_layers):
-            layer = w.at("model").at("layers").at(number)
-            inner = rms_norm(x, layer["input_layernorm.weight"], shape.rms_norm_eps)
-            x = x + attention(layer.at("self_attn"), inner, self._attention, run, number)
-            inner = rms_norm(x, layer["post_attention_layernorm.weight"], shape.rms_norm_eps)
-            x = x + gated_feed(layer.at("mlp"), inner, feed)
-        return w.linear("lm_head", rms_norm(x, w["model.norm.weight"], shape.rms_norm_eps))
+        return logits(model_with(self.config, self.parameters), tokens, positions, seen)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"model_type": "sdar", "dtype": "float32", **asdict(self.shape)}
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"model_type": "sdar", "dtype": "float32", **asdict(self.shape)}
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        (folder / "config.json").write_text(json.dumps(self.config, indent=1))
         save_file({name: weight.detach() for name, weight in self.parameters.items()}, folder / "model.safetensors")
 
 

@@ -7,7 +7,6 @@ labels, and nothing new to learn. It is for the widths at which rounding alone h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.errors import ConfigError, ModelError
-from bankfull.models.registry import Config
+from bankfull.errors import ConfigError
+from bankfull.limits.meter.metered import MeteredModel
 from bankfull.quantize.rtn import rounded
 from bankfull.train.lm.model import TrainedModel
 from bankfull.train.lm.tasks import HELD_OUT, TextWindows
-from bankfull.train.lm.weights import shapes_of
 from bankfull.train.loop import Schedule, optimize
 from bankfull.train.run import Bar
 from bankfull.weights.drafter_files import write_json
@@ -29,7 +27,6 @@ from bankfull.weights.formats.groups import GROUPS, name_of, widest_group
 from bankfull.weights.hf_config import read_json
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.requantized import is_inner_matrix
-from bankfull.weights.safetensors import COMPOSED
 from bankfull.weights.source import ModelFiles
 
 CPU = torch.device("cpu")
@@ -38,14 +35,6 @@ MEASURED = 4
 BITS = (4, 3, 2)
 LENGTH = 128
 RECIPE = "qat.json"
-_LLAMA = {
-    "input_layernorm": "mixer_norm",
-    "self_attn": "mixer",
-    "post_attention_layernorm": "feed_norm",
-    "mlp": "feed",
-}
-"""Modules of a Llama's layer, and of the same layer as data."""
-_LAYER = re.compile(r"^(model\.layers\.\d+\.)([^.]+)(\..*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +90,16 @@ class QatModel:
         scale_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`scale_dtype`: scales are representable in it, and in float16."""
-        config, self._checkpoint_name = differentiable(files.config)
-        weights = {name: files.source.get(self._checkpoint_name(name)).dequantize() for name in shapes_of(config)}
+        names = MeteredModel(files, dtype="float32").shapes.read
+        weights = {name: files.source.get(name).dequantize() for name in names}
         self.types = {
             name: kind
             for name, value in weights.items()
-            if is_inner_matrix(files.source, self._checkpoint_name(name))
-            and (kind := options.type_of(value.shape[-1])) is not None
+            if is_inner_matrix(files.source, name) and (kind := options.type_of(value.shape[-1])) is not None
         }
         if not self.types:
             raise ConfigError(f"Groups of up to {options.group} columns divide no matrix of the model; use others.")
-        self._model = TrainedModel(config, 0, device, {name: value.clone() for name, value in weights.items()})
+        self._model = TrainedModel(files.config, 0, device, {name: value.clone() for name, value in weights.items()})
         self._teacher = {name: value.to(device) for name, value in weights.items()}
         every = self._model.parameters
         self.tuned = {
@@ -134,12 +122,12 @@ class QatModel:
         return parameters
 
     def tensors(self) -> Iterator[tuple[str, QTensor]]:
-        """What has changed, by the names of the checkpoint: the matrices as they are stored, and the norms."""
+        """What has changed: the matrices as they are stored, and the norms."""
         for name, value in self.tuned.items():
             tensor = value.detach().cpu()
             kind = self.types.get(name)
             stored = QTensor.dense(tensor.clone()) if kind is None else rounded(tensor, kind, False, self._scale_dtype)
-            yield self._checkpoint_name(name), stored
+            yield name, stored
 
 
 def straight_through(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) -> Tensor:
@@ -147,40 +135,6 @@ def straight_through(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch
     with torch.no_grad():
         change = rounded(weight, kind, False, scale_dtype).dequantize() - weight
     return weight + change
-
-
-def differentiable(config: Config) -> tuple[Config, Any]:
-    """The configuration as a model that can be differentiated, and the checkpoint's name of each of its tensors."""
-    kind = config.get("model_type")
-    if kind == COMPOSED:
-        return config, lambda name: name
-    if kind != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
-        raise ModelError(
-            f"Architecture {str(kind)[:80]!r} cannot be tuned here; use a Llama, a model as data, or another method."
-        )
-    copied = (
-        "vocab_size",
-        "hidden_size",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "hidden_act",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "tie_word_embeddings",
-    )
-    same = {name: config[name] for name in copied if config.get(name) is not None}
-    back = {ours: theirs for theirs, ours in _LLAMA.items()}
-
-    def name_of_checkpoint(name: str) -> str:
-        match = _LAYER.match(name)
-        return name if match is None else f"{match[1]}{back[match[2]]}{match[3]}"
-
-    layers = f"{config['num_hidden_layers']} x attention"
-    return {"model_type": COMPOSED, "layers": layers, **same}, name_of_checkpoint
 
 
 def tune(

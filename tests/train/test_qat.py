@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bankfull.errors import ConfigError, ModelError
+from bankfull.errors import ConfigError
 from bankfull.quantize.sensitivity import Divergence
 from bankfull.runtime.naive import logits
 from bankfull.train.qat import QatModel, QatOptions, QatReport, straight_through, tune
@@ -57,7 +57,7 @@ def test_a_llama_is_tuned_under_its_own_names() -> None:
     tokens = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(1))
     found = model._model.logits(tokens)[0]
     expected = logits(model_of("llama", torch.float32), tokens[0].tolist(), CPU)
-    assert torch.allclose(found, expected, atol=1e-3), "the differentiable model is the served one"
+    assert torch.allclose(found, expected, atol=1e-3), "the tuned model is the served one"
     assert {name for name, _ in model.tensors()} <= set(files.source.names())
 
 
@@ -67,8 +67,22 @@ def test_what_cannot_be_tuned_is_one_sentence(tmp_path: Path) -> None:
             tuned(tmp_path, **changed)
     with pytest.raises(ConfigError, match="--rate"):
         tuned(tmp_path, rate=2.0)
-    with pytest.raises(ModelError, match="'mamba'"):
-        QatModel(open_model(folder_of("mamba")), QatOptions(), CPU)
+
+
+@pytest.mark.parametrize("shape", ["gemma", "latent", "experts", "mamba", "hybrid"])
+def test_every_architecture_is_tuned(shape: str) -> None:
+    files = open_model(folder_of(shape))
+    model = QatModel(files, QatOptions(bits=3), CPU)
+    tokens = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(1))
+    loss = model.loss(tokens)
+    loss.backward()
+    assert float(loss.detach()) > 0
+    rounded = [name for name in model.types if model.tuned[name].grad is None]
+    # An expert that no token has chosen has no gradient.
+    assert all("experts" in name for name in rounded) and len(rounded) < len(model.types) / 2
+    stored = dict(model.tensors())
+    assert set(stored) <= set(files.source.names())
+    assert {tensor.scheme.name for name, tensor in stored.items() if name in model.types} <= {"int3_g32", "int3_g64"}
 
 
 @pytest.mark.full

@@ -1,14 +1,12 @@
-"""Parameters by name, and their values before training."""
+"""The values of parameters before training, by their names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.models.registry import Config
@@ -17,26 +15,6 @@ EMBEDDED = 0.02
 """Standard deviation of embeddings before training."""
 FASTEST_STEP, SLOWEST_STEP = 1e-1, 1e-3
 """Range of the time steps of state-space layers before training."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The parameters below a prefix."""
-
-    tensors: Mapping[str, Tensor]
-    prefix: str = ""
-
-    def at(self, name: str | int) -> Weights:
-        return Weights(self.tensors, f"{self.prefix}{name}.")
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[self.prefix + name]
-
-    def get(self, name: str) -> Tensor | None:
-        return self.tensors.get(self.prefix + name)
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        return linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
