@@ -175,6 +175,29 @@ def placed_batch(
     return batch
 
 
+def whole_batch(layout: Layout, tokens: Tensor, positions: Tensor | None = None) -> Batch:
+    """Whole sequences (sequences, tokens), for a pass with gradients, which keeps nothing: their rows lie one after
+    another, so a page is the place of a row. `positions`: (tokens) those of each sequence's tokens, if they are not in
+    order. Nothing here waits for the device."""
+    (count, length), groups = tokens.shape, len(layout.paged)
+    q_start, places = np.arange(count + 1) * length, torch.arange(tokens.numel(), device=tokens.device)
+    each = torch.arange(length, device=tokens.device) if positions is None else positions
+    batch = Batch(
+        q_start,
+        np.full(count, length),
+        q_start[1:] - 1,
+        tokens.flatten(),
+        each.repeat(count),
+        (places.view(count, length),) * groups,
+        (places,) * groups,
+        (1,) * groups,
+    )
+    if layout.recurrent is not None:
+        none = torch.zeros(count, dtype=torch.int64, device=tokens.device)
+        batch.kept, batch.read, batch.write = np.zeros(count, np.int64), none, none[:, None]
+    return batch
+
+
 def bare_batch(tokens: Tensor, positions: Tensor) -> Batch:
     """Tokens without sequences and state: the input of a model's embedding."""
     none = np.zeros(0, np.int64)

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from bankfull.assembly import Assembled
 from bankfull.ops.cost import Cost
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.train.draft_size import DraftSize
+from bankfull.train.gradients import hidden_states, model_with
 from bankfull.train.states import Examples
 from bankfull.train.trainer import RANKS, Acceptance
 from bankfull.weights.drafter_files import CONFIG, write_json, write_tensors
@@ -52,8 +52,6 @@ class DraftTrainer:
         device = loaded.device.torch
         self._autocast = device.type == "cuda"
         self._parameters = {name: value.to(device).requires_grad_() for name, value in self._initial(seed).items()}
-        half = size.of_head // 2
-        self._frequencies = (THETA ** (-torch.arange(half, dtype=torch.float64) / half)).float().to(device)
 
     def _initial(self, seed: int) -> dict[str, Tensor]:
         """Embeddings are a random projection of the target's head: tokens that it treats alike begin alike."""
@@ -120,8 +118,16 @@ class DraftTrainer:
         exact = not build.activations.rounds and build.dtype != torch.float64
         dtype = build.dtype if exact else torch.bfloat16
         tensors = {name: value.detach().to("cpu", dtype) for name, value in self._parameters.items()}
+        config = self._config() | {
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "bankfull": dict(self._about) | {"acceptance": acceptance.by_position},
+        }
+        files = self._write_text(folder)
+        return [*files, write_json(folder / CONFIG, config), write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})]
+
+    def _config(self) -> dict[str, Any]:
         size = self.size
-        config = {
+        return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_size": size.width,
@@ -138,11 +144,7 @@ class DraftTrainer:
             "max_position_embeddings": self._loaded.model.max_positions,
             "bos_token_id": self._tokenizer.bos_id,
             "eos_token_id": sorted(self._tokenizer.eos_ids),
-            "torch_dtype": str(dtype).removeprefix("torch."),
-            "bankfull": dict(self._about) | {"acceptance": acceptance.by_position},
         }
-        files = self._write_text(folder)
-        return [*files, write_json(folder / CONFIG, config), write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})]
 
     def _write_text(self, folder: Path) -> list[Path]:
         """The target's tokenizer."""
@@ -156,32 +158,11 @@ class DraftTrainer:
 
     def hidden(self, examples: Examples) -> Tensor:
         """(sequences * longest, width) the input of the head, from sequences that are padded at the end."""
-        size, w = self.size, self._parameters
         counts = [len(one) for one in examples.sequences]
         tokens = np.zeros((len(counts), max(counts)), np.int64)
         for line, one in enumerate(examples.sequences):
             tokens[line, : len(one)] = (*one.prompt, *one.answer)
-        x = w["model.embed_tokens.weight"][self._ship(tokens)]
-        angles = torch.arange(max(counts), device=x.device)[:, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        for layer in range(size.layers):
-            at = f"model.layers.{layer}."
-            y = self._normed(x, f"{at}input_layernorm")
-            q, k, v = (
-                linear(y, w[f"{at}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, size.of_head)).transpose(1, 2)
-                for name in "qkv"
-            )
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            with sdpa_kernel(SDPBackend.MATH):  # the others add gradients in any order, so that runs would differ
-                mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = x + linear(mixed.transpose(1, 2).flatten(2), w[f"{at}self_attn.o_proj.weight"])
-            y = self._normed(x, f"{at}post_attention_layernorm")
-            gated = silu(linear(y, w[f"{at}mlp.gate_proj.weight"])) * linear(y, w[f"{at}mlp.up_proj.weight"])
-            x = x + linear(gated, w[f"{at}mlp.down_proj.weight"])
-        return self._normed(x, "model.norm").flatten(0, 1)
-
-    def _normed(self, x: Tensor, name: str) -> Tensor:
-        return rms_norm(x.float(), (self.size.width,), self._parameters[f"{name}.weight"], EPS)
+        return hidden_states(model_with(self._config(), self._parameters), self._ship(tokens))
 
     def _scores(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._parameters["model.embed_tokens.weight"])
@@ -213,9 +194,3 @@ class DraftTrainer:
     def _ship(self, numbers: Any) -> Tensor:
         ship, array = self._loaded.device.ship, np.asarray(numbers, np.int64)
         return torch.from_numpy(array) if ship is None else ship(array)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of (sequences, heads, tokens, size)."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

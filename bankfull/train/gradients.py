@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
-from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import Config, build_model
 from bankfull.ops import training_kit
 from bankfull.ops.train.kept import KeptRows
-from bankfull.runtime.batch import placed_batch
+from bankfull.runtime.batch import whole_batch
 from bankfull.runtime.forward import Model, plan_mixers
 from bankfull.state.spec import Layout, layout_of
 from bankfull.state.storage import LayerStates
@@ -79,9 +77,7 @@ def hidden_states(model: Model, tokens: Tensor, positions: Tensor | None = None,
     """(sequences * tokens, hidden) what the head of a model of `model_with` reads, for token ids (sequences, tokens).
     `positions`: (tokens) those of each sequence's tokens, if they are not in order. `seen`: as in `KeptRows`."""
     layout = layout_of(model.states(), 1)
-    batch = whole_batch(layout, tokens)
-    if positions is not None:
-        batch.positions = positions.repeat(len(tokens))
+    batch = whole_batch(layout, tokens, positions)
     return model.forward(batch, kept_states(layout, seen), plan_mixers(model, layout, batch))
 
 
@@ -89,16 +85,6 @@ def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, seen: 
     """(sequences, tokens, vocabulary); arguments as of `hidden_states`."""
     scores: Tensor = model.head(hidden_states(model, tokens, positions, seen))
     return scores.unflatten(0, tokens.shape)
-
-
-def whole_batch(layout: Layout, tokens: Tensor) -> Batch:
-    """Whole sequences (sequences, tokens). Their rows lie one after another, so a page is the place of a row."""
-    count, length = tokens.shape
-    places, slots = torch.arange(count * length, device=tokens.device).view(count, length), None
-    if layout.recurrent is not None:
-        none = torch.zeros(count, dtype=torch.int64, device=tokens.device)
-        slots = none, none
-    return placed_batch(layout, [length] * count, [0] * count, tokens.flatten(), [places] * len(layout.paged), slots)
 
 
 def kept_states(layout: Layout, seen: Tensor | None = None) -> Sequence[LayerStates]:
