@@ -37,25 +37,15 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     source = EagleSource(files, narrows_own(target_build.activations))
     shard = None if target_build.shard is None else Shard(target_build.shard.group)
     build = replace(target_build, source=source, prefix="", shard=shard)
-    defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_positions}
-    fields = ConfigFields(_rank_config(files, build.tensor_ranks), {**TRANSFORMER, **defaults})
-    hidden, eps, heads = target.hidden, fields.number("rms_norm_eps"), heads_of(fields)
-    at = build.at("layer")
-    mixer = _attention(at.at("self_attn"), heads, hidden * (2 if files.fused else 1), hidden)
-    feed, before_feed = gated_mlp(fields, at.at("mlp")), RMSNorm(at.at("post_attention_layernorm"), hidden, eps)
+    fields = eagle_fields(_rank_config(files, build.tensor_ranks), target.max_positions)
+    hidden, eps = target.hidden, fields.number("rms_norm_eps")
     same = AddThen(build, lambda x: x)
     features: Features
     block: Block
     if files.fused:
         taps = files.taps or usual_taps(layers)
         fuse = gathered_linear(build.at("fc"), hidden * len(taps), hidden, build.has("fc.bias"))
-        block = FusedBlock(
-            mixer,
-            before_mixer=RMSNorm(at.at("hidden_norm"), hidden, eps),
-            feed=feed,
-            before_feed=before_feed,
-            before_embedding=RMSNorm(at.at("input_layernorm"), hidden, eps),
-        )
+        block = fused_block(fields, build, hidden)
 
         def embed(batch: Batch) -> Tensor:
             assert batch.features is not None
@@ -66,7 +56,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     else:
         taps = ()
         join = gathered_linear(build.at("fc"), hidden * 2, hidden, build.has("fc.bias"))
-        block = Block(mixer, before_mixer=same, feed=feed, before_feed=before_feed)
+        block = Block(before_mixer=same, **_branches(fields, build, hidden, hidden))
 
         def embed(batch: Batch) -> Tensor:
             assert batch.features is not None
@@ -83,9 +73,35 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
         blocks=[block],
         norm=same,
         head=_head(files, build, target, eps),
-        ropes={"global": rope_of(fields, build, heads)},
+        ropes={"global": rope_of(fields, build, heads_of(fields))},
     )
     return EagleHead(spread_tokens(model, build), features, taps)
+
+
+def eagle_fields(config: Mapping[str, Any], max_positions: int) -> ConfigFields:
+    """The configuration of a head for a model with that context."""
+    defaults = {"num_hidden_layers": 1, "max_position_embeddings": max_positions}
+    return ConfigFields(config, {**TRANSFORMER, **defaults})
+
+
+def fused_block(fields: ConfigFields, build: Build, hidden: int) -> FusedBlock:
+    """The layer of an EAGLE-3 head."""
+    at, eps = build.at("layer"), fields.number("rms_norm_eps")
+    return FusedBlock(
+        before_mixer=RMSNorm(at.at("hidden_norm"), hidden, eps),
+        before_embedding=RMSNorm(at.at("input_layernorm"), hidden, eps),
+        **_branches(fields, build, 2 * hidden, hidden),
+    )
+
+
+def _branches(fields: ConfigFields, build: Build, inner: int, hidden: int) -> dict[str, Any]:
+    """The layer's attention, which reads rows of `inner` columns, and its feed-forward layer, as a block has them."""
+    at, eps = build.at("layer"), fields.number("rms_norm_eps")
+    return {
+        "mixer": _attention(at.at("self_attn"), heads_of(fields), inner, hidden),
+        "feed": gated_mlp(fields, at.at("mlp")),
+        "before_feed": RMSNorm(at.at("post_attention_layernorm"), hidden, eps),
+    }
 
 
 def _attention(build: Build, heads: Heads, inner: int, hidden: int) -> Attention:

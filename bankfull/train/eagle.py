@@ -10,21 +10,26 @@ reduced vocabulary and projected by rows of the model's own head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import linear, pad
 
 from bankfull.assembly import Assembled
 from bankfull.layers.attention import Attention
+from bankfull.layers.linear import Linear
+from bankfull.layers.mixer import Angles
 from bankfull.layers.norm import RMSNorm
-from bankfull.ops import rms_norm, rope_angles, rotate
+from bankfull.models.common import rope_of
+from bankfull.models.eagle import eagle_fields, fused_block
+from bankfull.ops import rms_norm
 from bankfull.ops.cost import Cost
 from bankfull.runtime.batch import bare_batch
+from bankfull.train.gradients import training_build
 from bankfull.train.states import Examples
 from bankfull.train.trainer import RANKS, Acceptance
 from bankfull.weights.eagle import BLOCKS, EagleFiles, usual_taps, write_eagle
@@ -49,6 +54,41 @@ class Padded:
     starts: list[int]
     """The first token of each answer."""
     ends: list[int]
+
+
+class UnfoldedAttention:
+    """The layer's attention in the training-time test, which no batch of sequences has: a query of the last step sees
+    the first step's entries up to the newest known token, and of each later step the one entry on its own path."""
+
+    def __init__(self, attention: Attention, sequences: int, places: Tensor) -> None:
+        """`places`: of each sequence's tokens."""
+        self.attention, self.states, self.rope = attention, attention.states, attention.rope
+        self._sequences = sequences
+        self._ahead = places[None, :] - places[:, None]
+        """(query, key) the distance of the key's token."""
+        self._keys, self._values = list[Tensor](), list[Tensor]()
+
+    def plan(self, *unused: object) -> None:
+        return None
+
+    def run(self, x: Tensor, states: object, meta: object, angles: Angles | None) -> Tensor:
+        heads = self.attention.heads
+        q, k, v = (part.unflatten(0, (self._sequences, -1)) for part in self.attention.projected(x, angles))
+        self._keys.append(k.repeat_interleave(heads.count // heads.kv, 2))
+        self._values.append(v.repeat_interleave(heads.count // heads.kv, 2))
+        return self.attention.result(x, self._mixed(q * heads.scale).flatten(0, 1).flatten(1))
+
+    def _mixed(self, q: Tensor) -> Tensor:
+        keys, values, last = self._keys, self._values, len(self._keys) - 1
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, keys[0]).float().masked_fill(self._ahead > -last, -torch.inf)
+        on_path = [(_later(keys[step], last - step), _later(values[step], last - step)) for step in range(1, last + 1)]
+        beside = [(q * key).sum(-1).float().transpose(1, 2)[..., None] for key, _ in on_path]
+        weights = torch.cat((scores, *beside), -1).softmax(-1).to(q.dtype)
+        longest = q.shape[1]
+        mixed = torch.einsum("bhqk,bkhd->bqhd", weights[..., :longest], values[0])
+        for i, (_, value) in enumerate(on_path):
+            mixed = mixed + weights[..., longest + i].transpose(1, 2)[..., None] * value
+        return mixed
 
 
 class EagleTrainer:
@@ -80,8 +120,6 @@ class EagleTrainer:
         self._rows = stored.dequantize(torch.bfloat16 if self._autocast else torch.float32).clone()
         self._row_bytes = stored.nbytes
         self._parameters = {name: value.to(device).requires_grad_() for name, value in self._initial().items()}
-        half = self._of_head // 2
-        self._frequencies = (THETA ** (-torch.arange(half, dtype=torch.float64) / half)).float().to(device)
 
     def _initial(self) -> dict[str, Tensor]:
         """Matrices at random; `fc` begins as the mean of the taps."""
@@ -153,7 +191,12 @@ class EagleTrainer:
         return Cost(flops, read, 4.0 * depth * len(self._ids))
 
     def save(self, folder: Path, acceptance: Acceptance) -> list[Path]:
-        config = {
+        tensors = {name: _stored(value.detach()) for name, value in self._parameters.items()}
+        files = EagleFiles(self._config(), tensors, self.taps, self._ids, acceptance.by_rank, folder.name)
+        return write_eagle(files, folder, self._about)
+
+    def _config(self) -> dict[str, Any]:
+        return {
             "model_type": "llama",
             "hidden_size": self._size,
             "intermediate_size": self._inner,
@@ -168,58 +211,32 @@ class EagleTrainer:
             "draft_vocab_size": len(self._ids),
             "max_position_embeddings": self._model.max_positions,
         }
-        tensors = {name: _stored(value.detach()) for name, value in self._parameters.items()}
-        files = EagleFiles(config, tensors, self.taps, self._ids, acceptance.by_rank, folder.name)
-        return write_eagle(files, folder, self._about)
 
     # -- the layer
 
     def _steps(self, batch: Padded) -> list[Tensor]:
         """(sequences, longest, hidden) the predicted features of each step."""
-        w, features = self._parameters, list[Tensor]()
-        embedded = _rms(batch.embedded, w["layer.input_layernorm.weight"])
-        feature = linear(batch.states[..., self._size :], w["fc.weight"])
-        longest = batch.tokens.shape[1]
-        places = torch.arange(longest, device=feature.device)
-        angles = rope_angles(places, self._frequencies, 1.0, torch.float32)
-        ahead = places[None, :] - places[:, None]
-        """(query, key) the distance of the key's token."""
-        keys, values = list[Tensor](), list[Tensor]()
+        build, features = training_build(self._parameters), list[Tensor]()
+        fields = eagle_fields(self._config(), self._model.max_positions)
+        block = fused_block(fields, build, self._size)
+        assert isinstance(block.mixer, Attention)
+        shape = tuple(batch.tokens.shape)
+        places = torch.arange(shape[1], device=batch.tokens.device)
+        angles = rope_of(fields, build, block.mixer.heads)(places.repeat(shape[0]))
+        block = replace(block, mixer=UnfoldedAttention(block.mixer, shape[0], places))
+        fuse = Linear(build.at("fc"), self._size * len(self.taps), self._size)
+        feature = fuse(batch.states[..., self._size :])
         for _ in range(self.depth):
-            feature = _later(feature, 1)
-            inner = torch.cat((embedded, _rms(feature, w["layer.hidden_norm.weight"])), -1)
-            q, k, v = (
-                linear(inner, w[f"layer.self_attn.{name}_proj.weight"]).unflatten(-1, (-1, self._of_head))
-                for name in "qkv"
-            )
-            q, k = (rotate(part.float(), *angles).to(part.dtype) for part in (q, k))
-            keys.append(k.repeat_interleave(self._count // self._kv, 2))
-            values.append(v.repeat_interleave(self._count // self._kv, 2))
-            mixed = self._attend(q * self._of_head**-0.5, keys, values, ahead)
-            x = feature + linear(mixed.flatten(2), w["layer.self_attn.o_proj.weight"])
-            y = _rms(x, w["layer.post_attention_layernorm.weight"])
-            gated = silu(linear(y, w["layer.mlp.gate_proj.weight"])) * linear(y, w["layer.mlp.up_proj.weight"])
-            feature = x + linear(gated, w["layer.mlp.down_proj.weight"])
+            entering = torch.cat((batch.embedded, _later(feature, 1)), -1).flatten(0, 1)
+            x, branch = block.run((entering, None), (), None, angles)
+            assert branch is not None
+            feature = (x + branch).unflatten(0, shape)
             features.append(feature)
         return features
 
-    @staticmethod
-    def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor], ahead: Tensor) -> Tensor:
-        """A query of the last step sees the first step's entries up to the newest known token, and of each later step
-        the one entry on its own path."""
-        last = len(keys) - 1
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, keys[0]).float().masked_fill(ahead > -last, -torch.inf)
-        on_path = [(_later(keys[step], last - step), _later(values[step], last - step)) for step in range(1, last + 1)]
-        beside = [(q * key).sum(-1).float().transpose(1, 2)[..., None] for key, _ in on_path]
-        weights = torch.cat((scores, *beside), -1).softmax(-1).to(q.dtype)
-        longest = q.shape[1]
-        mixed = torch.einsum("bhqk,bkhd->bqhd", weights[..., :longest], values[0])
-        for i, (_, value) in enumerate(on_path):
-            mixed = mixed + weights[..., longest + i].transpose(1, 2)[..., None] * value
-        return mixed
-
     def _scores(self, x: Tensor) -> Tensor:
-        return linear(_rms(x, self._parameters["norm.weight"]).to(self._rows.dtype), self._rows)
+        normed: Tensor = rms_norm(x, self._parameters["norm.weight"], EPS)
+        return linear(normed.to(self._rows.dtype), self._rows)
 
     # -- examples
 
@@ -261,11 +278,6 @@ def _stored(value: Tensor) -> QTensor:
     if value.dim() == 2 and value.shape[1] % BLOCKS.block == 0:
         return quantize(value, BLOCKS.name)
     return QTensor.dense(value.to(torch.bfloat16))
-
-
-def _rms(x: Tensor, weight: Tensor) -> Tensor:
-    normed: Tensor = rms_norm(x.float(), weight, EPS)
-    return normed.to(x.dtype)
 
 
 def _later(x: Tensor, by: int) -> Tensor:
