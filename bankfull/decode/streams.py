@@ -125,7 +125,7 @@ class StreamStack:
         self._project = Linear(build, target.hidden, len(self._vocabulary), weight=self._rows)
         self._row = build.bind(embedding, weight=self._rows)
         self._cap = target.head.cap
-        model = replace(target, embed=_features, blocks=blocks, norm=copy(target.norm))
+        model = replace(target, embed=features_of, blocks=blocks, norm=copy(target.norm))
         self.own = OwnModel(model, build.kit, reads_features=True)
 
     def _product(self, weight: Tensor) -> Linear:
@@ -165,7 +165,7 @@ class StreamStack:
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
 
-def _features(batch: Batch) -> Tensor:
+def features_of(batch: Batch) -> Tensor:
     assert batch.features is not None, "streams enter before they run"
     return batch.features
 
