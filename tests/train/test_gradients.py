@@ -3,6 +3,7 @@ by finite differences of the served model, and where there is a reference implem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -94,10 +95,10 @@ def test_gradients_are_those_of_the_served_function(case: str) -> None:
     (found * factors).sum().backward()
     without = [name for name, value in parameters.items() if value.grad is None or not value.grad.any()]
     assert all(name.endswith(CHOICES) for name in without), without
-    # A direction in which all parameters change the result about equally: a wrong gradient of any of them shows.
+    # A direction in which every parameter raises the result alike: a wrong gradient of any of them shows.
     ways = {name: torch.randn(value.shape, dtype=EXACT, generator=generator) for name, value in parameters.items()}
     slopes = {n: float((parameters[n].grad * way).sum()) for n, way in ways.items() if parameters[n].grad is not None}
-    scales = {name: 1.0 / max(abs(slope), 1e-3) for name, slope in slopes.items() if slope}
+    scales = {name: math.copysign(1.0 / max(abs(slope), 1e-3), slope) for name, slope in slopes.items()}
 
     def moved(by: float) -> float:
         there = {n: value.detach() + by * scales.get(n, 0.0) * ways[n] for n, value in parameters.items()}
@@ -107,7 +108,7 @@ def test_gradients_are_those_of_the_served_function(case: str) -> None:
 
     measured = (moved(STEP) - moved(-STEP)) / (2 * STEP)
     slope = sum(scales[name] * slopes[name] for name in scales)
-    assert measured == pytest.approx(slope, abs=1e-4 * len(scales)), f"{len(scales)} parameters"
+    assert measured == pytest.approx(slope, abs=5e-4), f"{len(scales)} parameters, each with a share of about 1"
 
 
 @pytest.mark.parametrize("case", REFERENCE)
