@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from bankfull.errors import ConfigError
+from bankfull.layers.build import Build
+from bankfull.models.registry import build_model
+from bankfull.ops import kit_for
 from bankfull.quantize.sensitivity import Divergence
 from bankfull.runtime.naive import logits
 from bankfull.train.qat import QatModel, QatOptions, QatReport, straight_through, tune
 from bankfull.weights.quantize import quantize
+from bankfull.weights.replaced import ReplacedTensors
 from bankfull.weights.source import open_model
 from tests.quantize.trained import CPU, STEPS, sequences, text, trained_folder
 from tests.tiny import folder_of, model_of
@@ -82,7 +86,11 @@ def test_every_architecture_is_tuned(shape: str) -> None:
     assert all("experts" in name for name in rounded) and len(rounded) < len(model.types) / 2
     stored = dict(model.tensors())
     assert set(stored) <= set(files.source.names())
-    assert {tensor.scheme.name for name, tensor in stored.items() if name in model.types} <= {"int3_g32", "int3_g64"}
+    assert {tensor.scheme.name for name, tensor in stored.items() if name in model.types} == {"int3_g32"}
+    build = Build(ReplacedTensors(files.source, stored), kit_for("cpu", "torch"), torch.float32, CPU)
+    with torch.no_grad():
+        tuned = model._model.logits(tokens, model.rounded())[0]
+    assert torch.allclose(tuned, logits(build_model(files.config, build), tokens[0].tolist(), CPU), atol=1e-3)
 
 
 @pytest.mark.full
