@@ -169,16 +169,12 @@ class Kit:
         return self._choose(operation, facts) is not None
 
     def _choose(self, operation: Operation, facts: dict[str, Any]) -> Provider | None:
-        fused = operation.bound_with(facts).fused
         for name in self.prefer:
             provider = operation.providers.get(name)
-            if (
-                provider is None
-                or provider.on not in (self.device, ANYWHERE)
-                or (fused and fused not in provider.fuses)
-            ):
+            if provider is None or provider.on not in (self.device, ANYWHERE):
                 continue
-            if provider.accepts(**facts):
+            fused = operation.bound_with(facts).fused
+            if (not fused or fused in provider.fuses) and provider.accepts(**facts):
                 return provider
         return None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from bankfull.errors import ConfigError
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.quantize.rtn import rounded
+from bankfull.train.gradients import logits, model_with
 from bankfull.train.lm.model import TrainedModel
 from bankfull.train.lm.tasks import HELD_OUT, TextWindows
 from bankfull.train.loop import Schedule, optimize
@@ -100,7 +101,7 @@ class QatModel:
         if not self.types:
             raise ConfigError(f"Groups of up to {options.group} columns divide no matrix of the model; use others.")
         self._model = TrainedModel(files.config, 0, device, {name: value.clone() for name, value in weights.items()})
-        self._teacher = {name: value.to(device) for name, value in weights.items()}
+        self._teacher = model_with(files.config, {name: value.to(device) for name, value in weights.items()})
         every = self._model.parameters
         self.tuned = {
             name: value for name, value in every.items() if name in self.types or name.endswith("norm.weight")
@@ -111,7 +112,7 @@ class QatModel:
         """KL(model || rounded model), mean nats per token."""
         tokens = tokens.to(self.device)
         with torch.no_grad():
-            expected = self._model.logits(tokens, self._teacher).log_softmax(-1)
+            expected = logits(self._teacher, tokens).log_softmax(-1)
         predicted = self._model.logits(tokens, self.rounded()).log_softmax(-1)
         return (expected.exp() * (expected - predicted)).sum(-1).mean()
 
