@@ -19,11 +19,13 @@ from bankfull.assembly import Assembled
 from bankfull.decode.streams import features_of, stream_attention, stream_block, top_attention
 from bankfull.layers.adapted import Product
 from bankfull.layers.attention import Attention
+from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles
 from bankfull.models.registry import build_model
 from bankfull.ops import training_kit
+from bankfull.ops.train.kept import KeptRows
 from bankfull.runtime.batch import bare_batch, whole_batch
 from bankfull.runtime.forward import plan_mixers
 from bankfull.state.spec import Shared, StateSpec, layout_of
@@ -77,6 +79,12 @@ class StreamsAttention:
         return self.attention.result(x, mixed.permute(0, 3, 4, 1, 2, 5).flatten(3).flatten(0, 2))
 
 
+def _of_main(kept: object, batch: Batch) -> Tensor:
+    """(sequences, length, heads, size)"""
+    assert isinstance(kept, KeptRows)
+    return kept.of_sequences(batch.q_start)
+
+
 def _seen(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     return key <= query if window is None else (key <= query) & (key > query - window)
 
@@ -122,7 +130,7 @@ class TopLayers:
         batch = whole_batch(self._layout, grid.newest.new_zeros(grid.sequences, grid.length))
         batch.features, states = x, kept_states(self._layout)
         hidden = self._top.forward(batch, states, plan_mixers(self._top, self._layout, batch))
-        self._main = [tuple(kept[name].rows.unflatten(0, (grid.sequences, -1)) for name in "kv") for (kept,) in states]
+        self._main = [(_of_main(kept["k"], batch), _of_main(kept["v"], batch)) for (kept,) in states]
         return hidden
 
     def run_streams(

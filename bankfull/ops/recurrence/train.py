@@ -80,8 +80,9 @@ def whole_linear_attention(
 
 @diagonal_scan.provider(TRAIN, on=ANYWHERE)
 def whole_diagonal(x: Tensor, decay: Tensor, out: Tensor, d: Tensor, state: object, meta: RecurrentMeta) -> Tensor:
-    dynamics = (torch.complex(*wide(part)).T for part in (decay, out))
-    return diagonal_convolution(*_sequences(meta, x), *dynamics, wide(d)).flatten(0, 1).to(x.dtype)
+    dynamics, leave = (torch.complex(*wide(part)).T for part in (decay, out))
+    (xs,) = _sequences(meta, x)
+    return diagonal_convolution(xs, dynamics, leave, wide(d)).flatten(0, 1).to(x.dtype)
 
 
 @delta_rule.provider(TRAIN, on=ANYWHERE)
@@ -96,5 +97,6 @@ def whole_delta(
     state: object,
     meta: RecurrentMeta,
 ) -> Tensor:
-    y, _ = gated_delta(*_sequences(meta, q, k, v, a, b), wide(rate), wide(shift))
+    qs, ks, vs, keeps, betas = _sequences(meta, q, k, v, a, b)
+    y, _ = gated_delta(qs, ks, vs, keeps, betas, wide(rate), wide(shift))
     return y.flatten(0, 1).to(v.dtype)
