@@ -116,7 +116,8 @@ def stage_weights(assembled: Assembled, weights: Weights) -> StagedWeights:
 def _opened(assembled: Assembled, weights: Weights) -> tuple[ModelFiles, Callable[[], str]]:
     """The files, and what makes their identity."""
     if isinstance(weights, Mapping):
-        return replace(assembled.files, source=GivenTensors(weights), opened=None), lambda: secrets.token_hex(16)
+        tensors = {name: one.detach() if isinstance(one, Tensor) else one for name, one in weights.items()}
+        return replace(assembled.files, source=GivenTensors(tensors), opened=None), lambda: secrets.token_hex(16)
     path = locate(str(weights))
     before, fingerprint = weights_stamp(path), fingerprint_beside(path)
     files = open_model(path)

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from bankfull.errors import ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import Config, build_model
@@ -21,51 +20,13 @@ from bankfull.runtime.batch import whole_batch
 from bankfull.runtime.forward import Model, plan_mixers
 from bankfull.state.spec import Layout, layout_of
 from bankfull.state.storage import LayerStates
-from bankfull.weights.qtensor import QTensor
-from bankfull.weights.scheme import Scheme
-
-
-class ParameterSource:
-    """Parameters as the source of a model's tensors: the model computes with them, not with copies."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = parameters
-        self._read: set[str] = set()
-
-    def names(self) -> list[str]:
-        return list(self._parameters)
-
-    def has(self, name: str) -> bool:
-        return name in self._parameters
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._found(name).shape)
-
-    def scheme(self, name: str) -> Scheme:
-        return QTensor.dense(self._found(name)).scheme
-
-    def get(self, name: str) -> QTensor:
-        self._read.add(name)
-        return QTensor.dense(self._found(name))
-
-    def unread(self) -> list[str]:
-        return [name for name in self._parameters if name not in self._read]
-
-    def release(self) -> None:
-        """Nothing to release: the parameters are in memory."""
-
-    def _found(self, name: str) -> Tensor:
-        if name not in self._parameters:
-            raise ModelError(
-                f"The model has no parameter {name}; use the configuration that belongs to the parameters."
-            )
-        return self._parameters[name]
+from bankfull.weights.given_source import GivenTensors
 
 
 def training_build(parameters: Mapping[str, Tensor]) -> Build:
     """Builds layers with these parameters, in their dtype and on their device."""
     first = next(iter(parameters.values()))
-    return Build(ParameterSource(parameters), training_kit(first.device.type), first.dtype, first.device)
+    return Build(GivenTensors(parameters), training_kit(first.device.type), first.dtype, first.device)
 
 
 def model_with(config: Config, parameters: Mapping[str, Tensor]) -> Decoder:

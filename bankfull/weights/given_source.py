@@ -12,13 +12,13 @@ from bankfull.weights.scheme import Scheme
 
 
 class GivenTensors:
-    """Dense tensors by their names in the model."""
+    """Dense tensors by their names in the model, not copies of them: gradients flow to them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise ModelError(f"weights are given as tensors by name, not {type(tensor).__name__} as {name!r:.80}")
-        self._tensors = {name: QTensor.dense(tensor.detach()) for name, tensor in tensors.items()}
+        self._tensors = {name: QTensor.dense(tensor) for name, tensor in tensors.items()}
         self._read: set[str] = set()
 
     def names(self) -> list[str]:

@@ -23,9 +23,10 @@ from bankfull.ops import OPERATIONS, kit_for, training_kit
 from bankfull.ops.registry import TRAIN
 from bankfull.ops.train.kept import by_sequence
 from bankfull.runtime import naive
-from bankfull.train.gradients import ParameterSource, logits, model_with
+from bankfull.train.gradients import logits, model_with
 from bankfull.train.lm.weights import initial_weights
 from bankfull.weights.drafter_files import write_json, write_tensors
+from bankfull.weights.given_source import GivenTensors
 from bankfull.weights.source import ModelFiles, open_model
 from tests.models import cases
 from tests.models.composed import LAYERS, config_of
@@ -66,7 +67,7 @@ def parameters_of(files: ModelFiles) -> dict[str, Tensor]:
 
 
 def served(config: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Decoder:
-    source = ParameterSource({name: value.detach() for name, value in parameters.items()})
+    source = GivenTensors({name: value.detach() for name, value in parameters.items()})
     return build_model(config, Build(source, kit_for("cpu", "torch"), EXACT, CPU))
 
 
