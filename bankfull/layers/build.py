@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ModelError
+from bankfull.layers.placement import Home, Mode, PlacedWeight, Placement, Role, Whole
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear, linear_bf16, linear_int8
 from bankfull.ops.products.activations import BF16, EXACT, FLOAT, INT8, TOKEN, ActivationRule
 from bankfull.ops.registry import Function, Kit
@@ -20,7 +21,7 @@ from bankfull.ranks.group import RankGroup
 from bankfull.ranks.shard import Part, RowShare, Shard
 from bankfull.ranks.stage import Stage
 from bankfull.state.mask import Mask
-from bankfull.weights.blank_source import META, BlankTensors
+from bankfull.weights.blank_source import META
 from bankfull.weights.cut import cut
 from bankfull.weights.formats.dense import BY_DTYPE
 from bankfull.weights.formats.groups import as_blocks
@@ -69,8 +70,18 @@ class Build:
     sequence: str = "off"
     """`MeshSpec.sp`: how tokens are divided around the layers that mix them."""
     prefix: str = ""
+    placement: Placement = field(default_factory=Whole)
+    """Where the weights of each module lie."""
+    role: Role = Role.MIXER
+    """What the module here belongs to."""
+    mode: Mode = Mode.RESIDENT
+    """How the weights of the module here reach its operations."""
+    here: Home | None = None
+    """The home of what is read on this rank, where it is not that of the module here."""
     elsewhere: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Modules whose tensors other ranks read."""
+    """Modules whose tensors are not read here."""
+    weights: dict[str, PlacedWeight] = field(default_factory=dict, repr=False, compare=False)
+    """What the model has asked for, by name, also what is not read here."""
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
     """Notices that were logged."""
 
@@ -85,12 +96,13 @@ class Build:
     @property
     def split(self) -> tuple[int, int]:
         """Ranks over which the mixers, and the feed-forward layers, of this rank's model are split."""
-        return self.tensor_ranks, self.tensor_ranks
+        runs = self.placement.roles
+        return self.tensor_ranks if Role.MIXER in runs else 1, self.tensor_ranks if Role.FEED in runs else 1
 
     @property
     def together(self) -> Build:
         """Builds layers whole on this rank, where feed-forward layers of the model have ranks of their own."""
-        return self
+        return self.placed(Whole())
 
     @property
     def matrices(self) -> torch.dtype:
@@ -102,17 +114,38 @@ class Build:
         """Dtype of values that are never rounded to 16 bits."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def home(self) -> Home:
+        """Where the weights of the module here lie, and what computes with them."""
+        return Home(self.device, self.kit, self.dtype, self.mode)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the weights of the module here are read here."""
+        return self.mode is not Mode.ELSEWHERE
+
     def at(self, name: str | int) -> Build:
-        prefix = self._full(str(name))
-        build = replace(self, prefix=prefix)
-        return build if self.stage is None or self.stage.holds(prefix) else build.blank
+        return self._homed(self._full(str(name)), self.role)
+
+    def of(self, role: Role) -> Build:
+        """The same module as a part of what has this role."""
+        return self if role is self.role else self._homed(self.prefix, role)
+
+    def placed(self, placement: Placement) -> Build:
+        """The same module where this placement puts it."""
+        return replace(self, placement=placement)._homed(self.prefix, self.role)
+
+    def _homed(self, prefix: str, role: Role) -> Build:
+        here = self.here or self.home
+        of_stage = self.stage is None or self.stage.holds(prefix)
+        home = self.placement.home(prefix, role, here) if of_stage else here.elsewhere
+        return replace(self, prefix=prefix, role=role, **_fields(home), here=None if home is here else here)
 
     @property
     def blank(self) -> Build:
-        """Builds layers without data, for another stage's layers."""
-        if self.device == META:
-            return self
-        return replace(self, source=BlankTensors(self.source), device=META, kit=Kit(self.kit.device, ()))
+        """Builds layers without data, here and below."""
+        home = (self.here or self.home).elsewhere
+        return replace(self, **_fields(home), here=home)
 
     def at_stage(self, first: bool, last: bool) -> Build:
         """Builds layers that only the first or the last stage needs: with data there, without elsewhere."""
@@ -144,10 +177,14 @@ class Build:
         """A matrix as stored in the file; a dense one in the dtype that it is multiplied in. `for_linear`: it is
         multiplied by a `Linear`, which regards the order of its columns and its outliers; elsewhere a matrix that has
         these is expanded."""
+        if not self._asked(name, shape):
+            return self._left(name, shape)
         return self._as_multiplied(self._find(name, shape), for_linear)
 
     def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
         """These rows of a matrix of that shape, in the form of `weight`. No others are read."""
+        if not self._asked(name, shape):
+            return self._left(name, (len(rows), *shape[1:]))
         matrix = self._find(name, shape)
         return self._as_multiplied(matrix.rows(rows.to(matrix.device)), for_linear)
 
@@ -222,6 +259,9 @@ class Build:
         """Matrices of `count` experts as one tensor (count, *shape). `name` has a place for the expert's number,
         "experts.{}.up_proj.weight"; a file may hold the whole tensor instead, named "experts.up_proj.weight"."""
         whole = name.replace("{}.", "")
+        if not self.reads:
+            self._asked(whole, (count, *shape))
+            return self._left(name, (count, *shape))
         if name == whole or self.has(whole) or count > MOST_EXPERTS:
             return self.weight(whole, (count, *shape))
         return self._stack(name, [self.weight(name.format(expert), shape) for expert in range(count)])
@@ -240,7 +280,11 @@ class Build:
         """The matrices of `stacked` for these experts only: nothing else is read. `fused`: matrices that each one holds
         one after another."""
         whole = name.replace("{}.", "")
+        if not self.reads:
+            self._asked(whole, (count, *shape))
+            return self._left(name, (len(experts), *shape))
         if name == whole or self.has(whole):
+            self._asked(whole, (count, *shape))
             return self._as_multiplied(self._find_experts(whole, count, shape, experts, fused))
         others = (name.format(expert) for expert in range(count) if expert not in experts)
         self.elsewhere.update(self._full(other).removesuffix(".weight") for other in others)
@@ -248,10 +292,14 @@ class Build:
 
     def held_bias(self, name: str, count: int, size: int, experts: Sequence[int]) -> Tensor:
         """The biases (experts, size) of these experts, of a tensor that holds all of them."""
+        if not self._asked(name, (count, size)):
+            return self._left(name, (len(experts), size)).dequantize(self.dtype)
         return self._find_experts(name, count, (size,), experts).dequantize(self.dtype).to(self.device)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""
+        if not self._asked(name, shape):
+            return self._left(name, shape).dequantize(dtype or self.dtype)
         tensor = self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
         if self.shard is None or not name.endswith("bias") or self.shard.holds_bias(self._full(name)):
             return tensor
@@ -267,6 +315,18 @@ class Build:
     def row_share(self, count: int) -> RowShare | None:
         """The share of a matrix's rows that this rank holds where outputs or results are gathered; None: all."""
         return None if self.shard is None else RowShare(count, self.shard.group)
+
+    def _asked(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Note that the model needs a weight; whether it is read here."""
+        full = self._full(name)
+        self.weights[full] = PlacedWeight(full, shape, self.role, self.home)
+        return self.reads
+
+    def _left(self, name: str, shape: tuple[int, ...]) -> QTensor:
+        """Takes the place of a tensor that is not read here. Of experts, a file may name all of them, or fuse some."""
+        module = name.partition(".{}.")[0] if "{}" in name else name.rpartition(".")[0]
+        self.elsewhere.add(self._full(module) if module else self.prefix)
+        return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
 
     def _find_experts(
         self, name: str, count: int, shape: tuple[int, ...], experts: Sequence[int], fused: int = 1
@@ -300,3 +360,7 @@ class Build:
                 f"{shape}; use the configuration that belongs to the file."
             )
         return found
+
+
+def _fields(home: Home) -> dict[str, Any]:
+    return {"device": home.device, "kit": home.kit, "dtype": home.dtype, "mode": home.mode}

@@ -11,6 +11,7 @@ from torch import Tensor
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mlp import activation
+from bankfull.layers.placement import Role
 from bankfull.ops import (
     Operation,
     RoutingRule,
@@ -76,7 +77,7 @@ class Experts:
         shared: Callable[[Tensor], Tensor] | None = None,
         shared_gate: Linear | None = None,
     ) -> None:
-        names = names or ExpertNames()
+        build, names = build.of(Role.FEED), names or ExpertNames()
         rule, hidden = shape.rule, shape.hidden
         self.shape, self.rule = shape, rule
         self.kind = shape.kind if shape.kind == CLAMPED_SWIGLU else activation(shape.kind)

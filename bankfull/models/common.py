@@ -95,14 +95,7 @@ def gated_mlp(
     """`inner`: the layer's width, where it is not the model's. `stacks`: as for `GatedMLP`."""
     hidden, bias = fields.size("hidden_size"), fields.flag("mlp_bias")
     inner = fields.size("intermediate_size") if inner is None else inner
-    return GatedMLP(
-        build,
-        Linear(build.at("gate_proj"), hidden, inner, bias, int8_when_batched=True),
-        Linear(build.at("up_proj"), hidden, inner, bias, int8_when_batched=True),
-        Linear(build.at("down_proj"), inner, hidden, bias),  # rounding it would cost a third of all accuracy loss
-        fields.text(activation),
-        stacks,
-    )
+    return GatedMLP.read(build, hidden, inner, fields.text(activation), bias=bias, stacks=stacks)
 
 
 def rope_of(fields: ConfigFields, build: Build, heads: Heads) -> Rope:

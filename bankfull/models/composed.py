@@ -127,17 +127,10 @@ class _Composer:
             return mixture(at, sizes, shared=shared)
         if shape.kind == "gated":
             return self._gated(at, shape.inner, shape.activation)
-        up = Linear(at.at("up_proj"), self.hidden, shape.inner, int8_when_batched=True)
-        return MLP(at, up, Linear(at.at("down_proj"), shape.inner, self.hidden), shape.activation)
+        return MLP.read(at, self.hidden, shape.inner, shape.activation, ("up_proj", "down_proj"))
 
     def _gated(self, at: Build, inner: int, kind: str) -> GatedMLP:
-        return GatedMLP(
-            at,
-            Linear(at.at("gate_proj"), self.hidden, inner, int8_when_batched=True),
-            Linear(at.at("up_proj"), self.hidden, inner, int8_when_batched=True),
-            Linear(at.at("down_proj"), inner, self.hidden),
-            kind,
-        )
+        return GatedMLP.read(at, self.hidden, inner, kind)
 
     # -- RoPE
 

@@ -16,6 +16,7 @@ from bankfull.layers.decoder import Block, Decoder, Feed
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
 from bankfull.layers.parallel_mixer import ParallelMixer
+from bankfull.layers.placement import Role
 from bankfull.layers.ssd import GatedNorm, Mamba2Mixer
 from bankfull.models.common import TRANSFORMER, attention, decoder, gated_mlp, heads_of, rope_of, tied_head
 from bankfull.models.fields import ConfigFields
@@ -57,6 +58,8 @@ class ScaledMLP:
     """down(f(gate(x) * first) * up(x)) * second"""
 
     def __init__(self, build: Build, inner: GatedMLP, first: float, second: float) -> None:
+        build = build.of(Role.FEED)
+
         def factors(count: int, factor: float) -> Tensor:
             return torch.full((count,), factor, dtype=build.dtype, device=build.device)
 

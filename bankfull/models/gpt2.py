@@ -47,18 +47,15 @@ def build_gpt2(config: Config, build: Build) -> Decoder:
 
     def block(layer: int) -> Block:
         at = root.at("h").at(layer)
-        attn, feed = at.at("attn"), at.at("mlp")
+        attn = at.at("attn")
         scale = (size**-0.5 if scaled else 1.0) / (layer + 1 if by_layer else 1)
         q, k, v = split_linear(attn.at("c_attn"), hidden, [width] * 3, True, int8_when_batched=(True, True, False))
         out = Linear(attn.at("c_proj"), width, hidden, True, int8_when_batched=True)
         return Block(
             Attention(attn, Heads(count, count, size, scale), q, k, v, out, rope=None),
             before_mixer=norm(at.at("ln_1")),
-            feed=MLP(
-                feed,
-                Linear(feed.at("c_fc"), hidden, inner, True, int8_when_batched=True),
-                Linear(feed.at("c_proj"), inner, hidden, True),
-                fields.text("activation_function"),
+            feed=MLP.read(
+                at.at("mlp"), hidden, inner, fields.text("activation_function"), ("c_fc", "c_proj"), bias=True
             ),
             before_feed=norm(at.at("ln_2")),
         )

@@ -51,18 +51,15 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
         return AddThen(at, LayerNorm(at, hidden, eps))
 
     def block(at: Build) -> Block:
-        attn, feed = at.at("attention"), at.at("mlp")
+        attn = at.at("attention")
         q, k, v = split_linear(
             attn.at("query_key_value"), hidden, [width] * 3, bias, int8_when_batched=(True, True, False), order=order
         )
         return Block(
             Attention(attn, heads, q, k, v, Linear(attn.at("dense"), width, hidden, bias, int8_when_batched=True)),
             before_mixer=norm(at.at("input_layernorm")),
-            feed=MLP(
-                feed,
-                Linear(feed.at("dense_h_to_4h"), hidden, inner, True, int8_when_batched=True),
-                Linear(feed.at("dense_4h_to_h"), inner, hidden, True),
-                fields.text("hidden_act"),
+            feed=MLP.read(
+                at.at("mlp"), hidden, inner, fields.text("hidden_act"), ("dense_h_to_4h", "dense_4h_to_h"), bias=True
             ),
             before_feed=norm(at.at("post_attention_layernorm")),
             add_branches=plus,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Feed
 from bankfull.layers.experts import ExpertNames, ExpertsShape, RoutingRule
-from bankfull.layers.linear import Linear, split_linear
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
@@ -73,13 +72,9 @@ def build_granite_hybrid(config: Config, build: Build) -> Decoder:
 
     def feed(at: Build) -> Feed:
         below, width = at.at("shared_mlp"), fields.size("shared_intermediate_size")
-        if below.has("gate_proj.weight"):  # a GGUF file
-            gate, up = (
-                Linear(below.at(name), hidden, width, int8_when_batched=True) for name in ("gate_proj", "up_proj")
-            )
-        else:
-            gate, up = split_linear(below.at("input_linear"), hidden, [width, width], int8_when_batched=(True, True))
-        shared = GatedMLP(below, gate, up, Linear(below.at("output_linear"), width, hidden), "silu")
+        apart = below.has("gate_proj.weight")  # a GGUF file
+        enter = ("gate_proj", "up_proj") if apart else ("input_linear",)
+        shared = GatedMLP.read(below, hidden, width, "silu", (*enter, "output_linear"))
         if experts is None:
             return shared
         sparse = at.at("block_sparse_moe")

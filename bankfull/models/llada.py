@@ -69,12 +69,8 @@ def build_llada(config: Config, build: Build) -> Decoder:
                 Linear(at.at("attn_out"), q, hidden, bias, int8_when_batched=True),
             ),
             before_mixer=RMSNorm(at.at("attn_norm"), hidden, eps),
-            feed=GatedMLP(
-                at,
-                Linear(at.at("ff_proj"), hidden, inner, bias, int8_when_batched=True),
-                Linear(at.at("up_proj"), hidden, inner, bias, int8_when_batched=True),
-                Linear(at.at("ff_out"), inner, hidden, bias),
-                fields.text("activation_type"),
+            feed=GatedMLP.read(
+                at, hidden, inner, fields.text("activation_type"), ("ff_proj", "up_proj", "ff_out"), bias
             ),
             before_feed=RMSNorm(at.at("ff_norm"), hidden, eps),
         )

@@ -62,11 +62,8 @@ def build_opt(config: Config, build: Build) -> Decoder:
         return Block(
             Attention(attn, heads, q, k, v, out, rope=None),
             before_mixer=norm(at.at("self_attn_layer_norm")),
-            feed=MLP(
-                at,
-                Linear(at.at("fc1"), hidden, inner, bias),
-                Linear(at.at("fc2"), inner, hidden, bias),
-                fields.text("activation_function"),
+            feed=MLP.read(
+                at, hidden, inner, fields.text("activation_function"), ("fc1", "fc2"), bias, int8_when_batched=False
             ),
             before_feed=norm(at.at("final_layer_norm")),
             norm_last=not norm_first,

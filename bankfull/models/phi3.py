@@ -31,9 +31,7 @@ def build_phi3(config: Config, build: Build) -> Decoder:
 
 def fused_mlp(fields: ConfigFields, build: Build) -> GatedMLP:
     hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
-    gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner], int8_when_batched=(True, True))
-    down = Linear(build.at("down_proj"), inner, hidden)
-    return GatedMLP(build, gate, up, down, fields.text("hidden_act"))
+    return GatedMLP.read(build, hidden, inner, fields.text("hidden_act"), ("gate_up_proj", "down_proj"))
 
 
 def _split(s: Splitting) -> None:

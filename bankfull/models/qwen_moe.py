@@ -9,6 +9,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder, Feed
 from bankfull.layers.experts import Experts, ExpertsShape, RoutingRule
 from bankfull.layers.linear import Linear
+from bankfull.layers.placement import Role
 from bankfull.models.common import attention, gated_mlp, head_norms, heads_of, prenorm_decoder, tied_head
 from bankfull.models.fields import ConfigFields
 from bankfull.models.qwen import QWEN2, QWEN3, qwen_windows
@@ -62,7 +63,7 @@ def experts_shape(fields: ConfigFields) -> ExpertsShape:
 def experts_with_shared(fields: ConfigFields, build: Build, shape: ExpertsShape) -> Experts:
     """Experts beside one that every token passes, scaled by the sigmoid of a gate."""
     shared = gated_mlp(fields, build.at("shared_expert"), inner=fields.size("shared_expert_intermediate_size"))
-    gate = Linear(build.at("shared_expert_gate"), shape.hidden, 1)
+    gate = Linear(build.of(Role.FEED).at("shared_expert_gate"), shape.hidden, 1)
     return mixture(build, shape, shared=shared, shared_gate=gate)
 
 

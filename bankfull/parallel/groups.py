@@ -24,7 +24,7 @@ from bankfull.ranks.place import RankPlace
 from bankfull.ranks.shard import Shard
 from bankfull.ranks.stage import Stage
 from bankfull.runtime.device import Device
-from bankfull.spread.apart import SideBuild
+from bankfull.spread.apart import OneSide
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Ranks:
             context=self.context,
             sequence=self.place.mesh.sp,
         )
-        return own if self.sides is None else SideBuild.of(own, self.sides)
+        return own if self.sides is None else own.placed(OneSide.of(self.sides))
 
     @property
     def pages(self) -> ProcessRanks | None:

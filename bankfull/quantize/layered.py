@@ -12,11 +12,12 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.quantize.recording import CPU, InputRecorder, LayerBuild
+from bankfull.quantize.recording import CPU, InputRecorder, RecordingBuild, SomeLayers
 from bankfull.runtime.naive import single_batch
 from bankfull.state.spec import Layout, Shared, StateSpec, layout_of
 from bankfull.state.storage import LayerStates, Storage
@@ -59,9 +60,9 @@ class LayeredModel:
         complete()  # layers that are not in memory are built without data
         self.files, self.length, self.device = files, length, device
         self._angles: dict[int, Mapping[str, Angles]] = {}
-        self.stem, names = "", InputRecorder()
-        self._built((), {}, names)
-        self.stem = layers_stem(names.read)
+        nothing = self._build(SomeLayers("", ()), {}, InputRecorder())
+        build_model(files.config, nothing)
+        self.stem = layers_stem(list(nothing.weights))
         self._outside = self._built(None, {}, InputRecorder())
         self.states: list[tuple[StateSpec, ...]] = self._outside.states()
         self.shared = {spec.layer for states in self.states for spec in states if isinstance(spec, Shared)}
@@ -108,20 +109,21 @@ class LayeredModel:
         return self._outside.head(normed)
 
     def _built(self, live: tuple[str, ...] | None, replaced: Mapping[str, Tensor], recorder: InputRecorder) -> Decoder:
-        source = ReplacedSource(self.files.source, replaced)
-        build = LayerBuild(
-            source,
+        return build_model(self.files.config, self._build(SomeLayers(self.stem, live), replaced, recorder))
+
+    def _build(self, placement: SomeLayers, replaced: Mapping[str, Tensor], recorder: InputRecorder) -> Build:
+        surrounds = placement.live is None
+        build = RecordingBuild(
+            ReplacedSource(self.files.source, replaced),
             kit_for("cpu", "torch"),
             torch.float32,
-            CPU if live is None else self.device,
+            CPU if surrounds else self.device,
             expand=True,
             max_len=self.length,
-            stem=self.stem,
-            live=live,
             recorder=recorder,
-            home=CPU if live is None else self.device,
+            surrounds=surrounds,
         )
-        return build_model(self.files.config, build)
+        return build.placed(placement)
 
     def _batch(self, layout: Layout, tokens: Sequence[int], device: torch.device) -> Batch:
         return single_batch(layout, tokens, 0, len(tokens), 0, device)

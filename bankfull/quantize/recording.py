@@ -1,27 +1,28 @@
 """Which tensor of the checkpoint each product of a layer multiplies, and what enters it.
 
-Layers bind their operations through the `Build` at the place of their tensors. `LayerBuild` is one that wraps products,
-so that every family can be recorded without a change of its layers. It also builds one layer of a model alone: all
-tensors elsewhere are on the meta device and are never read.
+Layers bind their operations through the `Build` at the place of their tensors. `RecordingBuild` is one that wraps
+products, so that every family can be recorded without a change of its layers. `SomeLayers` places a few layers of a
+model alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
+from bankfull.layers.placement import Home, Role
 from bankfull.ops import Epilogue, Operation, expert_mlp, linear, rms_norm, write_latents
 from bankfull.ops.registry import Function
 from bankfull.quantize.method import Matrix
 from bankfull.weights.qtensor import QTensor
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,6 @@ class InputRecorder:
 
     linears: set[str] = field(default_factory=set)
     """Matrices that linear layers multiply."""
-    read: list[str] = field(default_factory=list)
-    """Names that the model asked for, also those that were not read."""
 
     def name_of(self, held: Any) -> str | None:
         origin = self.origins.get(id(held))
@@ -95,60 +94,60 @@ class InputRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerBuild(Build):
-    """Builds one layer of a model, or everything but its layers."""
+class SomeLayers:
+    """A placement (`layers.placement`): some layers of a model, or what surrounds its layers, and nothing else."""
 
-    stem: str = ""
+    stem: str
     """The place of all layers: "model.layers"."""
-    live: tuple[str, ...] | None = None
-    """The layers that are built, as "model.layers.3"; None: everything but the layers."""
-    recorder: InputRecorder = field(default_factory=InputRecorder)
-    home: torch.device = CPU
-    """The device of what is built."""
+    live: tuple[str, ...] | None
+    """The layers that are read, as "model.layers.3"; None: what surrounds the layers."""
+    roles: frozenset[Role] = frozenset(Role)
 
-    def at(self, name: str | int) -> LayerBuild:
-        full = self._full(str(name))
-        return replace(self, prefix=full, device=self.home if self._lives(full) else META)
-
-    def _lives(self, full: str) -> bool:
+    def home(self, module: str, role: Role, here: Home) -> Home:
         if self.live is None:
-            return re.match(rf"{re.escape(self.stem)}\.\d+(\.|$)", full) is None
-        return any(f"{full}.".startswith(f"{live}.") or live.startswith(f"{full}.") for live in self.live)
+            lives = re.match(rf"{re.escape(self.stem)}\.\d+(\.|$)", module) is None
+        else:
+            of = (f"{module}.".startswith(f"{one}.") or one.startswith(f"{module}.") for one in self.live)
+            lives = not module or any(of)
+        return here if lives else here.elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingBuild(Build):
+    """Builds layers whose products are recorded."""
+
+    recorder: InputRecorder = field(default_factory=InputRecorder)
+    surrounds: bool = False
+    """Whether it builds what surrounds the layers: nothing is recorded, and tables are read row by row."""
 
     @property
-    def _reads(self) -> bool:
-        return self.device != META
+    def _records(self) -> bool:
+        return self.reads and not self.surrounds
 
     def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
-        self.recorder.read.append(self._full(name))
-        if not self._reads:
-            return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
+        if not self._records:
+            read = self._asked(name, shape)
+            return self._find(name, shape) if read else self._left(name, shape)
         if for_linear:
             self.recorder.linears.add(self._full(name))
-        if self.live is None:
-            return self._find(name, shape)  # tables are read row by row
         tensor: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape, for_linear))
         return tensor
 
     def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
-        self.recorder.read.append(self._full(name))
-        if not self._reads:
-            return QTensor.dense(torch.empty((count, *shape), dtype=self.dtype, device=META))
-        whole = name.replace("{}.", "")
-        stack = Build.stacked(self, name, count, shape)
-        tensor: QTensor = self.recorder.own(self._full(whole if self.has(whole) else name), stack)
-        return tensor
+        stack, whole = Build.stacked(self, name, count, shape), name.replace("{}.", "")
+        if self._records:
+            self.recorder.own(self._full(whole if self.has(whole) else name), stack)
+        return stack
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        self.recorder.read.append(self._full(name))
-        if not self._reads:
-            return torch.empty(shape, dtype=dtype or self.dtype, device=META)
-        tensor: Tensor = self.recorder.own(self._full(name), Build.tensor(self, name, shape, dtype))
+        tensor = Build.tensor(self, name, shape, dtype)
+        if self._records:
+            self.recorder.own(self._full(name), tensor)
         return tensor
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         run = Build.bind(self, operation, **facts)
-        if not self._reads or self.live is None:
+        if not self._records:
             return run
         if operation is linear and not facts.get("best"):
             return self._product(run, facts["weight"])

@@ -12,9 +12,9 @@ from bankfull.errors import ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.experts import ExpertNames, Experts, ExpertsShape
 from bankfull.layers.linear import Linear
+from bankfull.layers.placement import Role
 from bankfull.ops import all_reduce, combine, dispatch, gather_rows
 from bankfull.ranks.expert_ranks import ExpertRanks, hottest
-from bankfull.weights.blank_source import META
 
 
 def mixture(
@@ -45,7 +45,7 @@ class SpreadExperts(Experts):
         shared: Callable[[Tensor], Tensor] | None = None,
         shared_gate: Linear | None = None,
     ) -> None:
-        width = ranks.width
+        build, width = build.of(Role.FEED), ranks.width
         if width is not None:
             assert build.shard is not None and width.index == build.shard.group.index * width.size // build.tensor_ranks
         self.ranks, self.expert_count = ranks, shape.rule.experts
@@ -54,7 +54,7 @@ class SpreadExperts(Experts):
         self._device = build.device
         self._counts: Tensor | None = None
         super().__init__(build, shape, names, shared=shared, shared_gate=shared_gate)
-        if build.device != META:
+        if build.reads:
             ranks.layers.append(self)
         self._dispatch, self._combine, self._gather, self._sum = (
             build.bind(each) for each in (dispatch, combine, gather_rows, all_reduce)

@@ -36,7 +36,7 @@ from bankfull.runtime.device import Cpu, Device
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.joint_moves import RankMoves
 from bankfull.runtime.tiering import add_tiers
-from bankfull.spread.apart import Feeds, SideBuild, with_remote_feeds
+from bankfull.spread.apart import Feeds, OneSide, with_remote_feeds
 from bankfull.spread.decoder import RankDecoder
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import joined_states, layout_of
@@ -149,7 +149,7 @@ class ThreadMesh:
         if not mesh.ffn:
             return RankModel(whole, build_model(files.config, build), experts, None)
         sides = Sides(world.among(*place.stage_ranks()), mesh.tp)
-        model = build_model(files.config, SideBuild.of(build, sides))
+        model = build_model(files.config, build.placed(OneSide.of(sides)))
         return RankModel(whole, with_remote_feeds(whole, model, sides) if sides.runs_mixers else model, experts, sides)
 
     def _border(self, before: int, after: int) -> ThreadNeighbour:

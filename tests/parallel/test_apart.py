@@ -17,7 +17,7 @@ from bankfull.ops import Sides, Unnormed, cross, kit_for
 from bankfull.ranks.expert_ranks import ExpertRanks
 from bankfull.ranks.mesh import MeshSpec
 from bankfull.ranks.shard import Shard
-from bankfull.spread.apart import Feeds, RemoteFeed, SideBuild, with_remote_feeds
+from bankfull.spread.apart import Feeds, OneSide, RemoteFeed, with_remote_feeds
 from bankfull.weights.source import open_model
 from tests.models.cases import CASES
 from tests.models.oracle import CPU, PASSES, TOLERANCE
@@ -41,7 +41,7 @@ def side_of(rank: ThreadRank, name: str, mesh: MeshSpec, providers: str = "torch
         experts = ExpertRanks(rank.among(*places.group), rank.among(*places.tokens), width)
     shard = Shard(rank.among(*ranks)) if len(ranks) > 1 else None
     whole = Build(files.source, kit_for("cpu", providers), torch.float32, CPU, shard=shard, experts=experts)
-    build = SideBuild.of(whole, sides)
+    build = whole.placed(OneSide.of(sides))
     return whole, build_model(files.config, build), sides
 
 

@@ -13,11 +13,11 @@ from bankfull.layers.decoder import Block
 from bankfull.layers.experts import Experts
 from bankfull.layers.latent import LatentAttention
 from bankfull.layers.parallel_mixer import ParallelMixer
+from bankfull.layers.placement import Role
 from bankfull.layers.shared import SharedAttention
 from bankfull.limits.layout.dims import AttentionDims, ExpertDims, LayerBytes, LayerDims, ModelDims
 from bankfull.limits.model.memory import tensor_bytes
 from bankfull.limits.model.recipe import Recipe
-from bankfull.spread.apart import OF_FEEDS
 from bankfull.state.spec import Paged, Recurrent, StateSpec
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -36,11 +36,12 @@ def dims_of(recipe: Recipe) -> ModelDims:
     tables: list[float] = []
     copied = 0.0
     for name, tensor in metered.shapes.read.items():
+        of_feed = metered.build.weights[name].role is Role.FEED
         size = tensor_bytes(recipe, tensor)
         match = LAYER.search(name)
         if match is not None:
             number = int(match[1])
-            for part, share in _parts(name, tensor.shape, layers[number]):
+            for part, share in _parts(name, tensor.shape, of_feed, layers[number]):
                 weights[number][part] += share * size
         elif len(tensor.shape) == 2 and tensor.shape[0] == model.vocab:
             tables.append(size)
@@ -54,9 +55,9 @@ def dims_of(recipe: Recipe) -> ModelDims:
     return ModelDims(model.hidden, model.vocab, placed, recipe.dtype.itemsize, embedding, sum(head), copied)
 
 
-def _parts(name: str, shape: tuple[int, ...], layer: LayerDims) -> Iterator[tuple[str, float]]:
+def _parts(name: str, shape: tuple[int, ...], of_feed: bool, layer: LayerDims) -> Iterator[tuple[str, float]]:
     """How a tensor is placed, with the share of it that is."""
-    attention, of_feed = layer.attention, OF_FEEDS.search(name) is not None
+    attention = layer.attention
     if ROUTED.search(name):
         yield "experts", 1.0
     elif len(shape) == 1 or COPIED.search(name):

@@ -154,8 +154,8 @@ class MeteredModel:
         self.meter = meter or Meter()
         kind = Build if isinstance(self.shapes, FileShapes) else _RequestingBuild
         build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype, activations=activations)
-        build = replace(build, kv_evict=kv_evict)
-        self.model = with_all(lambda: build_model(self.config, build))
+        self.build = replace(build, kv_evict=kv_evict)
+        self.model = with_all(lambda: build_model(self.config, self.build))
         self.layout = layout_of(self.model.states(), page_tokens)
 
     @staticmethod
