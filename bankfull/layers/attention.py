@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.axes import HEADS, KV_HEADS, WeightAxis
 from bankfull.choices import EVICTION
 from bankfull.declared import Trait
 from bankfull.errors import ModelError
@@ -53,6 +54,16 @@ class Heads:
     layers of a model, and without a window."""
     mask: Mask | None = None
     """A sparse mask, instead of a window."""
+
+    @property
+    def queries(self) -> WeightAxis:
+        """The axis of all heads' queries, and of what they attend to."""
+        return HEADS(self.count, self.size)
+
+    @property
+    def keys(self) -> WeightAxis:
+        """The axis of all heads' keys, and of their values."""
+        return KV_HEADS(self.kv, self.size)
 
     @property
     def sight(self) -> Sight:
@@ -215,7 +226,7 @@ def _per_head(build: Build, name: str, count: int) -> Tensor:
             f"The KV scale {build.prefix}.{name} has shape {shape}, but {count} heads need one scale, or one each; use "
             "kv_dtype=int8."
         )
-    scales = build.tensor(name, shape, torch.float32).flatten().expand(count).contiguous()
+    scales = build.tensor(name, tuple(map(KV_HEADS, shape)), torch.float32).flatten().expand(count).contiguous()
     if not scales.is_meta and not bool((scales.isfinite() & (scales > 0)).all()):
         raise ModelError(f"The KV scale {build.prefix}.{name} is not a positive number; use kv_dtype=int8.")
     return scales

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bankfull.axes import CHANNELS, HEADS, PARTS, TAPS
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, stack
@@ -35,11 +36,12 @@ class BasedMixer:
 
     def __init__(self, build: Build, shape: BasedShape) -> None:
         self.shape = shape
-        small, width = shape.heads * shape.features, shape.heads * shape.size
-        self.q = Linear(build.at("proj_q"), shape.hidden, small)
-        self.k = Linear(build.at("proj_k"), shape.hidden, small)
-        self.v = Linear(build.at("proj_v"), shape.hidden, width)
-        self.out = Linear(build.at("out_proj"), width, shape.hidden)
+        small, width = HEADS(shape.heads, shape.features), HEADS(shape.heads, shape.size)
+        hidden = shape.hidden
+        self.q = Linear(build.at("proj_q"), hidden, small)
+        self.k = Linear(build.at("proj_k"), hidden, small)
+        self.v = Linear(build.at("proj_v"), hidden, width)
+        self.out = Linear(build.at("out_proj"), width, hidden)
         self.qkv = stack(build, (self.q, self.k, self.v))
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         self.slopes = torch.zeros(shape.heads, dtype=precise, device=build.device)
@@ -87,11 +89,12 @@ class ShortConvMixer:
 
     def __init__(self, build: Build, shape: ShortConvShape) -> None:
         self.shape = shape
-        self.into = Linear(build.at("in_proj"), shape.hidden, shape.inner)
-        self.gate = Linear(build.at("gate_proj"), shape.hidden, shape.inner)
-        self.out = Linear(build.at("out_proj"), shape.inner, shape.hidden)
-        self.kernel = build.tensor("conv1d.weight", (shape.inner, 1, shape.width))[:, 0]
-        self.kernel_bias = build.tensor("conv1d.bias", (shape.inner,)) if build.has("conv1d.bias") else None
+        hidden, inner = shape.hidden, CHANNELS(shape.inner)
+        self.into = Linear(build.at("in_proj"), hidden, inner)
+        self.gate = Linear(build.at("gate_proj"), hidden, inner)
+        self.out = Linear(build.at("out_proj"), inner, hidden)
+        self.kernel = build.tensor("conv1d.weight", (inner, PARTS(1), TAPS(shape.width)))[:, 0]
+        self.kernel_bias = build.tensor("conv1d.bias", (inner,)) if build.has("conv1d.bias") else None
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         conv = TensorSpec("conv", (shape.inner, shape.width - 1), str(precise).removeprefix("torch."))
         self.states: tuple[StateSpec, ...] = (Recurrent((conv,)),)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.axes import Axes, as_axis, sizes
 from bankfull.errors import ModelError
 from bankfull.layers.placement import Home, Mode, PlacedWeight, Placement, Role, Whole
 from bankfull.ops import Operation, all_reduce, expert_mlp_bf16, linear, linear_bf16, linear_int8
@@ -18,7 +19,7 @@ from bankfull.ops.products.activations import BF16, EXACT, FLOAT, INT8, TOKEN, A
 from bankfull.ops.registry import Function, Kit
 from bankfull.ranks.expert_ranks import ExpertRanks
 from bankfull.ranks.group import RankGroup
-from bankfull.ranks.shard import Part, RowShare, Shard
+from bankfull.ranks.shard import RowShare, Shard
 from bankfull.ranks.stage import Stage
 from bankfull.state.mask import Mask
 from bankfull.weights.blank_source import META
@@ -173,19 +174,19 @@ class Build:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self._full(name))
 
-    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
+    def weight(self, name: str, axes: Axes, for_linear: bool = False) -> QTensor:
         """A matrix as stored in the file; a dense one in the dtype that it is multiplied in. `for_linear`: it is
         multiplied by a `Linear`, which regards the order of its columns and its outliers; elsewhere a matrix that has
         these is expanded."""
-        if not self._asked(name, shape):
-            return self._left(name, shape)
-        return self._as_multiplied(self._find(name, shape), for_linear)
+        if not self._asked(name, axes):
+            return self._left(name, axes)
+        return self._as_multiplied(self._find(name, axes), for_linear)
 
-    def rows_of(self, name: str, shape: tuple[int, ...], rows: Tensor, for_linear: bool = False) -> QTensor:
-        """These rows of a matrix of that shape, in the form of `weight`. No others are read."""
-        if not self._asked(name, shape):
-            return self._left(name, (len(rows), *shape[1:]))
-        matrix = self._find(name, shape)
+    def rows_of(self, name: str, axes: Axes, rows: Tensor, for_linear: bool = False) -> QTensor:
+        """These rows of a matrix of these axes, in the form of `weight`. No others are read."""
+        if not self._asked(name, axes):
+            return self._left(name, (len(rows), *axes[1:]))
+        matrix = self._find(name, axes)
         return self._as_multiplied(matrix.rows(rows.to(matrix.device)), for_linear)
 
     def _as_multiplied(self, found: QTensor, for_linear: bool = False) -> QTensor:
@@ -204,9 +205,9 @@ class Build:
             return replace(QTensor.dense(values().to(self.device)), name=found.name)
         return QTensor(scheme, LateParts(("data",), lambda: {"data": values()}), found.shape, name=found.name)
 
-    def table(self, name: str, shape: tuple[int, ...], rows: Tensor | None = None) -> QTensor:
+    def table(self, name: str, axes: Axes, rows: Tensor | None = None) -> QTensor:
         """A matrix whose rows are looked up. `rows`: the only ones that are wanted."""
-        return self._in_blocks(self.weight(name, shape) if rows is None else self.rows_of(name, shape, rows))
+        return self._in_blocks(self.weight(name, axes) if rows is None else self.rows_of(name, axes, rows))
 
     def _in_blocks(self, found: QTensor) -> QTensor:
         """A matrix whose quantization groups are as the native kernels that do not pack weights read them."""
@@ -255,18 +256,25 @@ class Build:
             self._told.add(notice)
             log.warning(notice)
 
-    def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
-        """Matrices of `count` experts as one tensor (count, *shape). `name` has a place for the expert's number,
-        "experts.{}.up_proj.weight"; a file may hold the whole tensor instead, named "experts.up_proj.weight"."""
-        whole = name.replace("{}.", "")
+    def stacked(self, name: str, count: int, axes: Axes, held: Sequence[int] | None = None) -> QTensor:
+        """Matrices of `count` experts as one tensor (count, *axes). `name` has a place for the expert's number,
+        "experts.{}.up_proj.weight"; a file may hold the whole tensor instead, named "experts.up_proj.weight".
+        `held`: the only experts that are wanted; nothing else is read."""
+        whole, experts = name.replace("{}.", ""), range(count) if held is None else held
         if not self.reads:
-            self._asked(whole, (count, *shape))
-            return self._left(name, (count, *shape))
+            self._asked(whole, (count, *axes))
+            return self._left(name, (len(experts), *axes))
         if name == whole or self.has(whole) or count > MOST_EXPERTS:
-            return self.weight(whole, (count, *shape))
-        return self._stack(name, [self.weight(name.format(expert), shape) for expert in range(count)])
-
-    def _stack(self, name: str, parts: list[QTensor]) -> QTensor:
+            if held is None:
+                return self.weight(whole, (count, *axes))
+            self._asked(whole, (count, *axes))
+            return self._as_multiplied(self._find_experts(whole, count, axes, held))
+        if held is not None:
+            others = (name.format(expert) for expert in range(count) if expert not in held)
+            self.elsewhere.update(self._full(other).removesuffix(".weight") for other in others)
+        parts = [self.weight(name.format(expert), axes) for expert in experts]
+        if self.shard is not None:
+            self.shard.note_stack(self._full(whole), self._full(name.format(experts[0])))
         if len({part.scheme for part in parts}) > 1:
             # Kernels need one scheme for all experts of a matrix.
             schemes = ", ".join(sorted({part.scheme.name for part in parts}))
@@ -276,31 +284,19 @@ class Build:
             parts = [QTensor.dense(part.dequantize(self.matrices)) for part in parts]
         return QTensor.stacked(parts).reshape_leading(len(parts), parts[0].shape[0])
 
-    def held(self, name: str, count: int, shape: tuple[int, int], experts: Sequence[int], fused: int = 1) -> QTensor:
-        """The matrices of `stacked` for these experts only: nothing else is read. `fused`: matrices that each one holds
-        one after another."""
-        whole = name.replace("{}.", "")
-        if not self.reads:
-            self._asked(whole, (count, *shape))
-            return self._left(name, (len(experts), *shape))
-        if name == whole or self.has(whole):
-            self._asked(whole, (count, *shape))
-            return self._as_multiplied(self._find_experts(whole, count, shape, experts, fused))
-        others = (name.format(expert) for expert in range(count) if expert not in experts)
-        self.elsewhere.update(self._full(other).removesuffix(".weight") for other in others)
-        return self._stack(name, [self.weight(name.format(expert), shape) for expert in experts])
-
-    def held_bias(self, name: str, count: int, size: int, experts: Sequence[int]) -> Tensor:
-        """The biases (experts, size) of these experts, of a tensor that holds all of them."""
+    def bias_of_experts(self, name: str, count: int, size: int, held: Sequence[int] | None = None) -> Tensor:
+        """The biases (count, size) of experts, which one tensor holds. `held`: as for `stacked`."""
+        if held is None:
+            return self.tensor(name, (count, size))
         if not self._asked(name, (count, size)):
-            return self._left(name, (len(experts), size)).dequantize(self.dtype)
-        return self._find_experts(name, count, (size,), experts).dequantize(self.dtype).to(self.device)
+            return self._left(name, (len(held), size)).dequantize(self.dtype)
+        return self._find_experts(name, count, (size,), held).dequantize(self.dtype).to(self.device)
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def tensor(self, name: str, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dequantized."""
-        if not self._asked(name, shape):
-            return self._left(name, shape).dequantize(dtype or self.dtype)
-        tensor = self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
+        if not self._asked(name, axes):
+            return self._left(name, axes).dequantize(dtype or self.dtype)
+        tensor = self._find(name, axes).dequantize(dtype or self.dtype).to(self.device)
         if self.shard is None or not name.endswith("bias") or self.shard.holds_bias(self._full(name)):
             return tensor
         return torch.zeros_like(tensor)
@@ -316,21 +312,7 @@ class Build:
         """The share of a matrix's rows that this rank holds where outputs or results are gathered; None: all."""
         return None if self.shard is None else RowShare(count, self.shard.group)
 
-    def _asked(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Note that the model needs a weight; whether it is read here."""
-        full = self._full(name)
-        self.weights[full] = PlacedWeight(full, shape, self.role, self.home)
-        return self.reads
-
-    def _left(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        """Takes the place of a tensor that is not read here. Of experts, a file may name all of them, or fuse some."""
-        module = name.partition(".{}.")[0] if "{}" in name else name.rpartition(".")[0]
-        self.elsewhere.add(self._full(module) if module else self.prefix)
-        return QTensor.dense(torch.empty(shape, dtype=self.dtype, device=META))
-
-    def _find_experts(
-        self, name: str, count: int, shape: tuple[int, ...], experts: Sequence[int], fused: int = 1
-    ) -> QTensor:
+    def _find_experts(self, name: str, count: int, axes: Axes, experts: Sequence[int]) -> QTensor:
         """These experts of a tensor that holds all of them."""
         full = self._full(name)
         stored = self.source.shape(full)
@@ -343,21 +325,33 @@ class Build:
             stacked = self.source.get_experts(full, experts)
         else:
             stacked = self.source.get(full).rows(torch.tensor(experts))
-        parts = [(stacked.shape[1] // fused, shape[0] // fused)] * fused if fused > 1 else None
-        return self._own(name, stacked, (len(experts), *shape), parts)
+        return self._own(name, stacked, (len(experts), *axes))
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
+    def _asked(self, name: str, axes: Axes) -> bool:
+        """Note that the model needs a weight; whether it is read here."""
         full = self._full(name)
-        return self._own(name, replace(self.source.get(full), name=full), shape)
+        self.weights[full] = PlacedWeight(full, tuple(map(as_axis, axes)), self.role, self.home)
+        return self.reads
 
-    def _own(self, name: str, found: QTensor, shape: tuple[int, ...], parts: Sequence[Part] | None = None) -> QTensor:
-        if tuple(found.shape) != shape and self.shard is not None:
-            own = self.shard.own(self._full(name), found.shape, shape, parts)
+    def _left(self, name: str, axes: Axes) -> QTensor:
+        """Takes the place of a tensor that is not read here. Of experts, a file may name all of them, or fuse some."""
+        module = name.partition(".{}.")[0] if "{}" in name else name.rpartition(".")[0]
+        self.elsewhere.add(self._full(module) if module else self.prefix)
+        return QTensor.dense(torch.empty(sizes(axes), dtype=self.dtype, device=META))
+
+    def _find(self, name: str, axes: Axes) -> QTensor:
+        full = self._full(name)
+        return self._own(name, replace(self.source.get(full), name=full), axes)
+
+    def _own(self, name: str, found: QTensor, axes: Axes) -> QTensor:
+        """This rank's part of a tensor."""
+        if tuple(found.shape) != axes and self.shard is not None:
+            own = self.shard.own(self._full(name), found.shape, axes)
             found = found if own is None else cut(found, *own)
-        if tuple(found.shape) != shape:
+        if tuple(found.shape) != axes:
             raise ModelError(
                 f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration needs "
-                f"{shape}; use the configuration that belongs to the file."
+                f"{sizes(axes)}; use the configuration that belongs to the file."
             )
         return found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bankfull.axes import HEAD, HEADS, PARTS, TAPS, WeightAxis, joined
 from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
@@ -35,9 +36,24 @@ class DeltaShape:
     """Epsilon of the output norm."""
 
     @property
+    def values(self) -> WeightAxis:
+        """The axis of all heads' values."""
+        return HEADS(self.heads, self.value)
+
+    @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key + self.heads * self.value
+        """Channels of the convolution."""
+        return int(self.convolved)
+
+    @property
+    def convolved(self) -> WeightAxis:
+        """The axis of these channels: queries, keys and values."""
+        queries = HEADS(self.key_heads, self.key)
+        return joined(queries, queries, self.values)
+
+    def by_key_head(self, rows: int) -> WeightAxis:
+        """An axis of so many rows, those of each key head side by side."""
+        return HEADS(self.key_heads, rows // self.key_heads)
 
 
 class DeltaMixer:
@@ -50,27 +66,28 @@ class DeltaMixer:
                 f"{shape.key_heads} key heads cannot share."
             )
         self.shape = shape
-        queries, inner = shape.key_heads * shape.key, shape.heads * shape.value
+        hidden, heads = shape.hidden, HEADS(shape.heads)
         self.qkv, self.z = self._qkv_and_gate(build)
         order = _grouped(shape, (1, 1))
-        (self.ba,) = split_linear(build.at("in_proj_ba"), shape.hidden, [2 * shape.heads], order=order)
+        both, at = joined(heads, heads), build.at("in_proj_ba")
+        (self.ba,) = split_linear(at, hidden, [both], order=order, stored=shape.by_key_head(both))
         self.all = stack(build, (self.qkv, self.z, self.ba))
-        self.out = Linear(build.at("out_proj"), inner, shape.hidden)
-        self.norm = build.tensor("norm.weight", (shape.value,)).repeat(shape.heads)
-        self.kernel = build.tensor("conv1d.weight", (shape.channels, 1, shape.width))[:, 0]
+        self.out = Linear(build.at("out_proj"), shape.values, hidden)
+        self.norm = build.tensor("norm.weight", (HEAD(shape.value),)).repeat(shape.heads)
+        self.kernel = build.tensor("conv1d.weight", (shape.convolved, PARTS(1), TAPS(shape.width)))[:, 0]
         # Decays over thousands of tokens lose too much in 16 bits.
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         if build.has("A"):
-            self.rate = build.tensor("A", (shape.heads,), precise)
+            self.rate = build.tensor("A", (heads,), precise)
         else:
-            self.rate = -torch.exp(build.tensor("A_log", (shape.heads,), precise))
+            self.rate = -torch.exp(build.tensor("A_log", (heads,), precise))
         shift = "dt_proj.bias" if build.has("dt_proj.bias") else "dt_bias"
-        self.shift = build.tensor(shift, (shape.heads,), precise)
+        self.shift = build.tensor(shift, (heads,), precise)
         dtype = str(precise).removeprefix("torch.")
         conv = TensorSpec("conv", (shape.channels, shape.width - 1), dtype)
         state = TensorSpec("state", (shape.heads, shape.key, shape.value), dtype)
         self.states: tuple[StateSpec, ...] = (Recurrent((conv, state)),)
-        self._parts = (queries, queries, inner)
+        self._parts = [int(part) for part in shape.convolved.parts]
         self._conv = build.bind(causal_conv_silu)
         self._mix = build.bind(delta_rule)
         self._norm = build.bind(gated_rms_norm)
@@ -78,15 +95,14 @@ class DeltaMixer:
     def _qkv_and_gate(self, build: Build) -> tuple[Linear, Linear]:
         """The input of the convolution and the output gate. One matrix has the rows of query, key, values and gate side
         by side for each key head; files with two matrices have them in order."""
-        shape = self.shape
-        inner = shape.heads * shape.value
+        shape, hidden = self.shape, self.shape.hidden
         if build.has("in_proj_qkv.weight"):
-            qkv = Linear(build.at("in_proj_qkv"), shape.hidden, shape.channels)
-            return qkv, Linear(build.at("in_proj_z"), shape.hidden, inner)
+            qkv = Linear(build.at("in_proj_qkv"), hidden, shape.convolved)
+            return qkv, Linear(build.at("in_proj_z"), hidden, shape.values)
         share = shape.heads // shape.key_heads * shape.value
         order = _grouped(shape, (shape.key, shape.key, share, share), per_head=False)
-        at = build.at("in_proj_qkvz")
-        qkv, z = split_linear(at, shape.hidden, [shape.channels, inner], order=order)
+        outers, at = (shape.convolved, shape.values), build.at("in_proj_qkvz")
+        qkv, z = split_linear(at, hidden, outers, order=order, stored=shape.by_key_head(sum(outers)))
         return qkv, z
 
     def plan(self, batch: Batch, groups: Sequence[int | None]) -> RecurrentMeta:

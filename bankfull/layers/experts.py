@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bankfull.axes import EXPERTS, HIDDEN, NEURONS, Axes, joined
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mlp import activation
@@ -78,15 +79,15 @@ class Experts:
         shared_gate: Linear | None = None,
     ) -> None:
         build, names = build.of(Role.FEED), names or ExpertNames()
-        rule, hidden = shape.rule, shape.hidden
+        rule, experts = shape.rule, EXPERTS(shape.rule.experts)
         self.shape, self.rule = shape, rule
         self.kind = shape.kind if shape.kind == CLAMPED_SWIGLU else activation(shape.kind)
         self.shared, self.shared_gate = shared, shared_gate
-        self.router = Linear(build.at(names.router), hidden, rule.experts, shape.router_bias)
+        self.router = Linear(build.at(names.router), shape.hidden, experts, shape.router_bias)
         self.choice_bias: Tensor | None = None
         if names.choice_bias is not None:  # a rounded bias would choose other experts
             precise = torch.promote_types(build.dtype, torch.float32)
-            self.choice_bias = build.tensor(names.choice_bias, (rule.experts,), precise)
+            self.choice_bias = build.tensor(names.choice_bias, (experts,), precise)
         self._read(build, names)
         self.sum_of_ranks = build.sum_of_ranks(f"{names.down.replace('{}.', '')}.weight")
         """Set where only a part of each expert's width is here."""
@@ -106,23 +107,20 @@ class Experts:
 
     def _read(self, build: Build, names: ExpertNames) -> None:
         """Read the experts that are here."""
-        count, hidden, inner, held = self.rule.experts, self.shape.hidden, self.inner, self.held
+        count, hidden, inner = EXPERTS(self.rule.experts), HIDDEN(self.shape.hidden), NEURONS(self.inner)
 
-        def matrices(name: str, shape: tuple[int, int], fused: int = 1) -> QTensor:
-            whole = f"{name}.weight"
-            return build.stacked(whole, count, shape) if held is None else build.held(whole, count, shape, held, fused)
+        def matrices(name: str, axes: Axes) -> QTensor:
+            return build.stacked(f"{name}.weight", count, axes, self.held)
 
         def bias(name: str, size: int) -> Tensor | None:
             whole = f"{name.replace('{}.', '')}.bias"
-            if not self.shape.bias:
-                return None
-            return build.tensor(whole, (count, size)) if held is None else build.held_bias(whole, count, size, held)
+            return build.bias_of_experts(whole, count, size, self.held) if self.shape.bias else None
 
         down = matrices(names.down, (hidden, inner))
         if names.gate_up is None:
             gate, up = (matrices(name, (inner, hidden)) for name in (names.gate, names.up))
         else:
-            both = matrices(names.gate_up, (2 * inner, hidden), fused=2)
+            both = matrices(names.gate_up, (joined(inner, inner), hidden))
             gate, up = (both.of_each(part) for part in (slice(0, inner), slice(inner, 2 * inner)))
         gate, up, down = _readable(build, gate, up, down)
         self.expert_bytes = -(-sum(one.nbytes for one in (gate, up, down)) // max(1, gate.shape[0]))

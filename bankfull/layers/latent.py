@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.axes import HEAD, HEADS, HIDDEN, LATENT, as_axis, joined
 from bankfull.choices import EVICTION, PAGE_TYPES
 from bankfull.declared import Trait
 from bankfull.layers.batch import Batch
@@ -98,25 +99,27 @@ class LatentAttention:
             EVICTION.refuse("kv_evict", {Trait.LATENT: True})
         assert rope is not None, "latent attention always has a RoPE key"
         self.shape = shape
+        hidden, latent = shape.hidden, LATENT(shape.rank)
         self.rope: str | None = rope
         s = shape
         turned = _halves(s.rope) if interleaved else None
-        each, width = s.nope + s.rope, s.rank + s.rope
+        queries, width = HEADS(s.heads, s.nope + s.rope), s.rank + s.rope
         order = None if turned is None else _order(s.heads, s.nope, turned)
         self.q_a: Linear | None = None
         self.q_norm: RMSNorm | None = None
         if s.q_rank is None:
-            self.q = _reordered(build.at("q_proj"), s.hidden, s.heads * each, order)
+            self.q = _reordered(build.at("q_proj"), hidden, queries, order)
         else:
-            self.q_a = Linear(build.at("q_a_proj"), s.hidden, s.q_rank, bias, int8_when_batched=True)
-            self.q_norm = RMSNorm(build.at("q_a_layernorm"), s.q_rank, eps)
-            self.q = _reordered(build.at("q_b_proj"), s.q_rank, s.heads * each, order)
+            rank = LATENT(s.q_rank)
+            self.q_a = Linear(build.at("q_a_proj"), hidden, rank, bias, int8_when_batched=True)
+            self.q_norm = RMSNorm(build.at("q_a_layernorm"), rank, eps)
+            self.q = _reordered(build.at("q_b_proj"), rank, queries, order)
         rows = None if turned is None else _order(1, s.rank, turned)
-        self.kv = _reordered(build.at("kv_a_proj_with_mqa"), s.hidden, width, rows, bias)
-        self.kv_norm = build.at("kv_a_layernorm").tensor("weight", (s.rank,))
+        self.kv = _reordered(build.at("kv_a_proj_with_mqa"), hidden, joined(latent, HEAD(s.rope)), rows, bias)
+        self.kv_norm = build.at("kv_a_layernorm").tensor("weight", (latent,))
         self.eps = eps
         self.absorbing, self.valuing = _head_weights(build, s)
-        self.out = Linear(build.at("o_proj"), s.heads * s.value, s.hidden, bias, int8_when_batched=True)
+        self.out = Linear(build.at("o_proj"), HEADS(s.heads, s.value), hidden, bias, int8_when_batched=True)
         row = TensorSpec("latent", (1, width), str(build.pages).removeprefix("torch."))
         self.states: tuple[StateSpec, ...] = (Paged((row,), s.window),)
         facts = {"pages": build.pages, "latent": s}
@@ -215,7 +218,7 @@ def _reordered(build: Build, inner: int, outer: int, order: Tensor | None, bias:
     """A linear layer whose outputs come in another order than the file's rows."""
     if order is None:
         return Linear(build, inner, outer, bias, int8_when_batched=True)
-    weight = build.weight("weight", (outer, inner), for_linear=True)
+    weight = build.weight("weight", (outer, as_axis(inner, HIDDEN)), for_linear=True)
     linear = Linear(build, inner, outer, weight=weight.rows(order.to(weight.device)), int8_when_batched=True)
     if bias:
         stored = build.tensor("bias", (outer,))
@@ -226,12 +229,14 @@ def _reordered(build: Build, inner: int, outer: int, order: Tensor | None, bias:
 def _head_weights(build: Build, s: LatentShape) -> tuple[HeadWeights, HeadWeights]:
     """The matrices that turn a query into one for latents, and a mixed latent into a value. Files hold them as one
     projection, or split, with the first one transposed (GGUF)."""
+    latent = LATENT(s.rank)
     if build.has("k_b_proj.weight"):
-        keys = _multiplied(build, build.at("k_b_proj").weight("weight", (s.heads, s.rank, s.nope)))
-        values = _multiplied(build, build.at("v_b_proj").weight("weight", (s.heads, s.value, s.rank)))
+        heads = HEADS(s.heads)
+        keys = _multiplied(build, build.at("k_b_proj").weight("weight", (heads, latent, HEAD(s.nope))))
+        values = _multiplied(build, build.at("v_b_proj").weight("weight", (heads, HEAD(s.value), latent)))
         return HeadWeights(keys), HeadWeights(values)
     each = s.nope + s.value
-    whole = build.at("kv_b_proj").weight("weight", (s.heads * each, s.rank)).reshape_leading(s.heads, each)
+    whole = build.at("kv_b_proj").weight("weight", (HEADS(s.heads, each), latent)).reshape_leading(s.heads, each)
     parts = (_columns(whole, slice(0, s.nope)), _columns(whole, slice(s.nope, each)))
     keys, values = (_multiplied(build, part) for part in parts)
     return HeadWeights(keys, across=True), HeadWeights(values)

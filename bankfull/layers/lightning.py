@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bankfull.axes import HEADS, joined
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, split_linear
@@ -42,12 +43,13 @@ class LightningMixer:
     def __init__(self, build: Build, shape: LightningShape, slopes: Tensor) -> None:
         """`slopes`: one for each head of the model, also those of other ranks; the decay per token is exp(-slope)."""
         self.shape = shape
-        width = shape.heads * shape.size
+        width, hidden = HEADS(shape.heads, shape.size), shape.hidden
         # The file has the rows of query, key and value side by side for each head.
         places = torch.arange(3 * width).view(shape.heads, 3, shape.size).transpose(0, 1).flatten()
-        (self.qkv,) = split_linear(build.at("qkv_proj"), shape.hidden, [3 * width], order=places)
-        self.gate = Linear(build.at("output_gate"), shape.hidden, width)
-        self.out = Linear(build.at("out_proj"), width, shape.hidden)
+        by_head, at = HEADS(shape.heads, 3 * shape.size), build.at("qkv_proj")
+        (self.qkv,) = split_linear(at, hidden, [joined(width, width, width)], order=places, stored=by_head)
+        self.gate = Linear(build.at("output_gate"), hidden, width)
+        self.out = Linear(build.at("out_proj"), width, hidden)
         self.norm = RMSNorm(build.at("norm"), width, shape.eps)
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         first = 0 if build.shard is None else build.shard.group.index * shape.heads

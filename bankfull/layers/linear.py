@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bankfull.axes import HIDDEN, VOCAB, as_axis, joined
 from bankfull.layers.build import Build
 from bankfull.ops import (
     Epilogue,
@@ -109,17 +110,19 @@ class Linear:
         weight: QTensor | None = None,
         int8_when_batched: bool = False,
     ) -> None:
-        """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched."""
-        given = build.weight("weight", (outer, inner), for_linear=True) if weight is None else weight
+        """`inner` and `outer`: the axes of the weight's columns and rows; a bare number counts channels of the stream.
+        `int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched."""
+        columns, rows = as_axis(inner, HIDDEN), as_axis(outer, HIDDEN)
+        given = build.weight("weight", (rows, columns), for_linear=True) if weight is None else weight
         stored = given.in_stored_order
         self.wants = _wanted(build, given, int8_when_batched)
         """The format of its input's activations, from which its operations follow."""
         self.columns = given.columns
         """The order of the weight's columns, by which inputs are gathered."""
         product = PRODUCTS[self.wants]
-        self.outer = outer
+        self.outer = int(outer)
         self.stored = Weight(build, product, given)
-        self.bias = build.tensor("bias", (outer,)) if bias else None
+        self.bias = build.tensor("bias", (rows,)) if bias else None
         self._linear = build.bind(product, weight=stored)
         self._best = None if self.wants is OUTLIERS else build.bind(product, weight=stored, best=True)
         self._gather = build.bind(gather_columns) if self.columns is not None else None
@@ -228,15 +231,18 @@ def _wanted(build: Build, weight: QTensor, int8_when_batched: bool) -> Activatio
 def split_linear(
     build: Build,
     inner: int,
-    outers: list[int],
+    outers: Sequence[int],
     bias: bool = False,
     int8_when_batched: Sequence[bool] = (),
     order: Tensor | None = None,
+    stored: int | None = None,
 ) -> list[Linear]:
     """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy. `order`: the rows
-    of the file in the order in which the layers have them, for files that interleave rows; the rows are copied."""
-    whole = build.weight("weight", (sum(outers), inner), for_linear=True)
-    biases = build.tensor("bias", (sum(outers),)) if bias else None
+    of the file in the order in which the layers have them, for files that interleave rows; the rows are copied.
+    `stored`: the axis of the file's rows, where it is not that of the layers one after another."""
+    rows_axis = joined(*outers) if stored is None else stored
+    whole = build.weight("weight", (rows_axis, as_axis(inner, HIDDEN)), for_linear=True)
+    biases = build.tensor("bias", (rows_axis,)) if bias else None
     if order is not None:
         order = order.to(build.device)
         whole, biases = whole.rows(order), None if biases is None else biases[order]
@@ -252,12 +258,12 @@ def split_linear(
 
 class Embedding:
     def __init__(self, build: Build, count: int, size: int, scale: float = 1.0, spread: bool = False) -> None:
-        """`spread`: whether ranks share the rows."""
+        """`count`: of the vocabulary, unless it is another axis. `spread`: whether ranks share the rows."""
         self.share = build.row_share(count) if spread else None
-        self._build, self._size = build, size
-        self.rows = count
+        self._build, self._axes = build, (as_axis(count, VOCAB), HIDDEN(size))
+        self.rows = int(count)
         """Rows of the whole table."""
-        self.table = build.table("weight", (count, size), None if self.share is None else self.share.rows)
+        self.table = build.table("weight", self._axes, None if self.share is None else self.share.rows)
         self.scale = scale
         self._dtype = build.dtype
         self._embedding = build.bind(embedding if self.share is None else spread_embedding, weight=self.table)
@@ -270,5 +276,5 @@ class Embedding:
     def stored(self, rows: Tensor | None = None) -> QTensor:
         """These rows of the whole table (all without `rows`), also those that other ranks hold."""
         if self.share is not None:
-            return self._build.table("weight", (self.rows, self._size), rows)
+            return self._build.table("weight", self._axes, rows)
         return self.table if rows is None else self.table.rows(rows.to(self.table.device))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from bankfull.axes import NEURONS
 from bankfull.errors import ModelError
 from bankfull.layers.build import Build
 from bankfull.layers.linear import GatedLinear, Linear, split_linear, stack
@@ -44,7 +45,7 @@ class GatedMLP:
         stacks: bool = True,
     ) -> GatedMLP:
         """The layer whose matrices have these names below `build`."""
-        build, (*enter, leave) = build.of(Role.FEED), names
+        build, (*enter, leave), inner = build.of(Role.FEED), names, NEURONS(inner)
         if len(enter) == 1:
             gate, up = split_linear(build.at(enter[0]), hidden, [inner, inner], bias, (True, True))
         else:
@@ -85,7 +86,7 @@ class MLP:
         int8_when_batched: bool = True,
     ) -> MLP:
         """The layer whose matrices have these names below `build`."""
-        build = build.of(Role.FEED)
+        build, inner = build.of(Role.FEED), NEURONS(inner)
         up = Linear(build.at(names[0]), hidden, inner, bias, int8_when_batched=int8_when_batched)
         return MLP(build, up, Linear(build.at(names[1]), inner, hidden, bias), kind)
 

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from bankfull.axes import HIDDEN, as_axis
 from bankfull.layers.build import Build
 from bankfull.ops import Unnormed, add, add_rms_norm, layer_norm, rms_norm, spread_rms_norm
 
@@ -34,12 +35,13 @@ class Reader(Protocol):
 
 class RMSNorm:
     def __init__(self, build: Build, size: int, eps: float, offset: float = 0.0) -> None:
-        self.weight = build.tensor("weight", (size,))
+        """`size`: of the stream, unless it is another axis."""
+        self.weight = build.tensor("weight", (as_axis(size, HIDDEN),))
         self.eps, self.offset = eps, offset
         self._norm = build.bind(rms_norm)
         self._join = build.bind(add_rms_norm)
         self.reader: Reader | None = None
-        self._zeros = partial(torch.zeros, size, dtype=build.dtype, device=build.device)
+        self._zeros = partial(torch.zeros, int(size), dtype=build.dtype, device=build.device)
         split = build.shard is not None and build.shard.is_cut(f"{build.prefix}.weight")
         self._spread = build.bind(spread_rms_norm) if split else None
         """The norm of rows whose columns are spread over ranks."""
@@ -93,8 +95,8 @@ class LayerNorm:
     def __init__(self, build: Build, size: int, eps: float, affine: bool = True) -> None:
         """`affine`: whether the file has a weight and a bias."""
         none = torch.zeros(size, dtype=build.dtype, device=build.device)
-        self.weight = build.tensor("weight", (size,)) if affine else none + 1
-        self.bias = build.tensor("bias", (size,)) if affine else none
+        self.weight = build.tensor("weight", (HIDDEN(size),)) if affine else none + 1
+        self.bias = build.tensor("bias", (HIDDEN(size),)) if affine else none
         self.eps = eps
         self._norm = build.bind(layer_norm)
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from bankfull.axes import WeightAxis
 from bankfull.ops.registry import Kit
 from bankfull.weights.blank_source import META
 
@@ -50,7 +51,7 @@ class PlacedWeight:
     """A weight that a model has asked for."""
 
     name: str
-    shape: tuple[int, ...]
+    axes: tuple[WeightAxis, ...]
     role: Role
     home: Home
 

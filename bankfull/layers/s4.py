@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bankfull.axes import HIDDEN, PARTS, STATE
 from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
@@ -61,7 +62,7 @@ class S4Mixer:
     rope: str | None = None
 
     def __init__(self, build: Build, shape: S4Shape, *, bias: bool = True) -> None:
-        hidden, pairs = shape.hidden, shape.pairs
+        hidden, pairs = HIDDEN(shape.hidden), STATE(shape.pairs)
         self.shape = shape
         exact = torch.float64  # a rounded decay is raised to the power of the sequence's length
         step = torch.exp(build.tensor("log_dt", (hidden,), exact))[:, None]
@@ -69,8 +70,8 @@ class S4Mixer:
         a = torch.complex(rate, build.tensor("A_imag", (hidden, pairs), exact))
         b = torch.ones_like(a)
         if build.has("B"):
-            b = torch.view_as_complex(build.tensor("B", (hidden, pairs, 2), exact))
-        c = torch.view_as_complex(build.tensor("C", (hidden, pairs, 2), exact))
+            b = torch.view_as_complex(build.tensor("B", (hidden, pairs, PARTS(2)), exact))
+        c = torch.view_as_complex(build.tensor("C", (hidden, pairs, PARTS(2)), exact))
         decay, enter = discretized(a, b, step, shape.rule)
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         # One number stands for a conjugate pair: their sum is twice the real part.
@@ -80,7 +81,7 @@ class S4Mixer:
         )
         self.skip = build.tensor("D", (hidden,), precise)
         self.out = Linear(build.at("out_proj"), hidden, hidden, bias)
-        state = TensorSpec("s4", (2, pairs, hidden), str(precise).removeprefix("torch."))
+        state = TensorSpec("s4", (2, shape.pairs, shape.hidden), str(precise).removeprefix("torch."))
         self.states: tuple[StateSpec, ...] = (Recurrent((state,)),)
         self._scan = build.bind(diagonal_scan)
         self._activate = build.bind(activate)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.axes import GROUPS, HEADS, PARTS, TAPS, joined
 from bankfull.errors import ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
@@ -88,16 +89,18 @@ class Mamba2Mixer:
     ) -> None:
         """`norm`: None = only the gate. `out_bias`: None = as `bias`. `limits`: of the time steps. `scales`: factors of
         the projection's outputs: gate, x, B, C, time steps."""
-        inner, heads, shared = shape.inner, shape.heads, shape.groups * shape.state
+        inner, heads = HEADS(shape.heads, shape.size), HEADS(shape.heads)
+        shared, hidden = GROUPS(shape.groups, shape.state), shape.hidden
+        channels = joined(inner, shared, shared)
         if norm is not None and inner % norm.groups:
             raise ModelError(
                 f"The model's configuration has {inner} Mamba channels, which do not divide into {norm.groups} groups."
             )
         self.shape, self.norm, self.limits = shape, norm, limits
-        self.into = Linear(build.at("in_proj"), shape.hidden, inner + shape.channels + heads, bias)
-        self.out = Linear(build.at("out_proj"), inner, shape.hidden, bias if out_bias is None else out_bias)
-        self.kernel = build.tensor("conv1d.weight", (shape.channels, 1, shape.width))[:, 0]
-        self.kernel_bias = build.tensor("conv1d.bias", (shape.channels,)) if conv_bias else None
+        self.into = Linear(build.at("in_proj"), hidden, joined(inner, channels, heads), bias)
+        self.out = Linear(build.at("out_proj"), inner, hidden, bias if out_bias is None else out_bias)
+        self.kernel = build.tensor("conv1d.weight", (channels, PARTS(1), TAPS(shape.width)))[:, 0]
+        self.kernel_bias = build.tensor("conv1d.bias", (channels,)) if conv_bias else None
         self.weight = None if norm is None else build.tensor("norm.weight", (inner,))
         # Decays over thousands of tokens lose too much in 16 bits.
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
@@ -115,7 +118,7 @@ class Mamba2Mixer:
             self.scales = torch.cat(parts).to(build.dtype).to(build.device)
         dtype = str(precise).removeprefix("torch.")
         conv = TensorSpec("conv", (shape.channels, shape.width - 1), dtype)
-        ssm = TensorSpec("ssm", (heads, shape.size, shape.state), dtype)
+        ssm = TensorSpec("ssm", (shape.heads, shape.size, shape.state), dtype)
         self.states: tuple[StateSpec, ...] = (Recurrent((conv, ssm)),)
         self._conv = build.bind(causal_conv_silu)
         self._scan = build.bind(ssd_scan)

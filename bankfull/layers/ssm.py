@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bankfull.axes import CHANNELS, LATENT, PARTS, STATE, TAPS, joined
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, split_linear
@@ -38,30 +39,31 @@ class MambaMixer:
         self, build: Build, shape: MambaShape, *, bias: bool, conv_bias: bool, norm_eps: float | None = None
     ) -> None:
         """`norm_eps`: where time steps, B and C are normed after their projection (Jamba), the eps of these norms."""
-        inner = shape.inner
+        inner, hidden = CHANNELS(shape.inner), shape.hidden
+        rank, numbers = LATENT(shape.rank), STATE(shape.state)
         self.shape = shape
-        self.into, self.gate = split_linear(build.at("in_proj"), shape.hidden, [inner, inner], bias)
+        self.into, self.gate = split_linear(build.at("in_proj"), hidden, [inner, inner], bias)
         # A CPU's tape norms whole results, so each part that is normed gets a product of its own.
         self.parts = (shape.rank, shape.state, shape.state)
         apart = norm_eps is not None and not build.kit.stacks
-        sizes = list(self.parts) if apart else [sum(self.parts)]
+        sizes = [rank, numbers, numbers] if apart else [joined(rank, numbers, numbers)]
         self.project = split_linear(build.at("x_proj"), inner, sizes)
-        self.step = Linear(build.at("dt_proj"), shape.rank, inner, bias=True)
-        self.out = Linear(build.at("out_proj"), inner, shape.hidden, bias)
-        self.kernel = build.tensor("conv1d.weight", (inner, 1, shape.width))[:, 0]
+        self.step = Linear(build.at("dt_proj"), rank, inner, bias=True)
+        self.out = Linear(build.at("out_proj"), inner, hidden, bias)
+        self.kernel = build.tensor("conv1d.weight", (inner, PARTS(1), TAPS(shape.width)))[:, 0]
         self.kernel_bias = build.tensor("conv1d.bias", (inner,)) if conv_bias else None
         # Decays over thousands of tokens lose too much in 16 bits.
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         if build.has("A"):
-            self.decay = build.tensor("A", (inner, shape.state), precise)
+            self.decay = build.tensor("A", (inner, numbers), precise)
         else:
-            self.decay = -torch.exp(build.tensor("A_log", (inner, shape.state), precise))
+            self.decay = -torch.exp(build.tensor("A_log", (inner, numbers), precise))
         self.skip = build.tensor("D", (inner,), precise)
         dtype = str(precise).removeprefix("torch.")
-        conv = TensorSpec("conv", (inner, shape.width - 1), dtype)
-        ssm = TensorSpec("ssm", (inner, shape.state), dtype)
+        conv = TensorSpec("conv", (shape.inner, shape.width - 1), dtype)
+        ssm = TensorSpec("ssm", (shape.inner, shape.state), dtype)
         self.states: tuple[StateSpec, ...] = (Recurrent((conv, ssm)),)
-        names = zip(("dt_layernorm", "b_layernorm", "c_layernorm"), self.parts, strict=True)
+        names = zip(("dt_layernorm", "b_layernorm", "c_layernorm"), (rank, numbers, numbers), strict=True)
         self.norms_of_parts = None if norm_eps is None else [RMSNorm(build.at(name), n, norm_eps) for name, n in names]
         self._conv = build.bind(causal_conv_silu)
         self._scan = build.bind(selective_scan)

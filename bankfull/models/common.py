@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bankfull.axes import HEAD, HIDDEN, VOCAB
 from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
@@ -65,16 +66,16 @@ def same_window(fields: ConfigFields) -> int | None:
 def attention(
     fields: ConfigFields, build: Build, heads: Heads, *, qkv_bias: bool, out_bias: bool, **more: Any
 ) -> Attention:
-    hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
+    hidden = fields.size("hidden_size")
     return Attention(
         build,
         heads,
-        Linear(build.at("q_proj"), hidden, query, qkv_bias, int8_when_batched=True),
-        Linear(build.at("k_proj"), hidden, kv, qkv_bias, int8_when_batched=True),
+        Linear(build.at("q_proj"), hidden, heads.queries, qkv_bias, int8_when_batched=True),
+        Linear(build.at("k_proj"), hidden, heads.keys, qkv_bias, int8_when_batched=True),
         Linear(
-            build.at("v_proj"), hidden, kv, qkv_bias
+            build.at("v_proj"), hidden, heads.keys, qkv_bias
         ),  # rounding it would cost a fifth of all accuracy loss, and it is small
-        Linear(build.at("o_proj"), query, hidden, out_bias, int8_when_batched=True),
+        Linear(build.at("o_proj"), heads.queries, hidden, out_bias, int8_when_batched=True),
         **more,
     )
 
@@ -82,7 +83,7 @@ def attention(
 def head_norms(fields: ConfigFields, build: Build, heads: Heads, offset: float = 0.0) -> dict[str, RMSNorm]:
     """Norms of each head's queries and keys, as arguments of `attention`."""
     eps = fields.number("rms_norm_eps")
-    return {name: RMSNorm(build.at(name), heads.size, eps, offset) for name in ("q_norm", "k_norm")}
+    return {name: RMSNorm(build.at(name), HEAD(heads.size), eps, offset) for name in ("q_norm", "k_norm")}
 
 
 def gated_mlp(
@@ -93,9 +94,8 @@ def gated_mlp(
     stacks: bool = True,
 ) -> GatedMLP:
     """`inner`: the layer's width, where it is not the model's. `stacks`: as for `GatedMLP`."""
-    hidden, bias = fields.size("hidden_size"), fields.flag("mlp_bias")
-    inner = fields.size("intermediate_size") if inner is None else inner
-    return GatedMLP.read(build, hidden, inner, fields.text(activation), bias=bias, stacks=stacks)
+    inner, bias = fields.size("intermediate_size") if inner is None else inner, fields.flag("mlp_bias")
+    return GatedMLP.read(build, fields.size("hidden_size"), inner, fields.text(activation), bias=bias, stacks=stacks)
 
 
 def rope_of(fields: ConfigFields, build: Build, heads: Heads) -> Rope:
@@ -140,10 +140,10 @@ def head_of(
         return Head(build, project, embed.stored, cap)
 
     def stored(rows: Tensor | None = None) -> QTensor:
-        shape = (vocab, hidden)
+        shape = (VOCAB(vocab), HIDDEN(hidden))
         return at.weight("weight", shape) if rows is None else at.rows_of("weight", shape, rows)
 
-    return Head(build, gathered_linear(at, hidden, vocab, int8_when_batched=True), stored, cap)
+    return Head(build, gathered_linear(at, hidden, VOCAB(vocab), int8_when_batched=True), stored, cap)
 
 
 def decoder(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from bankfull.axes import HEAD
 from bankfull.layers.attention import Attention
 from bankfull.layers.based import BasedMixer, BasedShape, ShortConvMixer, ShortConvShape
 from bankfull.layers.build import Build
@@ -73,11 +74,11 @@ class _Composer:
 
     def attention(self, at: Build, shape: AttentionShape, number: int) -> Attention | SharedAttention:
         heads, bias = shape.heads, shape.bias
-        query, kv = heads.count * heads.size, heads.kv * heads.size
+        query, kv = heads.queries, heads.keys
         rope = None if shape.rope is None else self._rope(shape.rope)
         q = Linear(at.at("q_proj"), self.hidden, query, bias, int8_when_batched=True)
         out = Linear(at.at("o_proj"), query, self.hidden, int8_when_batched=True)
-        q_norm = RMSNorm(at.at("q_norm"), heads.size, self.eps) if shape.qk_norm else None
+        q_norm = RMSNorm(at.at("q_norm"), HEAD(heads.size), self.eps) if shape.qk_norm else None
         if shape.owner is not None:
             return SharedAttention(at, self._owners[shape.owner], shape.owner, q, out, rope=rope, q_norm=q_norm)
         mixer = self._owners[number] = Attention(
@@ -89,7 +90,7 @@ class _Composer:
             out,
             rope=rope,
             q_norm=q_norm,
-            k_norm=RMSNorm(at.at("k_norm"), heads.size, self.eps) if shape.qk_norm else None,
+            k_norm=RMSNorm(at.at("k_norm"), HEAD(heads.size), self.eps) if shape.qk_norm else None,
         )
         return mixer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any
@@ -16,7 +15,6 @@ from bankfull.layers.ssd import Mamba2Shape
 from bankfull.layers.ssm import MambaShape
 from bankfull.models.blocks import LayerPlan, plans_of
 from bankfull.models.kinds import AttentionShape, FeedShape
-from bankfull.ranks.shard import Part
 from bankfull.ranks.splitting import Splitting
 
 
@@ -76,30 +74,9 @@ def _(shape: FeedShape, ranks: int) -> FeedShape:
 
 
 def split_composed(s: Splitting) -> None:
-    """The fused tensors of each layer; the layers themselves are split when they are planned."""
-    for number, plan in enumerate(plans_of(s.whole)):
-        for place, mixer in enumerate(plan.mixers):
-            below = rf"\.layers\.{number}\.mixer\." + (rf"{place}\." if len(plan.mixers) > 1 else "")
-            for name, parts in _fused_parts(mixer.shape, split_shape(mixer.shape, s.ranks)).items():
-                s.fused[below + name] = parts
-
-
-def _fused_parts(whole: Any, mine: Any) -> dict[str, list[Part]]:
-    def part(size: Callable[[Any], int]) -> Part:
-        return size(whole), size(mine)
-
-    if isinstance(whole, MambaShape):
-        return {r"in_proj\.weight$": [part(lambda s: s.inner)] * 2}
-    if isinstance(whole, Mamba2Shape):
-        inner, group = part(lambda s: s.inner), part(lambda s: s.groups * s.state)
-        return {
-            r"in_proj\.weight$": [inner, inner, group, group, part(lambda s: s.heads)],
-            r"conv1d\.(weight|bias)$": [inner, group, group],
-        }
-    if isinstance(whole, DeltaShape):
-        queries, values = part(lambda s: s.key_heads * s.key), part(lambda s: s.heads * s.value)
-        return {name: [queries, queries, values] for name in (r"conv1d\.weight$", r"in_proj_qkv\.weight$")}
-    return {}
+    """Refuses layers that cannot be split. No field is divided: the layers are, when they are planned."""
+    for plan in plans_of(s.whole):
+        split_plan(plan, s.ranks, s.feed_ranks, s.spread)
 
 
 def _divided(size: int, what: str, ranks: int) -> int:

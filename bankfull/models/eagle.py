@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.axes import HIDDEN, VOCAB, joined
 from bankfull.errors import ConfigError
 from bankfull.layers.adapted import narrows_own
 from bankfull.layers.attention import Attention, Heads
@@ -36,7 +37,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     target_build = target.head.build.together
     source = EagleSource(files, narrows_own(target_build.activations))
     shard = None if target_build.shard is None else Shard(target_build.shard.group)
-    build = replace(target_build, source=source, prefix="", shard=shard)
+    build = replace(target_build, source=source, prefix="", shard=shard, weights={})
     fields = eagle_fields(_rank_config(files, build.tensor_ranks), target.max_positions)
     hidden, eps = target.hidden, fields.number("rms_norm_eps")
     same = AddThen(build, lambda x: x)
@@ -44,7 +45,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
     block: Block
     if files.fused:
         taps = files.taps or usual_taps(layers)
-        fuse = gathered_linear(build.at("fc"), hidden * len(taps), hidden, build.has("fc.bias"))
+        fuse = gathered_linear(build.at("fc"), joined(*[HIDDEN(hidden)] * len(taps)), hidden, build.has("fc.bias"))
         block = fused_block(fields, build, hidden)
 
         def embed(batch: Batch) -> Tensor:
@@ -55,7 +56,7 @@ def build_eagle(files: EagleFiles, target: Decoder) -> EagleHead:
             return fuse(torch.cat([tapped[layer] for layer in taps], -1))
     else:
         taps = ()
-        join = gathered_linear(build.at("fc"), hidden * 2, hidden, build.has("fc.bias"))
+        join = gathered_linear(build.at("fc"), joined(*[HIDDEN(hidden)] * 2), hidden, build.has("fc.bias"))
         block = Block(before_mixer=same, **_branches(fields, build, hidden, hidden))
 
         def embed(batch: Batch) -> Tensor:
@@ -90,7 +91,7 @@ def fused_block(fields: ConfigFields, build: Build, hidden: int) -> FusedBlock:
     return FusedBlock(
         before_mixer=RMSNorm(at.at("hidden_norm"), hidden, eps),
         before_embedding=RMSNorm(at.at("input_layernorm"), hidden, eps),
-        **_branches(fields, build, 2 * hidden, hidden),
+        **_branches(fields, build, joined(*[HIDDEN(hidden)] * 2), hidden),
     )
 
 
@@ -105,7 +106,7 @@ def _branches(fields: ConfigFields, build: Build, inner: int, hidden: int) -> di
 
 
 def _attention(build: Build, heads: Heads, inner: int, hidden: int) -> Attention:
-    query, kv = heads.count * heads.size, heads.kv * heads.size
+    query, kv = heads.queries, heads.keys
 
     def linear(name: str, columns: int, rows: int) -> Linear:
         at = build.at(name)
@@ -129,10 +130,10 @@ def _head(files: EagleFiles, build: Build, target: Decoder, eps: float) -> Draft
     if at.has("weight"):
 
         def stored(rows: Tensor | None = None) -> QTensor:
-            shape = (count, target.hidden)
+            shape = (VOCAB(count), HIDDEN(target.hidden))
             return at.weight("weight", shape) if rows is None else at.rows_of("weight", shape, rows)
 
-        return DraftLogits(build, gathered_linear(at, target.hidden, count), stored, target.vocab, ids, norm)
+        return DraftLogits(build, gathered_linear(at, target.hidden, VOCAB(count)), stored, target.vocab, ids, norm)
     if ids is None:
         return DraftLogits(build, head.project, head.stored, target.vocab, None, norm, head.cap)
 
@@ -148,6 +149,6 @@ def _rank_config(files: EagleFiles, ranks: int) -> Mapping[str, Any]:
     if ranks == 1:
         return files.config
     try:
-        return rank_config({**files.config, "model_type": "llama"}, ranks, ranks, spread=False).own
+        return rank_config({**files.config, "model_type": "llama"}, ranks, ranks, spread=False)
     except ConfigError as error:
         raise ConfigError(f"The heads in {files.name} do not suit the layout: {error}") from None

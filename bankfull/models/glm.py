@@ -35,13 +35,11 @@ def build_glm(config: Config, build: Build) -> Decoder:
 
     def mixer(at: Build) -> Attention:
         (q,), (k,) = (
-            split_linear(
-                at.at(name), hidden, [count * heads.size], bias, (True,), halves_of_pairs(count, heads.size, rotated)
-            )
-            for name, count in (("q_proj", heads.count), ("k_proj", heads.kv))
+            split_linear(at.at(name), hidden, [outer], bias, (True,), halves_of_pairs(outer.count, heads.size, rotated))
+            for name, outer in (("q_proj", heads.queries), ("k_proj", heads.keys))
         )
-        v = Linear(at.at("v_proj"), hidden, heads.kv * heads.size, bias)
-        out = Linear(at.at("o_proj"), heads.count * heads.size, hidden, int8_when_batched=True)
+        v = Linear(at.at("v_proj"), hidden, heads.keys, bias)
+        out = Linear(at.at("o_proj"), heads.queries, hidden, int8_when_batched=True)
         return Attention(at, heads, q, k, v, out)
 
     def block(layer: int) -> Block:
@@ -73,7 +71,7 @@ def halves_of_pairs(count: int, size: int, rotated: int) -> Tensor:
 
 def _split(s: Splitting) -> None:
     s.heads()
-    s.fused[r"\.gate_up_proj\.weight$"] = [s.feed_width("intermediate_size")] * 2
+    s.feed_width("intermediate_size")
 
 
 FAMILY = Family(build_glm, tied_head, split=_split)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from bankfull.axes import POSITIONS
 from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
@@ -34,12 +35,11 @@ def build_gpt2(config: Config, build: Build) -> Decoder:
     inner = fields.size_or_none("intermediate_size") or 4 * hidden
     made_for, eps = fields.size("max_position_embeddings"), fields.number("layer_norm_epsilon")
     count, size = _heads(fields, hidden)
-    width = count * size
     scaled, by_layer = fields.flag("scale_attn_weights"), fields.flag("scale_attn_by_inverse_layer_idx")
     # The first published files have no prefix.
     root = build if build.has("wte.weight") else build.at("transformer")
     tokens = Embedding(root.at("wte"), vocab, hidden)
-    places = Embedding(root.at("wpe"), made_for, hidden)
+    places = Embedding(root.at("wpe"), POSITIONS(made_for), hidden)
     place = build.bind(add)
 
     def norm(at: Build) -> AddThen:
@@ -49,10 +49,12 @@ def build_gpt2(config: Config, build: Build) -> Decoder:
         at = root.at("h").at(layer)
         attn = at.at("attn")
         scale = (size**-0.5 if scaled else 1.0) / (layer + 1 if by_layer else 1)
-        q, k, v = split_linear(attn.at("c_attn"), hidden, [width] * 3, True, int8_when_batched=(True, True, False))
-        out = Linear(attn.at("c_proj"), width, hidden, True, int8_when_batched=True)
+        heads = Heads(count, count, size, scale)
+        outers = (heads.queries, heads.keys, heads.keys)
+        q, k, v = split_linear(attn.at("c_attn"), hidden, outers, True, int8_when_batched=(True, True, False))
+        out = Linear(attn.at("c_proj"), heads.queries, hidden, True, int8_when_batched=True)
         return Block(
-            Attention(attn, Heads(count, count, size, scale), q, k, v, out, rope=None),
+            Attention(attn, heads, q, k, v, out, rope=None),
             before_mixer=norm(at.at("ln_1")),
             feed=MLP.read(
                 at.at("mlp"), hidden, inner, fields.text("activation_function"), ("c_fc", "c_proj"), bias=True
@@ -85,9 +87,8 @@ def _heads(fields: ConfigFields, hidden: int) -> tuple[int, int]:
 
 
 def _split(s: Splitting) -> None:
-    query, _ = s.heads()
+    s.heads()
     s.feed_width("intermediate_size", 4 * s.size("hidden_size"))
-    s.fused[r"\.c_attn\.(weight|bias)$"] = [query] * 3
 
 
 FAMILY = Family(build_gpt2, tied_head, split=_split)

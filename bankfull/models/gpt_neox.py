@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bankfull.axes import HEADS
 from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
@@ -17,7 +18,7 @@ from bankfull.models.common import head_of, partial_rope
 from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ops import add
-from bankfull.ranks.splitting import Splitting
+from bankfull.ranks.splitting import split_transformer
 
 GPT_NEOX = {
     "hidden_act": "gelu",
@@ -41,8 +42,9 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
             f"The model's configuration has a hidden_size of {hidden}, which is no multiple of its {count} heads."
         )
     size = size or hidden // count
-    heads, width = Heads(count, count, size, size**-0.5), count * size
-    order = by_part(heads) if fields.flag("qkv_by_head") else None
+    heads = Heads(count, count, size, size**-0.5)
+    by_head = fields.flag("qkv_by_head")
+    order, stored = (by_part(heads), HEADS(count, 3 * size)) if by_head else (None, None)
     plus = build.bind(add) if fields.flag("use_parallel_residual") else None
     root = build.at("gpt_neox")
     tokens = Embedding(root.at("embed_in"), vocab, hidden)
@@ -52,11 +54,11 @@ def build_gpt_neox(config: Config, build: Build) -> Decoder:
 
     def block(at: Build) -> Block:
         attn = at.at("attention")
-        q, k, v = split_linear(
-            attn.at("query_key_value"), hidden, [width] * 3, bias, int8_when_batched=(True, True, False), order=order
-        )
+        outers, at_qkv = (heads.queries, heads.keys, heads.keys), attn.at("query_key_value")
+        q, k, v = split_linear(at_qkv, hidden, outers, bias, (True, True, False), order=order, stored=stored)
+        out = Linear(attn.at("dense"), heads.queries, hidden, bias, int8_when_batched=True)
         return Block(
-            Attention(attn, heads, q, k, v, Linear(attn.at("dense"), width, hidden, bias, int8_when_batched=True)),
+            Attention(attn, heads, q, k, v, out),
             before_mixer=norm(at.at("input_layernorm")),
             feed=MLP.read(
                 at.at("mlp"), hidden, inner, fields.text("hidden_act"), ("dense_h_to_4h", "dense_4h_to_h"), bias=True
@@ -91,11 +93,4 @@ def ignored(config: Config) -> tuple[str, ...]:
     return (r"^embed_out\.weight$", r"\.attention\.(masked_)?bias$")
 
 
-def _split(s: Splitting) -> None:
-    query, _ = s.heads()
-    s.widths()
-    if s.whole.get("qkv_by_head") is False:
-        s.fused[r"\.query_key_value\.(weight|bias)$"] = [query] * 3
-
-
-FAMILY = Family(build_gpt_neox, ignored, split=_split)
+FAMILY = Family(build_gpt_neox, ignored, split=split_transformer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bankfull.axes import HEADS
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
@@ -41,7 +42,7 @@ def build_gpt_oss(config: Config, build: Build) -> Decoder:
     )
 
     def mixer(layer: int, at: Build) -> Attention:
-        sinks = at.tensor("sinks", (heads.count,))
+        sinks = at.tensor("sinks", (HEADS(heads.count),))
         layer_heads = replace(heads, window=windows[layer])
         return attention(fields, at, layer_heads, qkv_bias=bias, out_bias=bias, sinks=sinks)
 

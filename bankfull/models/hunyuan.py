@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bankfull.axes import HEAD
 from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.build import Build
@@ -40,7 +41,7 @@ def build_hunyuan(config: Config, build: Build) -> Decoder:
 
     def norms(at: Build) -> dict[str, RMSNorm]:
         names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"} if normed else {}
-        return {name: RMSNorm(at.at(stored), heads.size, eps) for name, stored in names.items()}
+        return {name: RMSNorm(at.at(stored), HEAD(heads.size), eps) for name, stored in names.items()}
 
     def shared(layer: int, at: Build) -> SharedAttention:
         owner = owner_of(mixers, layer, layer - layer % factor)
@@ -52,8 +53,8 @@ def build_hunyuan(config: Config, build: Build) -> Decoder:
             at,
             owner,
             layer - layer % factor,
-            Linear(at.at("q_proj"), hidden, heads.count * heads.size, bias, int8_when_batched=True),
-            Linear(at.at("o_proj"), heads.count * heads.size, hidden, bias, int8_when_batched=True),
+            Linear(at.at("q_proj"), hidden, heads.queries, bias, int8_when_batched=True),
+            Linear(at.at("o_proj"), heads.queries, hidden, bias, int8_when_batched=True),
             q_norm=own_norms.get("q_norm"),
             rotates_first=True,
         )

@@ -91,8 +91,7 @@ def _split(s: Splitting) -> None:
     s.widths()
     if s.spread:  # dense layers and experts have the same width in the file
         s.own[EXPERT_WIDTH] = s.size("intermediate_size")
-    inner = s.width("mamba_inner", s.size("mamba_expand", 2) * s.size("hidden_size"))
-    s.fused[r"\.in_proj\.(weight|bias)$"] = [inner, inner]
+    s.width("mamba_inner", s.size("mamba_expand", 2) * s.size("hidden_size"))
 
 
 FAMILY = Family(build_jamba, tied_head, split=_split)

@@ -58,15 +58,14 @@ def build_llada(config: Config, build: Build) -> Decoder:
     embed = Embedding(root.at("wte"), vocab, hidden)
 
     def block(at: Build) -> Block:
-        q, kv = heads.count * heads.size, heads.kv * heads.size
         return Block(
             Attention(
                 at,
                 heads,
-                Linear(at.at("q_proj"), hidden, q, qkv_bias, int8_when_batched=True),
-                Linear(at.at("k_proj"), hidden, kv, qkv_bias, int8_when_batched=True),
-                Linear(at.at("v_proj"), hidden, kv, qkv_bias),
-                Linear(at.at("attn_out"), q, hidden, bias, int8_when_batched=True),
+                Linear(at.at("q_proj"), hidden, heads.queries, qkv_bias, int8_when_batched=True),
+                Linear(at.at("k_proj"), hidden, heads.keys, qkv_bias, int8_when_batched=True),
+                Linear(at.at("v_proj"), hidden, heads.keys, qkv_bias),
+                Linear(at.at("attn_out"), heads.queries, hidden, bias, int8_when_batched=True),
             ),
             before_mixer=RMSNorm(at.at("attn_norm"), hidden, eps),
             feed=GatedMLP.read(

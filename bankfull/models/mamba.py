@@ -75,8 +75,7 @@ def backbone(fields: ConfigFields, build: Build, mixer: Callable[[Build], Mixer]
 
 
 def _split(s: Splitting) -> None:
-    inner = s.width("intermediate_size", int(s.whole.get("expand", 2) * s.size("hidden_size")))
-    s.fused[r"\.in_proj\.(weight|bias)$"] = [inner, inner]
+    s.width("intermediate_size", int(s.whole.get("expand", 2) * s.size("hidden_size")))
 
 
 FAMILY = Family(build_mamba, tied_head, split=_split)

@@ -73,7 +73,7 @@ def mamba2_shape(fields: ConfigFields, inner: int) -> Mamba2Shape:
 
 
 def _split(s: Splitting) -> None:
-    s.mamba2("num_heads", s.size("head_dim", 64), "n_groups", "norm_groups", s.size("state_size", 128))
+    s.mamba2("num_heads", "n_groups", "norm_groups")
 
 
 FAMILY = Family(build_mamba2, tied_head, split=_split)

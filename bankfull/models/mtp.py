@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bankfull.axes import HIDDEN, joined
 from bankfull.declared import Trait
 from bankfull.layers.batch import Batch
 from bankfull.layers.decoder import Decoder
@@ -39,11 +40,11 @@ def build_mtp(config: Config, target: Decoder) -> EagleHead:
     at = layers.at(layer)
     SPECULATIVE["mtp"].refuse("speculative='mtp'", {Trait.PREDICTION_MODULE: has_module(config, build.source)})
     if build.shard is not None:
-        config = rank_config(config, *build.split, build.experts is not None).own
+        config = rank_config(config, *build.split, build.experts is not None)
     fields = fields_of(config)
     hidden, eps = target.hidden, fields.number("rms_norm_eps")
     of_embedding, of_hidden = (RMSNorm(at.at(name), hidden, eps) for name in ("enorm", "hnorm"))
-    join = gathered_linear(at.at("eh_proj"), 2 * hidden, hidden)
+    join = gathered_linear(at.at("eh_proj"), joined(*[HIDDEN(hidden)] * 2), hidden)
 
     def embed(batch: Batch) -> Tensor:
         assert batch.features is not None

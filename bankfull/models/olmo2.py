@@ -36,8 +36,8 @@ def build_olmo2(config: Config, build: Build) -> Decoder:
         at = build.at("model").at("layers").at(layer)
         attn = at.at("self_attn")
         norms = {
-            "q_norm": NormOfHeads(attn.at("q_norm"), heads.count * heads.size, eps),
-            "k_norm": NormOfHeads(attn.at("k_norm"), heads.kv * heads.size, eps),
+            "q_norm": NormOfHeads(attn.at("q_norm"), heads.queries, eps),
+            "k_norm": NormOfHeads(attn.at("k_norm"), heads.keys, eps),
         }
         return Block(
             common.attention(fields, attn, heads, qkv_bias=bias, out_bias=bias, **norms),

@@ -45,8 +45,8 @@ def build_olmoe(config: Config, build: Build) -> Decoder:
 
     def mixer(layer: int, at: Build) -> Attention:
         norms = {
-            name: JointNorm(RMSNorm(at.at(name), count * heads.size, eps))
-            for name, count in (("q_norm", heads.count), ("k_norm", heads.kv))
+            name: JointNorm(RMSNorm(at.at(name), size, eps))
+            for name, size in (("q_norm", heads.queries), ("k_norm", heads.keys))
         }
         return attention(fields, at, heads, qkv_bias=bias, out_bias=bias, **norms)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from bankfull.axes import POSITIONS
 from bankfull.errors import ModelError
 from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
@@ -43,10 +44,10 @@ def build_opt(config: Config, build: Build) -> Decoder:
             f"The model's configuration has a hidden_size of {hidden}, which is no multiple of its {count} heads."
         )
     size = size or hidden // count
-    heads, width = Heads(count, count, size, size**-0.5), count * size
+    heads = Heads(count, count, size, size**-0.5)
     root = build.at("model").at("decoder")
     tokens = Embedding(root.at("embed_tokens"), vocab, outer)
-    places = Embedding(root.at("embed_positions"), made_for + POSITION_OFFSET, hidden)
+    places = Embedding(root.at("embed_positions"), POSITIONS(made_for + POSITION_OFFSET), hidden)
     places.table = places.table.rows(slice(POSITION_OFFSET, None))
     place = build.bind(add)
     widen = None if outer == hidden else Linear(root.at("project_in"), outer, hidden)
@@ -57,8 +58,9 @@ def build_opt(config: Config, build: Build) -> Decoder:
 
     def block(at: Build) -> Block:
         attn = at.at("self_attn")
-        q, k, v = (Linear(attn.at(name), hidden, width, bias) for name in ("q_proj", "k_proj", "v_proj"))
-        out = Linear(attn.at("out_proj"), width, hidden, bias)
+        outers = {"q_proj": heads.queries, "k_proj": heads.keys, "v_proj": heads.keys}
+        q, k, v = (Linear(attn.at(name), hidden, outer, bias) for name, outer in outers.items())
+        out = Linear(attn.at("out_proj"), heads.queries, hidden, bias)
         return Block(
             Attention(attn, heads, q, k, v, out, rope=None),
             before_mixer=norm(at.at("self_attn_layer_norm")),

@@ -20,11 +20,11 @@ def build_phi3(config: Config, build: Build) -> Decoder:
     for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):
         fields.only(bias, False)
     heads = heads_of(fields, window=same_window(fields))
-    hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
+    hidden, outers = fields.size("hidden_size"), (heads.queries, heads.keys, heads.keys)
 
     def mixer(layer: int, at: Build) -> Attention:
-        q, k, v = split_linear(at.at("qkv_proj"), hidden, [query, kv, kv], int8_when_batched=(True, True, False))
-        return Attention(at, heads, q, k, v, Linear(at.at("o_proj"), query, hidden, int8_when_batched=True))
+        q, k, v = split_linear(at.at("qkv_proj"), hidden, outers, int8_when_batched=(True, True, False))
+        return Attention(at, heads, q, k, v, Linear(at.at("o_proj"), heads.queries, hidden, int8_when_batched=True))
 
     return prenorm_decoder(fields, build, heads, mixer, feed=fused_mlp, rope=partial_rope)
 
@@ -35,9 +35,8 @@ def fused_mlp(fields: ConfigFields, build: Build) -> GatedMLP:
 
 
 def _split(s: Splitting) -> None:
-    query, kv = s.heads()
-    s.fused[r"\.qkv_proj\.weight$"] = [query, kv, kv]
-    s.fused[r"\.gate_up_proj\.weight$"] = [s.feed_width("intermediate_size")] * 2
+    s.heads()
+    s.feed_width("intermediate_size")
 
 
 FAMILY = Family(build_phi3, tied_head, split=_split)

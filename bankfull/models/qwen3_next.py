@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bankfull.axes import HEADS
 from bankfull.errors import ModelError
 from bankfull.layers.attention import Heads
 from bankfull.layers.build import Build
@@ -89,10 +90,10 @@ def delta_shape(fields: ConfigFields) -> DeltaShape:
 def gated_attention(fields: ConfigFields, build: Build, heads: Heads, offset: float) -> GatedAttention:
     """The query matrix has the rows of query and gate side by side for each head."""
     hidden, bias = fields.size("hidden_size"), fields.flag("attention_bias")
-    query, kv = heads.count * heads.size, heads.kv * heads.size
+    query, kv = heads.queries, heads.keys
     order = torch.arange(2 * query).view(heads.count, 2, heads.size).transpose(0, 1).flatten()
-    batched = (True, True)
-    q, gate = split_linear(build.at("q_proj"), hidden, [query, query], bias, batched, order=order)
+    both, stored = (query, query), HEADS(heads.count, 2 * heads.size)
+    q, gate = split_linear(build.at("q_proj"), hidden, both, bias, (True, True), order=order, stored=stored)
     return GatedAttention(
         build,
         heads,
@@ -113,12 +114,8 @@ def ignored(config: Config) -> tuple[str, ...]:
 def _split(s: Splitting) -> None:
     s.heads()
     s.widths()
-    keys, values = s.width("linear_num_key_heads"), s.width("linear_num_value_heads")
-    key, value = s.size("linear_key_head_dim"), s.size("linear_value_head_dim")
-    queries = (keys[0] * key, keys[1] * key)
-    channels = [queries, queries, (values[0] * value, values[1] * value)]
-    s.fused[r"\.conv1d\.weight$"] = channels
-    s.fused[r"\.in_proj_qkv\.weight$"] = channels
+    s.width("linear_num_key_heads")
+    s.width("linear_num_value_heads")
 
 
 FAMILY = Family(build_qwen3_next, ignored, split=_split)

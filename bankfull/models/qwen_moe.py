@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bankfull.axes import PARTS
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder, Feed
@@ -63,7 +64,7 @@ def experts_shape(fields: ConfigFields) -> ExpertsShape:
 def experts_with_shared(fields: ConfigFields, build: Build, shape: ExpertsShape) -> Experts:
     """Experts beside one that every token passes, scaled by the sigmoid of a gate."""
     shared = gated_mlp(fields, build.at("shared_expert"), inner=fields.size("shared_expert_intermediate_size"))
-    gate = Linear(build.of(Role.FEED).at("shared_expert_gate"), shape.hidden, 1)
+    gate = Linear(build.of(Role.FEED).at("shared_expert_gate"), shape.hidden, PARTS(1))
     return mixture(build, shape, shared=shared, shared_gate=gate)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -84,7 +84,7 @@ def family_of(config: Config) -> Family:
     return family
 
 
-def rank_config(config: Config, ranks: int, feed_ranks: int, spread: bool) -> Splitting:
+def rank_config(config: Config, ranks: int, feed_ranks: int, spread: bool) -> Config:
     """The configuration that a rank builds its model from; arguments as of `Splitting`."""
     splitting, kind = Splitting(config, ranks, feed_ranks, spread), config.get("model_type")
     split = family_of(config).split if kind in FAMILIES else None
@@ -95,7 +95,7 @@ def rank_config(config: Config, ranks: int, feed_ranks: int, spread: bool) -> Sp
             f"Architecture {str(kind)[:80]!r} cannot be split over tensor ranks or feed-forward ranks yet; use pp, or "
             "say in its Family how (CONTRIBUTING.md has the recipe)."
         )
-    return splitting
+    return splitting.own
 
 
 def stages_of(config: Config, stages: int) -> int:
@@ -124,8 +124,7 @@ def build_model(config: Config, build: Build) -> Decoder:
     """The model with all its weights. A missing tensor, or one that the model does not read, is an error naming it."""
     family = family_of(config)
     if build.shard is not None:
-        mine = rank_config(config, *build.split, build.experts is not None)
-        config, build = mine.own, replace(build, shard=replace(build.shard, fused=mine.fused))
+        config = rank_config(config, *build.split, build.experts is not None)
     try:
         model = family.build(config, build)
     except KeyError as missing:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.axes import Axes
 from bankfull.build_digest import build_digest
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
@@ -73,10 +74,10 @@ class InputBuild(Build):
 
     inputs: LargestInputs = field(default_factory=LargestInputs)
 
-    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
+    def weight(self, name: str, axes: Axes, for_linear: bool = False) -> QTensor:
         if for_linear:
             self.inputs.linears.add(self._full(name))
-        return Build.weight(self, name, shape, for_linear)
+        return Build.weight(self, name, axes, for_linear)
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         run = Build.bind(self, operation, **facts)

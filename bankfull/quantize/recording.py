@@ -8,13 +8,14 @@ model alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bankfull.axes import Axes
 from bankfull.layers.build import Build
 from bankfull.layers.placement import Home, Role
 from bankfull.ops import Epilogue, Operation, expert_mlp, linear, rms_norm, write_latents
@@ -124,23 +125,23 @@ class RecordingBuild(Build):
     def _records(self) -> bool:
         return self.reads and not self.surrounds
 
-    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
+    def weight(self, name: str, axes: Axes, for_linear: bool = False) -> QTensor:
         if not self._records:
-            read = self._asked(name, shape)
-            return self._find(name, shape) if read else self._left(name, shape)
+            read = self._asked(name, axes)
+            return self._find(name, axes) if read else self._left(name, axes)
         if for_linear:
             self.recorder.linears.add(self._full(name))
-        tensor: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, shape, for_linear))
+        tensor: QTensor = self.recorder.own(self._full(name), Build.weight(self, name, axes, for_linear))
         return tensor
 
-    def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
-        stack, whole = Build.stacked(self, name, count, shape), name.replace("{}.", "")
+    def stacked(self, name: str, count: int, axes: Axes, held: Sequence[int] | None = None) -> QTensor:
+        stack, whole = Build.stacked(self, name, count, axes, held), name.replace("{}.", "")
         if self._records:
             self.recorder.own(self._full(whole if self.has(whole) else name), stack)
         return stack
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        tensor = Build.tensor(self, name, shape, dtype)
+    def tensor(self, name: str, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = Build.tensor(self, name, axes, dtype)
         if self._records:
             self.recorder.own(self._full(name), tensor)
         return tensor

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bankfull.errors import ConfigError
-from bankfull.ranks.shard import Part
 
 NORM_ACROSS = "norm_across_ranks"
 """Field that is true where a group of the gated norm is spread over the ranks."""
@@ -27,8 +26,6 @@ class Splitting:
         which split their width themselves."""
         self.whole, self.own, self.ranks, self.feed_ranks = config, dict(config), ranks, feed_ranks
         self.spread = spread
-        self.fused: dict[str, list[Part]] = {}
-        """Parts of fused tensors, as in `Shard.fused`."""
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self.whole.get(name)
@@ -56,28 +53,22 @@ class Splitting:
             )
         return max(1, size // self.ranks)
 
-    def width(self, name: str, default: int | None = None) -> tuple[int, int]:
-        """Divide a field of a mixer; its value in the file, and on a rank."""
-        whole = self.size(name, default)
-        self.own[name] = self.divided(whole, name)
-        return whole, self.own[name]
+    def width(self, name: str, default: int | None = None) -> None:
+        """Divide a field of a mixer."""
+        self.own[name] = self.divided(self.size(name, default), name)
 
-    def feed_width(self, name: str, default: int | None = None) -> tuple[int, int]:
+    def feed_width(self, name: str, default: int | None = None) -> None:
         """Divide a field of a feed-forward layer."""
-        whole = self.size(name, default)
-        self.own[name] = self.divided(whole, name, of_feed=True)
-        return whole, self.own[name]
+        self.own[name] = self.divided(self.size(name, default), name, of_feed=True)
 
     def heads(
         self, count: str = "num_attention_heads", kv: str = "num_key_value_heads", hidden: str = "hidden_size"
-    ) -> tuple[Part, Part]:
-        """Query heads, and heads of keys and values: their columns in the file and on a rank."""
+    ) -> None:
+        """Query heads, and heads of keys and values."""
         queries = self.size(count)
         keys = self.size(kv, queries)
         each = self.size("head_dim", self.size(hidden) // queries)
-        mine, kept = self.divided(queries, count), self.shared(keys, kv)
-        self.own |= {count: mine, kv: kept, "head_dim": each}
-        return (queries * each, mine * each), (keys * each, kept * each)
+        self.own |= {count: self.divided(queries, count), kv: self.shared(keys, kv), "head_dim": each}
 
     def widths(self, of_experts: Sequence[str] = WIDTHS[1:]) -> None:
         """`of_experts`: the widths of experts and of those beside them, which stay whole where experts are spread."""
@@ -85,21 +76,17 @@ class Splitting:
             if self.whole.get(name) and not (self.spread and name in of_experts):
                 self.feed_width(name)
 
-    def mamba2(self, heads: str, size: int, groups: str, normed: str, state: int) -> Part:
-        """Heads and groups of Mamba-2: the fused parts of its projection and its convolution; channels of its heads."""
-        count, shared = self.width(heads), self.size(groups, 1)
-        kept = self.own[groups] = self.shared(shared, groups)
+    def mamba2(self, heads: str, groups: str, normed: str) -> None:
+        """Heads and groups of Mamba-2."""
+        self.width(heads)
+        shared = self.size(groups, 1)
+        self.own[groups] = self.shared(shared, groups)
         norms = self.size(normed, shared)
         if 1 < norms < self.ranks:
             raise ConfigError(
                 f"The {norms} groups of the model's gated norm are fewer than {self.ranks} tensor ranks; lower tp."
             )
         self.own |= {normed: self.shared(norms, normed), NORM_ACROSS: norms < self.ranks}
-        inner, of_group = (count[0] * size, count[1] * size), (shared * state, kept * state)
-        convolved = [inner, of_group, of_group]
-        self.fused[r"\.in_proj\.(weight|bias)$"] = [inner, *convolved, count]
-        self.fused[r"\.conv1d\.(weight|bias)$"] = convolved
-        return inner
 
 
 def split_transformer(s: Splitting) -> None:
@@ -120,12 +107,7 @@ def split_hybrid_mamba2(s: Splitting) -> None:
     inner = s.size("mamba_d_ssm", s.size("mamba_expand", 2) * hidden)
     heads = s.size("mamba_n_heads", 128)
     size = inner // heads
-    state = s.size("mamba_d_state", 256)
-    channels = s.mamba2("mamba_n_heads", size, "mamba_n_groups", "mamba_norm_groups", state)
-    s.own |= {"mamba_d_ssm": channels[1], "mamba_d_head": size}
+    s.mamba2("mamba_n_heads", "mamba_n_groups", "mamba_norm_groups")
+    s.own |= {"mamba_d_ssm": s.own["mamba_n_heads"] * size, "mamba_d_head": size}
     s.heads()
     s.widths(of_experts=WIDTHS if s.whole.get("num_local_experts") else ())
-    for name in ("input_linear", "gate_up_proj"):
-        for width in ("shared_intermediate_size", "intermediate_size"):
-            if s.whole.get(width):
-                s.fused[rf"(?#{width})\.{name}\.weight$"] = [(s.whole[width], s.own[width])] * 2

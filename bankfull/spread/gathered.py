@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bankfull.axes import HIDDEN, as_axis
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear, Projection, StoredRows
 from bankfull.ops import Unnormed, gather_outputs
@@ -58,17 +59,18 @@ def gathered_linear(
 ) -> Projection:
     """A layer whose rows are spread over the tensor ranks of `build`; without these, a `Linear`. `bias`: whether the
     file has one, or all of it. `stored`: reads the weight from elsewhere than the file."""
+    axes = as_axis(outer, HIDDEN), as_axis(inner, HIDDEN)
     share = build.row_share(outer)
     rows = None if share is None else share.rows
     weight: QTensor | None = None
     if stored is not None:
         weight = stored(rows)
     elif rows is not None:
-        weight = build.rows_of("weight", (outer, inner), rows, for_linear=True)
+        weight = build.rows_of("weight", axes, rows, for_linear=True)
     linear = Linear(
-        build, inner, outer if rows is None else len(rows), weight=weight, int8_when_batched=int8_when_batched
+        build, inner, axes[0] if rows is None else len(rows), weight=weight, int8_when_batched=int8_when_batched
     )
     if bias is not False:
-        whole = build.tensor("bias", (outer,)) if bias is True else bias.to(build.device, build.dtype)
+        whole = build.tensor("bias", axes[:1]) if bias is True else bias.to(build.device, build.dtype)
         linear.bias = whole if rows is None else whole[rows.to(whole.device)]
     return linear if share is None else GatheredLinear(build, linear, share)

@@ -102,7 +102,7 @@ def test_a_family_whose_split_nobody_has_said_runs_in_stages_and_refuses_tensor_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {"model_type": "toy", "num_hidden_layers": 2, "hidden_size": 8}
-    assert rank_config(config, 1, 1, False).own == config
+    assert rank_config(config, 1, 1, False) == config
     monkeypatch.setitem(registry.FAMILIES, "toy", "toy")
     monkeypatch.setitem(sys.modules, "bankfull.models.toy", SimpleNamespace(FAMILY=registry.Family(build_llama)))
     for layout in ("tp=2", "ffn=2"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bankfull.axes import Axes
 from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
@@ -67,7 +68,7 @@ class CountingBuild(Build):
 
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        found = Build._find(self, name, shape)
+    def _find(self, name: str, axes: Axes) -> QTensor:
+        found = Build._find(self, name, axes)
         self.sizes[self._full(name)] = prod(found.shape)
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bankfull.axes import Axes, sizes
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
@@ -88,23 +89,16 @@ class _RequestingBuild(Build):
 
     # Build is named explicitly: a dataclass with slots is a new class, so a bare super() fails.
 
-    def weight(self, name: str, shape: tuple[int, ...], for_linear: bool = False) -> QTensor:
-        self._request(name, shape)
-        return Build.weight(self, name, shape, for_linear)
-
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        self._request(name, shape)
-        return Build.tensor(self, name, shape, dtype)
-
-    def stacked(self, name: str, count: int, shape: tuple[int, int]) -> QTensor:
+    def stacked(self, name: str, count: int, axes: Axes, held: Sequence[int] | None = None) -> QTensor:
         assert isinstance(self.source, RequestedShapes)
         if self.source.stacks_experts and not self.has(name.format(0)):
-            self._request(name.replace("{}.", ""), (count, *shape))
-        return Build.stacked(self, name, count, shape)
+            self.source.request(self._full(name.replace("{}.", "")), sizes((count, *axes)))
+        return Build.stacked(self, name, count, axes, held)
 
-    def _request(self, name: str, shape: tuple[int, ...]) -> None:
+    def _find(self, name: str, axes: Axes) -> QTensor:
         assert isinstance(self.source, RequestedShapes)
-        self.source.request(self._full(name), shape)
+        self.source.request(self._full(name), sizes(axes))
+        return Build._find(self, name, axes)
 
 
 def torch_dtype(name: str | None, model: ModelFiles | Config) -> torch.dtype:
