@@ -15,6 +15,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.mixer import Angles, Mixer
+from bankfull.layers.placement import PlacedWeight
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.quantize.recording import CPU, InputRecorder, RecordingBuild, SomeLayers
@@ -62,7 +63,9 @@ class LayeredModel:
         self._angles: dict[int, Mapping[str, Angles]] = {}
         nothing = self._build(SomeLayers("", ()), {}, InputRecorder())
         build_model(files.config, nothing)
-        self.stem = layers_stem(list(nothing.weights))
+        self.weights: Mapping[str, PlacedWeight] = nothing.weights
+        """What the model asks for, by name, with its axes."""
+        self.stem = layers_stem(list(self.weights))
         self._outside = self._built(None, {}, InputRecorder())
         self.states: list[tuple[StateSpec, ...]] = self._outside.states()
         self.shared = {spec.layer for states in self.states for spec in states if isinstance(spec, Shared)}

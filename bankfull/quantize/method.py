@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bankfull.axes import WeightAxis
 from bankfull.weights.qtensor import QTensor
 
 Matrix = tuple[str, int | None]
@@ -66,6 +67,8 @@ class LayerData:
     """The result, by name. A matrix that is not in it is stored as it is."""
     activations: Activations | None = None
     """None for methods that are not calibrated."""
+    axes: Mapping[str, tuple[WeightAxis, ...]] = field(default_factory=dict)
+    """What the dimensions of a tensor count, by name; without experts that a file holds one by one."""
 
     def inputs(self, name: str, expert: int | None = None) -> Tensor:
         return self._recorded().inputs(name, expert)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from bankfull.axes import EXPERTS, NEURONS
 from bankfull.errors import ConfigError, ModelError
 from bankfull.quantize.gptq import DAMPING
 from bankfull.quantize.method import LayerData
@@ -23,7 +24,6 @@ from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.source import ModelFiles, TensorSource
 
 BLOCK = 64
-DOWN, UPS = "down_proj.weight", ("gate_proj", "up_proj")
 SIZE = "intermediate_size"
 
 
@@ -34,25 +34,37 @@ class NeuronBlocks:
     count: int
     """Blocks that stay in each layer."""
     block: int = BLOCK
+    width: int | None = None
+    """Neurons of each layer; None: any number."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """Neurons that stay, by the name of the down projection."""
+    """Rows that stay, by the name of a matrix or bias that makes the neurons."""
+    downs: dict[str, Tensor] = field(default_factory=dict)
+    """Neurons that stay, by the name of the matrix that reads them."""
 
     name: str = "neurons"
     calibrated: bool = True
 
     def quantize(self, layer: LayerData) -> None:
-        down, ups = _feed(layer.matrices)
+        down = _down(layer)
         matrix, hessian = layer.matrices[down], layer.hessian(down)
+        if self.width not in (None, matrix.shape[-1]):
+            raise ModelError(f"{down} has {matrix.shape[-1]} columns, not the {SIZE} of {self.width}.")
         energy = hessian.diagonal().clamp(min=0) * matrix.square().sum(0)
         best = energy.view(-1, self.block).sum(-1).argsort(descending=True, stable=True)[: self.count].sort().values
         kept = (best[:, None] * self.block + torch.arange(self.block, device=best.device)).flatten()
-        gone = torch.ones(matrix.shape[-1], dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
-        for name in ups:
-            layer.quantized[name] = QTensor.dense(layer.matrices[name].masked_fill(gone[:, None], 0))
+        for name, axes in layer.axes.items():
+            if not axes or not axes[0].counts(NEURONS):
+                continue
+            # Gate and up may be one matrix, one after the other.
+            rows = torch.cat([kept + part * len(matrix.T) for part in range(len(axes[0].parts))])
+            self.kept[name] = rows.cpu()
+            if name in layer.matrices:
+                gone = torch.ones(axes[0], dtype=torch.bool, device=kept.device).index_fill(0, rows, False)
+                layer.quantized[name] = QTensor.dense(layer.matrices[name].masked_fill(gone[:, None], 0))
         layer.quantized[down] = QTensor.dense(
             torch.zeros_like(matrix).index_copy(1, kept, refitted(matrix, hessian, kept))
         )
-        self.kept[down] = kept.cpu()
+        self.downs[down] = kept.cpu()
 
 
 def refitted(matrix: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
@@ -71,16 +83,17 @@ def refitted(matrix: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
     return solution if bool(solution.isfinite().all()) else matrix[:, kept]
 
 
-def _feed(names: Mapping[str, object]) -> tuple[str, list[str]]:
-    """The down projection of a layer, and the matrices whose rows are its inputs."""
-    downs = [name for name in names if name.endswith(DOWN)]
-    if len(downs) != 1:
+def _down(layer: LayerData) -> str:
+    """The matrix that reads the neurons of a layer."""
+    axes = {name: layer.axes.get(name, ()) for name in layer.matrices}
+    downs = [name for name, one in axes.items() if len(one) == 2 and one[1].counts(NEURONS)]
+    experts = [name for name, one in axes.items() if not one or one[0].counts(EXPERTS)]
+    if len(downs) != 1 or experts:
         raise ModelError(
-            f"Blocks of neurons are removed from one feed-forward layer with a {DOWN.removesuffix('.weight')} per "
-            f"layer, and here a layer has {len(downs)}; prune weights instead."
+            "Blocks of neurons are removed from one feed-forward layer per layer, without experts, and here a layer "
+            f"has {len(downs)}{f' and {experts[0]}' if experts else ''}; prune weights instead."
         )
-    stem = downs[0].removesuffix(DOWN)
-    return downs[0], [f"{stem}{up}.weight" for up in UPS if f"{stem}{up}.weight" in names]
+    return downs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +150,12 @@ def remove_neurons(
     if not isinstance(width, int) or width % block or width < 2 * block:
         raise ConfigError(f"The model's {SIZE} is {width}, which is not made of blocks of {block} neurons.")
     blocks = width // block
-    method = NeuronBlocks(min(blocks - 1, max(1, round((1 - share) * blocks))), block)
+    method = NeuronBlocks(min(blocks - 1, max(1, round((1 - share) * blocks))), block, width)
     downs: dict[str, Tensor] = {}
-    for name in (name for name in files.source.names() if name.endswith(DOWN)):
-        if files.source.shape(name)[-1:] != (width,):
-            raise ModelError(f"{name} has {files.source.shape(name)[-1]} columns, not the {SIZE} of {width}.")
     for name, tensor in walk(files, method, WalkOptions(sequences, done=done, device=device)):
-        if name in method.kept:
+        if name in method.downs:
             scheme = files.source.scheme(name)
             dtype = scheme.parts[0].dtype if scheme.is_dense else torch.bfloat16
-            downs[name] = tensor.dequantize()[:, method.kept[name]].to(dtype).contiguous()
-    kept = {
-        f"{down.removesuffix(DOWN)}{up}.{end}": neurons
-        for down, neurons in method.kept.items()
-        for up in UPS
-        for end in ("weight", "bias")
-        if files.source.has(f"{down.removesuffix(DOWN)}{up}.{end}")
-    }
+            downs[name] = tensor.dequantize()[:, method.downs[name]].to(dtype).contiguous()
     config = {**files.config, SIZE: method.count * block}
-    return replace(files, config=config, source=PrunedNeurons(files.source, kept, downs))
+    return replace(files, config=config, source=PrunedNeurons(files.source, method.kept, downs))

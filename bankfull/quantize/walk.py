@@ -94,7 +94,8 @@ def layer_data(model: LayeredModel, number: int) -> LayerData:
     matrices = {name: _values(model, name) for name in names if is_inner_matrix(source, name)}
     small = [name for name in names if name not in matrices and len(source.shape(name)) == 1]
     plain = {name: _values(model, name) for name in small}
-    return LayerData(number, matrices, plain)
+    axes = {name: model.weights[name].axes for name in (*matrices, *plain) if name in model.weights}
+    return LayerData(number, matrices, plain, axes=axes)
 
 
 def _values(model: LayeredModel, name: str) -> Tensor:

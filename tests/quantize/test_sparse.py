@@ -17,8 +17,9 @@ from bankfull.layers.build import Build
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.quantize.gptq import output_error
+from bankfull.quantize.layered import ReplacedSource
 from bankfull.quantize.method import LayerData
-from bankfull.quantize.neurons import refitted, remove_neurons
+from bankfull.quantize.neurons import PrunedNeurons, refitted, remove_neurons
 from bankfull.quantize.save import SavedModel, save_quantized
 from bankfull.quantize.sensitivity import Divergence
 from bankfull.quantize.sparse import RULES, Pruner, SparsityPattern, parse_pattern, zeros_of
@@ -31,6 +32,7 @@ from bankfull.weights.source import ModelFiles, open_model
 from bankfull.weights.sparse_source import compressed
 from bankfull.weights.writing.compressed_tensors import CompressedTensors
 from bankfull.weights.writing.target import TargetTensor
+from tests.models.oracle import TOKENS, saved
 from tests.quantize.models import random_folder, recipe_of
 from tests.quantize.trained import CPU, sequences, trained_folder
 from tests.quick import examples
@@ -221,6 +223,28 @@ def test_removed_neurons_save_bytes_and_the_model_runs() -> None:
     assert not smaller.source.unread()
 
 
+@pytest.mark.parametrize("name", ["phi3", "gpt-neox"])
+def test_neurons_are_found_by_the_axes_of_a_layers_matrices(name: str) -> None:
+    """Gate and up in one matrix, or only one matrix with a bias: as if the removed neurons were multiplied by 0."""
+    files = open_model(saved(name).path)
+    width = files.config["intermediate_size"]
+    smaller = remove_neurons(files, 0.5, [TOKENS], block=1)
+    left = smaller.config["intermediate_size"]
+    assert 0.4 * width < left < 0.6 * width
+    source = smaller.source
+    assert isinstance(source, PrunedNeurons)
+    downs = {}
+    for down, matrix in source.downs.items():
+        layer = down.rpartition(".")[0].rpartition(".")[0]
+        rows = next(rows for name, rows in source.kept.items() if name.startswith(layer))
+        downs[down] = torch.zeros(len(matrix), width).index_copy(1, rows[:left], matrix.float())
+    found, expected = (
+        build_model(config, Build(source, kit_for("cpu", "torch"), torch.float32, CPU))
+        for config, source in ((smaller.config, smaller.source), (files.config, ReplacedSource(files.source, downs)))
+    )
+    torch.testing.assert_close(logits(found, TOKENS, CPU), logits(expected, TOKENS, CPU), atol=1e-4, rtol=1e-4)
+
+
 def test_a_refit_never_loses_more_than_dropping_columns() -> None:
     matrix, hessian = data_of(3, 12, 32)
     kept = torch.arange(0, 32, 2)
@@ -241,7 +265,7 @@ def test_bad_input_gets_one_sentence() -> None:
         remove_neurons(files, 1.0, [[1, 2]])
     with pytest.raises(ConfigError, match="blocks of 96"):
         remove_neurons(files, 0.5, [[1, 2]], block=96)
-    with pytest.raises(ModelError, match="a layer has 0"):
+    with pytest.raises(ModelError, match=r"a layer has 0 and a\.weight"):
         from bankfull.quantize.neurons import NeuronBlocks
 
         NeuronBlocks(1).quantize(LayerData(0, {"a.weight": torch.zeros(2, 2)}))
