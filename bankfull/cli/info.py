@@ -28,12 +28,16 @@ def info(
     roofline: Annotated[
         bool, typer.Option("--roofline", help="Show what bounds each operation on this machine, and the least times.")
     ] = False,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="List the weights: name, axes, scheme, home, bytes, generation.")
+    ] = False,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the computation.", show_default="as saved")] = None,
     json: Json = False,
 ) -> None:
     """Describe a model: its shape, its size, its state per token, and the cost of a token."""
     from bankfull.cli.terminal import print_table
     from bankfull.limits.model.info import describe
+    from bankfull.limits.model.inventory import weights_of
     from bankfull.limits.model.recipe import config_without_weights, files_for_config
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model
@@ -42,13 +46,19 @@ def info(
     files = open_model(locate(model)) if bare is None else files_for_config(bare, model)
     description = describe(files, dtype=dtype)
     bounds = _rooflines(files, description.dtype, description.context_length) if roofline else {}
+    listed = weights_of(files, dtype=dtype) if weights else []
     if json:
-        extra = {"roofline": {title: bound.as_rows() for title, bound in bounds.items()}} if roofline else {}
+        extra: dict[str, Any] = (
+            {"roofline": {title: bound.as_rows() for title, bound in bounds.items()}} if roofline else {}
+        )
+        extra |= {"weights": [weight.to_dict() for weight in listed]} if weights else {}
         print(json_text.dumps(description.to_dict() | extra))
         return
-    from bankfull.limits.model.tables import info_table, roofline_table
+    from bankfull.limits.model.tables import info_table, roofline_table, weights_table
 
     print_table(info_table(description))
+    if listed:
+        print_table(weights_table(listed))
     if bounds:
         from bankfull.ops.native import thread_choice
 

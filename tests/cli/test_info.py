@@ -34,6 +34,20 @@ def test_info_with_roofline_names_the_bound_of_every_operation(cli: Cli, model: 
     assert "linear" in cli("info", model, "--roofline").out
 
 
+def test_info_lists_the_weights_by_name_with_their_axes(cli: Cli, model: Path) -> None:
+    assert "weights" not in cli("info", model, "--json").json
+    found = cli("info", model, "--weights", "--json").json
+    by_name = {weight["name"]: weight for weight in found["weights"]}
+    key = by_name["model.layers.0.self_attn.k_proj.weight"]
+    assert [[part["kind"] for part in axis] for axis in key["axes"]] == [["kv_heads"], ["hidden"]]
+    heads = key["axes"][0][0]
+    assert [heads["count"] * heads["each"], found["shape"]["hidden"]] == key["shape"]
+    assert key["home"] == "resident" and key["generation"] == 0
+    assert sum(weight["bytes"] for weight in found["weights"]) == found["total_bytes"]
+    shown = cli("info", model, "--weights").out
+    assert "model.layers.1.mlp.down_proj.weight" in shown and "neurons" in shown
+
+
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
     known = Levels(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bankfull.limits.meter.roofline import Roofline
     from bankfull.limits.model.bounds import ModelRoofline
     from bankfull.limits.model.info import ModelInfo
+    from bankfull.limits.model.inventory import ListedWeight
     from bankfull.limits.model.speculation import GainForecast
 
 
@@ -71,6 +72,26 @@ def info_table(info: ModelInfo) -> Table:
     for cost in info.costs:
         what = f"{cost.tokens} tokens" if cost.phase == "prefill" else f"context {cost.context}"
         line(f"{cost.phase}, {what}", f"{scaled(cost.flops, 'FLOP')} and {scaled(cost.bytes, 'B')} per token")
+    return table
+
+
+def weights_table(weights: Sequence[ListedWeight]) -> Table:
+    table = Table(caption=f"{len(weights)} weights, {scaled(sum(weight.bytes for weight in weights), 'B')}")
+    table.add_column("weight", overflow="fold")
+    table.add_column("axes", overflow="fold")
+    for heading in ("scheme", "home"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("bytes", "generation"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for weight in weights:
+        table.add_row(
+            Text(weight.name),  # Text, not markup: names come from untrusted files
+            ", ".join(axis.text for axis in weight.axes),
+            weight.scheme,
+            weight.home,
+            scaled(weight.bytes, "B"),
+            str(weight.generation),
+        )
     return table
 
 
