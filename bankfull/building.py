@@ -13,6 +13,7 @@ from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
+from bankfull.layers.placement import Role
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
 from bankfull.ops.products.activations import TOKEN
@@ -83,7 +84,7 @@ def prepared_weights(files: ModelFiles, build: Build) -> PreparedWeights | None:
     """The layouts of this model that are kept on disk. None for numbers that no file holds as they are, for a part of
     the weights, and where the user wants none."""
     parts = (build.shard, build.stage, build.experts)
-    if not files.is_as_stored or any(part is not None for part in parts):
+    if not files.is_as_stored or any(part is not None for part in parts) or build.placement.roles != set(Role):
         return None
     rule = build.activations
     facts = (

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,27 @@ def call(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **options)
 
 
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A directory with a path that leaves room for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    with short_folder() as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory whose user has a warm process. Its path is short: it is one of a socket."""
-    folder = tmp_path_factory.mktemp("warm")
+def place() -> Iterator[Path]:
+    """A directory whose user has a warm process."""
+    with short_folder() as folder:
+        yield from warmed(folder)
+
+
+def warmed(folder: Path) -> Iterator[Path]:
     begun = json.loads(call(folder, "warm", "--json").stdout)
     assert begun["begun"] and begun["process"]
     yield folder
@@ -134,8 +153,8 @@ def test_only_some_commands_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> 
     assert client.handed_over(["run"]) is None
 
 
-def test_a_directory_of_others_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_directory_of_others_is_not_used(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     folder = socket_path().parent
     assert handover.connected() is None and not is_own(folder)
     folder.mkdir(mode=0o755)
@@ -174,23 +193,19 @@ def quick(folder: Path, seconds: float, more: str = "") -> subprocess.Popen[byte
     return begun
 
 
-def test_it_ends_when_nobody_has_asked_for_long(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("warm")
-    with quick(folder, 0.5) as process:
+def test_it_ends_when_nobody_has_asked_for_long(short: Path) -> None:
+    with quick(short, 0.5) as process:
         assert process.wait(60) == 0
-    assert not list((folder / "bankfull").iterdir())
+    assert not list((short / "bankfull").iterdir())
 
 
-def test_it_ends_when_the_program_has_changed(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path_factory.mktemp("warm")
+def test_it_ends_when_the_program_has_changed(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = "stamps = iter(('old', 'new'))\nkeeper.stamp_now = lambda *rooms: next(stamps)"
-    with quick(folder, 60, changed) as process:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with quick(short, 60, changed) as process:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
         assert client.handed_over(["run"]) is None
         assert process.wait(60) == 0
-    assert not list((folder / "bankfull").iterdir())
+    assert not list((short / "bankfull").iterdir())
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x01", b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x02\x00\x00\x00{}"])
