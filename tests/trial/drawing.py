@@ -216,8 +216,8 @@ def _value(rng: random.Random, option: Option, model: str, options: Mapping[str,
     if option.name != "strategy" and rng.random() < CALM:
         return option.usual
     values = [value for value in option.values if option.where(model, value)]
-    if rng.random() >= CERTAIN:
-        values = [value for value in values if not refused_for_certain(model, option.name, value, options)]
+    if rng.random() >= CERTAIN:  # the options drawn before may be refused, whatever this one is
+        values = [v for v in values if not refused_for_certain(model, option.name, v, options)] or values
     return rng.choices(values, [option.values[value] for value in values])[0]
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,33 @@ def forks_of(process: int) -> list[int]:
     return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
+def fork_of(command: subprocess.Popen[Any], process: int) -> int:
+    """The fork of the warm process that runs this command, once it waits for its input."""
+
+    def found() -> list[int]:
+        forks = []
+        for fork in forks_of(process):
+            with suppress(OSError):
+                if os.readlink(f"/proc/{fork}/fd/0") == os.readlink(f"/proc/{command.pid}/fd/0"):
+                    forks.append(fork)
+        return forks
+
+    until(lambda: bool(found()))
+    [fork] = found()
+    until(lambda: sleeps(fork))
+    return fork
+
+
+def sleeps(process: int) -> bool:
+    """Whether a process waits, and computes nothing for a while."""
+    seen = []
+    for _ in range(2):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        seen.append((fields[0], fields[11], fields[12]))
+        time.sleep(0.3)
+    return seen[0] == seen[1] and seen[0][0] == "S"
+
+
 def until(is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not is_so():
@@ -111,11 +138,8 @@ def test_a_fork_reads_its_own_input_folder_and_environment(place: Path, tmp_path
 def test_commands_are_forks_of_the_warm_process(place: Path) -> None:
     command = [sys.executable, "-m", "bankfull", "run", "--model", MODEL]
     with subprocess.Popen(command, env=settings(place), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waiting:
-        until(lambda: bool(forks_of(keeper(place))))
-        [fork] = forks_of(keeper(place))
-        assert forks_of(waiting.pid) == [] and os.readlink(f"/proc/{fork}/fd/0") == os.readlink(
-            f"/proc/{waiting.pid}/fd/0"
-        )
+        fork_of(waiting, keeper(place))
+        assert forks_of(waiting.pid) == []
         assert len(os.listdir(f"/proc/{keeper(place)}/task")) <= len(os.sched_getaffinity(0))
         waiting.communicate(b"")
     assert waiting.returncode == 2
@@ -128,8 +152,7 @@ def test_commands_are_forks_of_the_warm_process(place: Path) -> None:
 def test_a_fork_ends_with_its_command(place: Path, number: int, code: int) -> None:
     command = [sys.executable, "-m", "bankfull", "run", "--model", MODEL]
     with subprocess.Popen(command, env=settings(place), stdin=subprocess.PIPE, stderr=subprocess.PIPE) as waiting:
-        until(lambda: bool(forks_of(keeper(place))))
-        time.sleep(0.2)  # it reads its input by now
+        fork_of(waiting, keeper(place))
         waiting.send_signal(number)
         assert waiting.wait(60) == code
     until(lambda: not forks_of(keeper(place)))
