@@ -151,7 +151,10 @@ def test_commands_are_forks_of_the_warm_process(place: Path) -> None:
 )
 def test_a_fork_ends_with_its_command(place: Path, number: int, code: int) -> None:
     command = [sys.executable, "-m", "bankfull", "run", "--model", MODEL]
-    with subprocess.Popen(command, env=settings(place), stdin=subprocess.PIPE, stderr=subprocess.PIPE) as waiting:
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if number != signal.SIGKILL:  # a shell's background ignores SIGINT, and so would the command
+        options["preexec_fn"] = lambda: signal.signal(number, signal.SIG_DFL)
+    with subprocess.Popen(command, env=settings(place), **options) as waiting:
         fork_of(waiting, keeper(place))
         waiting.send_signal(number)
         assert waiting.wait(60) == code
